@@ -1,0 +1,111 @@
+"""RL post-training of language models as pure functions.
+
+step = funcrl.grpo_step(model_fn)
+state = step.init(params, seed=0)
+state, metrics = step(state, batch)
+"""
+
+from funcrl import (
+    advantages,
+    aggregation,
+    checks,
+    grads,
+    losses,
+    metrics,
+    models,
+    optim,
+    prepare,
+    ratios,
+    rewards,
+    rng,
+    surrogates,
+    tree,
+    types,
+)
+from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
+from funcrl.batching import collate, drop_zero_variance, mask_truncated, pack
+from funcrl.functional import functional
+from funcrl.grads import (
+    GradientMoments,
+    NoiseScale,
+    clip_per_sample,
+    gradient_moments,
+    noise_scale,
+    per_sample_grad,
+    per_sample_norms,
+)
+from funcrl.logprobs import logprob_fn, score, token_scores
+from funcrl.losses import policy_loss
+from funcrl.models import init_params
+from funcrl.prepare import correct, top_entropy
+from funcrl.step import grpo_step
+from funcrl.types import (
+    Algorithm,
+    Batch,
+    GradientTransformation,
+    Metrics,
+    PackedBatch,
+    Rollout,
+    Sample,
+    Step,
+    TokenScores,
+    TrainState,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "GradientMoments",
+    "GradientTransformation",
+    "Metrics",
+    "NoiseScale",
+    "PackedBatch",
+    "Rollout",
+    "Sample",
+    "Step",
+    "TokenScores",
+    "TrainState",
+    "advantages",
+    "aggregation",
+    "checks",
+    "cispo",
+    "clip_per_sample",
+    "collate",
+    "correct",
+    "dapo",
+    "dr_grpo",
+    "drop_zero_variance",
+    "functional",
+    "gradient_moments",
+    "grads",
+    "grpo",
+    "grpo_step",
+    "gspo",
+    "init_params",
+    "logprob_fn",
+    "losses",
+    "mask_truncated",
+    "metrics",
+    "models",
+    "noise_scale",
+    "optim",
+    "pack",
+    "per_sample_grad",
+    "per_sample_norms",
+    "policy_loss",
+    "prepare",
+    "ratios",
+    "reinforce",
+    "rewards",
+    "rloo",
+    "rng",
+    "sapo",
+    "score",
+    "surrogates",
+    "token_scores",
+    "top_entropy",
+    "tree",
+    "types",
+]

@@ -1,0 +1,205 @@
+"""From a rollout to what a step trains on: filters, weights, and rows packed with many samples."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcrl import checks
+from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout
+
+
+def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
+    """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
+
+    Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
+    made, so they are in no numerator and no denominator. Their value stays in the batch, where a
+    step counts it as `num_nonfinite_logprobs`.
+
+    Args:
+        rollout: B = N prompts x G samples, padded on the right.
+        algorithm: whose `advantage` and `weight` to use.
+        ref_logprobs: [B, T] of the reference model, for a KL penalty.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[5, 6, 7], [5, 8, 0]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, False]]),
+        ...     behavior_logprobs=torch.zeros(2, 3), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.collate(rollout, funcrl.dr_grpo(length=2)).advantages
+        tensor([[ 0.0000, -0.5000, -0.5000],
+                [ 0.0000,  0.5000,  0.0000]])
+    """
+    _check_rollout("collate", rollout)
+    if not isinstance(ref_logprobs, tuple):
+        checks.check_shape(
+            "collate", "ref_logprobs", ref_logprobs, "rollout.tokens", rollout.tokens.shape
+        )
+    behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0)
+    mask = rollout.mask & behavior.isfinite()
+    advantages = algorithm.advantage(rollout.rewards, rollout.group).to(behavior.dtype)
+    checks.check_shape(
+        "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
+    )
+    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return Batch(
+        tokens=rollout.tokens,
+        positions=positions.contiguous(),
+        mask=mask,
+        behavior_logprobs=behavior,
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        token_weights=algorithm.weight(mask).to(behavior.dtype),
+        ref_logprobs=ref_logprobs,
+    )
+
+
+def pack(
+    rollout: Rollout, algorithm: Algorithm, length: int, ref_logprobs: Tensor | Absent = ()
+) -> PackedBatch:
+    """Return the same batch with the samples laid end to end in rows of `length`.
+
+    Each sample, up to its last sampled token, goes whole into the first row with room, longest
+    first. Weights are made before packing, so that the loss is the same number.
+
+    Args:
+        rollout: B = N prompts x G samples, padded on the right.
+        algorithm: whose `advantage` and `weight` to use.
+        length: tokens a row; no sample may be longer.
+        ref_logprobs: [B, T] of the reference model, for a KL penalty.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[5, 6, 7], [5, 8, 0]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, False]]),
+        ...     behavior_logprobs=torch.zeros(2, 3), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> packed = funcrl.pack(rollout, funcrl.grpo(), length=6)
+        >>> packed.tokens, packed.segment_ids
+        (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
+    """
+    batch = collate(rollout, algorithm, ref_logprobs)
+    width = rollout.mask.shape[1]
+    # One past the last sampled token; a sample without one has nothing to train on.
+    ends = (torch.arange(1, width + 1, device=rollout.mask.device) * rollout.mask).amax(dim=1)
+    sizes: list[int] = ends.tolist()
+    if max(sizes) > length:
+        row = sizes.index(max(sizes))
+        raise ValueError(
+            f"pack expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
+        )
+    rows = _first_fit(sizes, length) or [[]]
+    source = torch.full((len(rows), length), -1, dtype=torch.int64)
+    segment_ids = torch.full((len(rows), length), -1, dtype=torch.int64)
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, sample in enumerate(members):
+            stop = start + sizes[sample]
+            source[row, start:stop] = sample * width + torch.arange(sizes[sample])
+            segment_ids[row, start:stop] = segment
+            start = stop
+    source = source.to(rollout.mask.device)
+
+    def gather(values: Tensor) -> Tensor:
+        taken = values.reshape(-1)[source.clamp(min=0)]
+        return torch.where(source < 0, torch.zeros_like(taken), taken)
+
+    reference = batch.ref_logprobs
+    return PackedBatch(
+        tokens=gather(batch.tokens),
+        positions=gather(batch.positions),
+        mask=gather(batch.mask),
+        behavior_logprobs=gather(batch.behavior_logprobs),
+        advantages=gather(batch.advantages),
+        token_weights=gather(batch.token_weights),
+        segment_ids=segment_ids.to(rollout.mask.device),
+        ref_logprobs=() if isinstance(reference, tuple) else gather(reference),
+    )
+
+
+def drop_zero_variance(rollout: Rollout) -> Rollout:
+    """Return the rollout without the groups whose rewards are all equal: they teach nothing.
+
+    Their number is `frac_reward_zero_std` of `metrics.describe_rollout`. The result can be empty,
+    which `collate` refuses.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(4, 2, dtype=torch.int64), group=torch.tensor([0, 0, 1, 1]),
+        ...     mask=torch.ones(4, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(4, 2),
+        ...     rewards=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        ...     policy_version=torch.zeros(4, dtype=torch.int64))
+        >>> funcrl.drop_zero_variance(rollout).group
+        tensor([1, 1])
+    """
+    same_group = rollout.group[:, None] == rollout.group[None, :]
+    differs = rollout.rewards[:, None] != rollout.rewards[None, :]
+    keep = (same_group & differs).any(dim=1)
+    return Rollout(*(field[keep] for field in rollout))
+
+
+def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
+    """Return the rollout with cut-off completions out of the mask: they are not trained on.
+
+    DAPO's overlong filtering (arXiv:2503.14476). Their rewards still count in their group.
+
+    Args:
+        rollout: of B rows.
+        truncated: [B] bool, True where the completion hit the length limit.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(2, 2, dtype=torch.int64), group=torch.tensor([0, 0]),
+        ...     mask=torch.ones(2, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(2, 2),
+        ...     rewards=torch.tensor([1.0, 0.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.mask_truncated(rollout, torch.tensor([False, True])).mask
+        tensor([[ True,  True],
+                [False, False]])
+    """
+    rows = torch.Size(rollout.mask.shape[:1])
+    checks.check_shape("mask_truncated", "truncated", truncated, "rollout's rows", rows)
+    checks.check_dtype("mask_truncated", "truncated", truncated, torch.bool)
+    return rollout._replace(mask=rollout.mask & ~truncated[:, None])
+
+
+def _check_rollout(function: str, rollout: Rollout) -> None:
+    checks.check_rank(function, "rollout.tokens", rollout.tokens, "BT")
+    shape = rollout.tokens.shape
+    if 0 in shape:
+        raise ValueError(
+            f"{function} expects at least one row and one token, got rollout.tokens of shape "
+            f"{list(shape)}."
+        )
+    for name in ("mask", "behavior_logprobs"):
+        value = getattr(rollout, name)
+        checks.check_shape(function, f"rollout.{name}", value, "rollout.tokens", shape)
+    checks.check_dtype(function, "rollout.mask", rollout.mask, torch.bool)
+    for name in ("rewards", "group", "policy_version"):
+        value = getattr(rollout, name)
+        checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
+    if not rollout.rewards.isfinite().all():
+        row = int((~rollout.rewards.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"{function} expects finite rewards, got {rollout.rewards[row].item()} in row {row}."
+        )
+
+
+def _first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return which samples share each row: first-fit decreasing, empty samples left out."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):
+        if sizes[sample] == 0:
+            continue
+        row = next((row for row, left in enumerate(room) if left >= sizes[sample]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[row].append(sample)
+        room[row] -= sizes[sample]
+    return rows

@@ -1,0 +1,129 @@
+"""Checks of arguments: each raises `f"{function} expects {what}, got {value}."` before any work.
+
+They read shapes, dtypes and Python numbers, never a tensor's values, so that they also run while
+a function is traced, vmapped or compiled.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Choice = TypeVar("Choice")
+
+
+def check_tensor(function: str, name: str, value: object) -> None:
+    """Raise unless `value` is a tensor.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_tensor("center", "rewards", [1.0])
+        Traceback (most recent call last):
+        TypeError: center expects rewards to be a tensor, got list.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function} expects {name} to be a tensor, got {type(value).__name__}.")
+
+
+def check_rank(function: str, name: str, value: Tensor, axes: str) -> None:
+    """Raise unless `value` is a tensor with one dimension for each letter of `axes`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import checks
+        >>> checks.check_rank("collate", "tokens", torch.zeros(3), "BT")
+        Traceback (most recent call last):
+        ValueError: collate expects tokens of shape [B, T], got [3].
+    """
+    check_tensor(function, name, value)
+    if value.ndim != len(axes):
+        raise ValueError(
+            f"{function} expects {name} of shape [{', '.join(axes)}], got {list(value.shape)}."
+        )
+
+
+def check_shape(function: str, name: str, value: Tensor, like: str, shape: torch.Size) -> None:
+    """Raise unless `value` is a tensor of `shape`, which is that of the argument `like`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import checks
+        >>> checks.check_shape("collate", "mask", torch.zeros(3), "tokens", torch.Size([2, 3]))
+        Traceback (most recent call last):
+        ValueError: collate expects mask of the shape of tokens, [2, 3], got [3].
+    """
+    check_tensor(function, name, value)
+    if value.shape != shape:
+        raise ValueError(
+            f"{function} expects {name} of the shape of {like}, {list(shape)}, "
+            f"got {list(value.shape)}."
+        )
+
+
+def check_dtype(function: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless `value` has `dtype`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import checks
+        >>> checks.check_dtype("token_mean", "mask", torch.zeros(1, 3), torch.bool)
+        Traceback (most recent call last):
+        TypeError: token_mean expects mask of torch.bool, got torch.float32.
+    """
+    if value.dtype != dtype:
+        raise TypeError(f"{function} expects {name} of {dtype}, got {value.dtype}.")
+
+
+def check_positive(function: str, name: str, value: float) -> None:
+    """Raise unless `value > 0`.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_positive("clip_by_global_norm", "max_norm", 0.0)
+        Traceback (most recent call last):
+        ValueError: clip_by_global_norm expects max_norm > 0, got 0.0.
+    """
+    if not value > 0:
+        raise ValueError(f"{function} expects {name} > 0, got {value}.")
+
+
+def check_range(function: str, name: str, value: float, low: float, high: float) -> None:
+    """Raise unless `low <= value <= high`.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_range("top_entropy", "fraction", 1.5, 0.0, 1.0)
+        Traceback (most recent call last):
+        ValueError: top_entropy expects 0.0 <= fraction <= 1.0, got 1.5.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"{function} expects {low} <= {name} <= {high}, got {value}.")
+
+
+def check_choice(function: str, name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise unless `value` is one of `choices`.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_choice("grpo", "level", "word", ("token", "sequence"))
+        Traceback (most recent call last):
+        ValueError: grpo expects level to be one of 'token', 'sequence', got 'word'.
+    """
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{function} expects {name} to be one of {listed}, got {value!r}.")
+
+
+def choose(function: str, name: str, value: Any, choices: Mapping[str, Choice]) -> Choice:
+    """Return `choices[value]`, or `value` itself where a function is passed instead of a name.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.choose("grpo", "kl_estimator", "k2", {"k1": abs, "k2": round})
+        <built-in function round>
+    """
+    if callable(value):
+        return value
+    check_choice(function, name, value, choices)
+    return choices[value]

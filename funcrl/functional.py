@@ -1,0 +1,126 @@
+"""Any `nn.Module` as a pure function of its parameters."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from funcrl.types import Params
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+
+
+def functional(module: nn.Module) -> Callable[..., Any]:
+    """Return `apply(params, *args, **kwargs)`, the module's forward as a function of `params`.
+
+    `apply` calls a skeleton on the meta device, which holds no weights: every parameter must come
+    from `params`, and a missing, extra or misshaped one is an error that names its path. Tied
+    parameters are given once, under the name that `named_parameters()` lists. Buffers are
+    constants, copied now; they may be overridden by name in `params`. A module whose forward
+    would draw random numbers or change a buffer (active dropout, batch statistics) is refused.
+
+    Args:
+        module: any module, one from transformers too. It is not changed, and not kept.
+
+    Example:
+        >>> import torch, funcrl
+        >>> apply = funcrl.functional(torch.nn.Linear(2, 1))
+        >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}
+        >>> apply(params, torch.tensor([3.0, 4.0]))
+        tensor([11.])
+        >>> apply({"weight": torch.zeros(1, 2)}, torch.zeros(2))
+        Traceback (most recent call last):
+        ValueError: functional expects all parameters of Linear, got none for 'bias'.
+    """
+    _refuse_impure(module)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            raise ValueError(
+                f"functional expects buffers with values, got a meta tensor for {name!r}."
+            )
+    skeleton = _on_meta(module)
+    shapes = {name: leaf.shape for name, leaf in skeleton.named_parameters()}
+    first_names = {id(leaf): name for name, leaf in skeleton.named_parameters()}
+    tied = {
+        name: first_names[id(leaf)]
+        for name, leaf in skeleton.named_parameters(remove_duplicate=False)
+        if name not in shapes
+    }
+    kind = type(module).__name__
+
+    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+        _check_params(kind, params, shapes)
+        _check_extra(kind, params, {*shapes, *buffers}, tied)
+        constants = {name: buffer for name, buffer in buffers.items() if name not in params}
+        versions = {name: buffer._version for name, buffer in constants.items()}
+        result = functional_call(skeleton, {**constants, **params}, args, kwargs, strict=True)
+        for name, buffer in constants.items():
+            if buffer._version != versions[name]:
+                raise ValueError(
+                    f"functional expects a forward that changes no buffer, got a new value of "
+                    f"{name!r} from {kind}."
+                )
+        return result
+
+    return apply
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of the module on the meta device, without copying a weight on the way."""
+    tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
+    # deepcopy takes what the memo has for an id, so tied parameters stay tied.
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+        memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
+    return copy.deepcopy(module, memo)
+
+
+def _refuse_impure(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        path = name or type(module).__name__
+        if isinstance(child, _DROPOUTS) and child.training and child.p > 0:
+            raise ValueError(
+                f"functional expects a forward without random numbers, got dropout p={child.p} at "
+                f"{path!r}; call module.eval() first."
+            )
+        if isinstance(child, _RUNNING_STATISTICS) and child.training and child.track_running_stats:
+            raise ValueError(
+                f"functional expects a forward that changes no buffer, got running statistics at "
+                f"{path!r}; call module.eval() first."
+            )
+
+
+def _check_params(kind: str, params: Params, shapes: dict[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        if name not in params:
+            raise ValueError(f"functional expects all parameters of {kind}, got none for {name!r}.")
+        if params[name].shape != shape:
+            raise ValueError(
+                f"functional expects {name!r} of shape {list(shape)}, "
+                f"got {list(params[name].shape)}."
+            )
+
+
+def _check_extra(kind: str, params: Params, known: set[str], tied: dict[str, str]) -> None:
+    for name in params:
+        if name in tied:
+            raise ValueError(
+                f"functional expects tied parameters once, as {tied[name]!r}, got {name!r} too."
+            )
+        if name not in known:
+            raise ValueError(
+                f"functional expects parameters of {kind}, got {name!r}, which it does not have."
+            )

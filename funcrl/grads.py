@@ -1,0 +1,307 @@
+"""Gradients as function transforms: summed, per sample, accumulated; and what norms tell of noise.
+
+A loss function is `loss_fn(params, sample) -> scalar` for one sample; a batch is a tree of tensors
+with a leading axis B. Losses are sums (their weights hold the normalisation), so gradients of
+parts add up exactly to the gradient of the whole.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+
+from funcrl import checks, tree
+from funcrl.types import LossFn, Metrics, Params, Tree
+
+PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
+# What a step differentiates: (params, sample) -> (loss, metrics).
+AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
+
+
+class Gradient(NamedTuple):
+    """A summed gradient, and the summed loss and metrics of the samples it came from."""
+
+    grads: Tree
+    loss: Tensor
+    metrics: Metrics
+
+
+class GradientMoments(NamedTuple):
+    """First and second moments of per-sample gradients, enough for `noise_scale`."""
+
+    sum: Tree  # the sum of the gradients
+    sum_square_norms: Tensor  # [] the sum of their squared norms
+    num_samples: int
+
+
+class NoiseScale(NamedTuple):
+    """Estimates from one batch; over steps, average `noise` and `signal` before dividing."""
+
+    noise: Tensor  # [] tr(Sigma), the variance of one sample's gradient
+    signal: Tensor  # [] |G|^2, the squared norm of the true gradient
+    scale: Tensor  # [] noise / signal, infinite where the signal is not positive
+
+
+def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Params, Tree], Tree]:
+    """Return `(params, batch) -> grads` with a leading axis B on every leaf: `vmap(grad(loss_fn))`.
+
+    Args:
+        loss_fn: the loss of one sample, `(params, sample) -> scalar`.
+        chunk: how many samples are differentiated at a time; bounds the activations, not the
+            result, which holds B gradients.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: (params["w"] * x).sum() ** 2 / 2
+        >>> params, batch = {"w": torch.tensor([1.0, 2.0])}, torch.eye(2)
+        >>> funcrl.per_sample_grad(loss_fn)(params, batch)
+        {'w': tensor([[1., 0.],
+                [0., 2.]])}
+    """
+    if chunk is not None:
+        checks.check_positive("per_sample_grad", "chunk", chunk)
+    mapped = vmap(grad(loss_fn), in_dims=(None, 0), chunk_size=chunk)
+
+    def per_sample(params: Params, batch: Tree) -> Tree:
+        num_rows("per_sample_grad", batch)
+        return mapped(params, batch)
+
+    return per_sample
+
+
+def summed_gradient(
+    loss_fn: AuxLossFn,
+    per_sample: PerSampleTransform | None = None,
+    microbatch: int | None = None,
+) -> Callable[[Params, Tree], Gradient]:
+    """Return `(params, batch) -> Gradient`, summed over the batch.
+
+    With `per_sample=None` it is the gradient of the summed vmap and costs no per-sample memory;
+    otherwise each micro-batch's per-sample gradients go through the transform before they are
+    summed. Only one micro-batch's activations (and per-sample gradients) are alive at a time.
+
+    Args:
+        loss_fn: `(params, sample) -> (loss, metrics)` of one sample.
+        per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`.
+        microbatch: rows differentiated at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), funcrl.Metrics({}, {}))
+        >>> gradient = funcrl.grads.summed_gradient(loss_fn, microbatch=1)
+        >>> gradient({"w": torch.ones(2)}, torch.eye(2)).grads
+        {'w': tensor([1., 1.])}
+    """
+    if microbatch is not None:
+        checks.check_positive("summed_gradient", "microbatch", microbatch)
+    of_chunk = _batched(loss_fn) if per_sample is None else _transformed(loss_fn, per_sample)
+
+    def gradient(params: Params, batch: Tree) -> Gradient:
+        chunks = split_rows("summed_gradient", batch, microbatch)
+        total = of_chunk(params, next(chunks))
+        for chunk in chunks:
+            total = _accumulate(total, of_chunk(params, chunk))
+        return total
+
+    return gradient
+
+
+def clip_per_sample(max_norm: float) -> PerSampleTransform:
+    """Return the transform that scales each sample's gradient down to at most `max_norm`.
+
+        g_i * min(1, max_norm / |g_i|)
+
+    The norm is that of the sample's contribution to the batch's gradient, token weights included,
+    so `max_norm` compares with the `grad_norm` of a step.
+
+    Args:
+        max_norm: the largest norm of one sample's gradient, over all leaves.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.clip_per_sample(1.0)({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])})
+        {'w': tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])}
+    """
+    checks.check_positive("clip_per_sample", "max_norm", max_norm)
+
+    def clip(grads: Tree) -> Tree:
+        norms = per_sample_norms(grads)
+        # A zero gradient has no direction to keep: the quotient is infinite and the factor 1.
+        factors = (max_norm / norms).clamp(max=1.0)
+        return tree.map(lambda leaf: leaf * _along_rows(factors.to(leaf.dtype), leaf), grads)
+
+    return clip
+
+
+def per_sample_norms(grads: Tree) -> Tensor:
+    """Return [B], the norm of each sample's gradient over all leaves, in at least float32.
+
+    Args:
+        grads: a tree with a leading axis B on every leaf, from `per_sample_grad`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> grads = {"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[4.0], [2.0]])}
+        >>> funcrl.per_sample_norms(grads)
+        tensor([5., 2.])
+    """
+    num_rows("per_sample_norms", grads)
+    return vmap(tree.global_norm)(grads)
+
+
+def gradient_moments(
+    loss_fn: LossFn, chunk: int | None = None
+) -> Callable[[Params, Tree], GradientMoments]:
+    """Return `(params, batch) -> GradientMoments`; `chunk` gradients are alive at a time.
+
+    Args:
+        loss_fn: the loss of one sample, `(params, sample) -> scalar`.
+        chunk: how many samples are differentiated at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: (params["w"] * x).sum()
+        >>> moments = funcrl.gradient_moments(loss_fn, chunk=1)
+        >>> moments({"w": torch.zeros(2)}, torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+        GradientMoments(sum={'w': tensor([4., 4.])}, sum_square_norms=tensor(26.), num_samples=2)
+    """
+    if chunk is not None:
+        checks.check_positive("gradient_moments", "chunk", chunk)
+
+    def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return loss_fn(params, sample), Metrics({}, {})
+
+    def moments(params: Params, batch: Tree) -> GradientMoments:
+        square_norms: list[Tensor] = []
+
+        def record(grads: Tree) -> Tree:
+            square_norms.append(per_sample_norms(grads).square().sum())
+            return grads
+
+        total = summed_gradient(with_metrics, record, chunk)(params, batch)
+        count = num_rows("gradient_moments", batch)
+        return GradientMoments(total.grads, torch.stack(square_norms).sum(), count)
+
+    return moments
+
+
+def noise_scale(moments: GradientMoments) -> NoiseScale:
+    """Return the simple gradient noise scale, the batch size beyond which returns diminish.
+
+    With n gradients, S1 the sum of their squared norms and S2 the squared norm of their sum, the
+    unbiased estimates of McCandlish et al. (arXiv:1812.06162, appendix A.1, batches of 1 and n):
+
+        noise  = (S1 - S2 / n) / (n - 1)         tr(Sigma)
+        signal = (S2 - S1) / (n (n - 1))         |G|^2
+        scale  = noise / signal                  in samples
+
+    Args:
+        moments: from `gradient_moments`, of at least two samples.
+
+    Example:
+        >>> import torch, funcrl
+        >>> grads = {"w": torch.tensor([4.0, 4.0])}  # of [3, 4] and [1, 0]
+        >>> funcrl.noise_scale(funcrl.GradientMoments(grads, torch.tensor(26.0), 2)).scale
+        tensor(3.3333)
+    """
+    count = moments.num_samples
+    if count < 2:
+        raise ValueError(f"noise_scale expects the moments of at least 2 samples, got {count}.")
+    square_of_sum = tree.global_norm(moments.sum).square()
+    noise = (moments.sum_square_norms - square_of_sum / count) / (count - 1)
+    signal = (square_of_sum - moments.sum_square_norms) / (count * (count - 1))
+    infinite = torch.full_like(noise, float("inf"))
+    return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
+
+
+def num_rows(function: str, batch: Tree) -> int:
+    """Return B, the length of every leaf's leading axis, or raise in the name of `function`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.grads.num_rows("score", {"tokens": torch.zeros(3, 5)})
+        3
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
+        name = path or "the batch"
+        checks.check_tensor(function, name, leaf)
+        if leaf.ndim == 0:
+            raise ValueError(f"{function} expects {name} to have a leading axis B, got a scalar.")
+        sizes[name] = leaf.shape[0]
+    if not sizes or 0 in sizes.values():
+        raise ValueError(f"{function} expects at least one row, got an empty batch.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{function} expects leaves of one leading axis B, got {sizes}.")
+    return next(iter(sizes.values()))
+
+
+def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
+    """Return the batch in consecutive parts of at most `size` rows, in order.
+
+    Example:
+        >>> import torch, funcrl
+        >>> [part.shape[0] for part in funcrl.grads.split_rows("score", torch.zeros(5, 2), 2)]
+        [2, 2, 1]
+    """
+    rows = num_rows(function, batch)
+    size = size or rows
+    return (
+        tree.map(lambda leaf, start=start: leaf[start : start + size], batch)
+        for start in range(0, rows, size)
+    )
+
+
+def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
+    """Differentiate the sum of the vmapped losses: one backward pass for all samples."""
+
+    def total_loss(params: Params, batch: Tree) -> tuple[Tensor, Metrics]:
+        losses, metrics = vmap(loss_fn, in_dims=(None, 0))(params, batch)
+        return losses.sum(), _reduce_rows(metrics)
+
+    def gradient(params: Params, batch: Tree) -> Gradient:
+        grads, (loss, metrics) = grad_and_value(total_loss, has_aux=True)(params, batch)
+        return Gradient(grads, loss, metrics)
+
+    return gradient
+
+
+def _transformed(
+    loss_fn: AuxLossFn, per_sample: PerSampleTransform
+) -> Callable[[Params, Tree], Gradient]:
+    """Vmap the gradient, transform what it gives, and sum."""
+    mapped = vmap(grad_and_value(loss_fn, has_aux=True), in_dims=(None, 0))
+
+    def gradient(params: Params, batch: Tree) -> Gradient:
+        grads, (losses, metrics) = mapped(params, batch)
+        transformed = per_sample(grads)
+        tree.check_same_structure("per_sample", grads, transformed)
+        summed = tree.map(lambda leaf: leaf.sum(dim=0), transformed)
+        return Gradient(summed, losses.sum(), _reduce_rows(metrics))
+
+    return gradient
+
+
+def _reduce_rows(metrics: Metrics) -> Metrics:
+    return Metrics(
+        sums=tree.map(lambda values: values.sum(dim=0), metrics.sums),
+        maxes=tree.map(lambda values: values.amax(dim=0), metrics.maxes),
+    )
+
+
+def _accumulate(total: Gradient, part: Gradient) -> Gradient:
+    return Gradient(
+        tree.add(total.grads, part.grads),
+        total.loss + part.loss,
+        Metrics(
+            sums=tree.add(total.metrics.sums, part.metrics.sums),
+            maxes=tree.map(torch.maximum, total.metrics.maxes, part.metrics.maxes),
+        ),
+    )
+
+
+def _along_rows(factors: Tensor, leaf: Tensor) -> Tensor:
+    return factors.reshape(-1, *[1] * (leaf.ndim - 1))

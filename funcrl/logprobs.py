@@ -1,0 +1,99 @@
+"""From logits to scores of tokens. The one shift between a prediction and its token lives here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from funcrl import checks
+from funcrl.functional import functional
+from funcrl.grads import split_rows
+from funcrl.types import ModelFn, Params, TokenScores
+
+
+def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenScores:
+    """Return the log-probability of each token under the logits before it, and their entropy.
+
+        logprobs[t] = log softmax(logits[t - 1] / temperature)[tokens[t]]
+
+    Position 0 has no prediction and gets 0. Computed in at least float32.
+
+    Args:
+        logits: [T, V]; `logits[t]` predicts `tokens[t + 1]`.
+        tokens: [T] int64.
+        temperature: that of sampling, so that the scores are those of the sampling policy.
+
+    Example:
+        >>> import torch, funcrl
+        >>> scores = funcrl.token_scores(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        >>> scores.logprobs, scores.entropy
+        (tensor([ 0.0000, -0.6931, -0.6931]), tensor([0.0000, 0.6931, 0.6931]))
+    """
+    checks.check_rank("token_scores", "logits", logits, "TV")
+    checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
+    checks.check_positive("token_scores", "temperature", temperature)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_softmax = torch.log_softmax(logits[:-1].to(wide) / temperature, dim=-1)
+    chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
+    # A token of probability 0 adds 0 to the entropy, not 0 * -inf.
+    finite = log_softmax.clamp(min=torch.finfo(wide).min)
+    entropy = -(log_softmax.exp() * finite).sum(dim=-1)
+    start = chosen.new_zeros(1)
+    return TokenScores(torch.cat([start, chosen]), torch.cat([start, entropy]))
+
+
+def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
+    """Return `(params, sample) -> TokenScores` of a module `model(tokens, positions) -> logits`.
+
+    Args:
+        model: an `nn.Module` from tokens [T] and positions [T] to logits [T, V], such as
+            `funcrl.models.Transformer`; only its structure is used, never its weights.
+        temperature: that of sampling.
+
+    Example:
+        >>> import torch, funcrl
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8)
+        >>> model = funcrl.models.Transformer(config)
+        >>> sample = funcrl.types.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
+        >>> funcrl.logprob_fn(model)(funcrl.init_params(model, seed=0), sample).logprobs.shape
+        torch.Size([3])
+    """
+    checks.check_positive("logprob_fn", "temperature", temperature)
+    apply = functional(model)
+
+    def model_fn(params: Params, sample: Any) -> TokenScores:
+        logits = apply(params, sample.tokens, sample.positions)
+        return token_scores(logits, sample.tokens, temperature)
+
+    return model_fn
+
+
+def score(
+    model_fn: ModelFn, params: Params, batch: Any, microbatch: int | None = None
+) -> TokenScores:
+    """Return the scores [B, T] of every row, without gradients.
+
+    For a reference model's log-probabilities, and for those of the policy before several passes.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores`.
+        params: the parameters to score with.
+        batch: a `Batch`, or any tree of [B, T] tensors whose rows the model function reads.
+        microbatch: rows scored at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model_fn = lambda params, sample: funcrl.TokenScores(
+        ...     sample["x"] * params["w"], sample["x"])
+        >>> funcrl.score(model_fn, {"w": torch.tensor(2.0)}, {"x": torch.ones(2, 1)}).logprobs
+        tensor([[2.],
+                [2.]])
+    """
+    if microbatch is not None:
+        checks.check_positive("score", "microbatch", microbatch)
+    mapped: Callable[..., TokenScores] = vmap(model_fn, in_dims=(None, 0))
+    with torch.no_grad():
+        parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]
+        return TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))

@@ -1,0 +1,70 @@
+"""Optimizers as pairs of pure functions on trees (optax's contract).
+
+tx = funcrl.optim.adamw(1e-6)
+opt_state = tx.init(params)
+updates, opt_state = tx.update(grads, opt_state, params)
+params = funcrl.optim.apply_updates(params, updates)
+"""
+
+from funcrl.optim.base import (
+    EmptyState,
+    MaskedState,
+    SkipNonfiniteState,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    masked,
+    skip_nonfinite,
+    stateless,
+    zero_count,
+)
+from funcrl.optim.optimizers import (
+    ScaleByAdamState,
+    ScaleByMuonState,
+    TraceState,
+    adamw,
+    muon,
+    newton_schulz,
+    scale_by_adam,
+    scale_by_muon,
+    sgd,
+    trace,
+)
+from funcrl.optim.rates import (
+    ScaleByLearningRateState,
+    current_learning_rate,
+    scale_by_learning_rate,
+)
+from funcrl.optim.schedules import constant, cosine, linear, warmup
+
+__all__ = [
+    "EmptyState",
+    "MaskedState",
+    "ScaleByAdamState",
+    "ScaleByLearningRateState",
+    "ScaleByMuonState",
+    "SkipNonfiniteState",
+    "TraceState",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "current_learning_rate",
+    "linear",
+    "masked",
+    "muon",
+    "newton_schulz",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_muon",
+    "sgd",
+    "skip_nonfinite",
+    "stateless",
+    "trace",
+    "warmup",
+    "zero_count",
+]

@@ -1,0 +1,226 @@
+"""How transformations combine: chained, restricted to some leaves, guarded, and applied."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl import checks, tree
+from funcrl.types import GradientTransformation, Params, Tree
+
+# Either a tree of bools like the parameters, or a function of a leaf's path and the leaf.
+Mask: TypeAlias = Tree | Callable[[str, Tensor], bool]
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation that has none."""
+
+
+class MaskedState(NamedTuple):
+    """The inner state, over the selected leaves alone."""
+
+    inner: Any
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The inner state, and how many updates were skipped."""
+
+    inner: Any
+    num_skipped: Tensor  # [] int64
+
+
+def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
+    """Return a transformation without state from `(grads, params) -> updates`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import optim, tree
+        >>> double = optim.stateless(lambda grads, params: tree.scale(grads, 2.0))
+        >>> double.update({"w": torch.ones(1)}, double.init({}), {})[0]
+        {'w': tensor([2.])}
+    """
+
+    def init(params: Params) -> EmptyState:
+        del params
+        return EmptyState()
+
+    def update_fn(grads: Tree, state: EmptyState, params: Params) -> tuple[Tree, EmptyState]:
+        return update(grads, params), state
+
+    return GradientTransformation(init, update_fn)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Return the transformation that feeds each one's updates to the next.
+
+    Its state is the tuple of their states.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.sgd(0.5))
+        >>> params = {"w": torch.zeros(2)}
+        >>> tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init(params), params)[0]
+        {'w': tensor([-0.3000, -0.4000])}
+    """
+
+    def init(params: Params) -> tuple[Any, ...]:
+        return tuple(tx.init(params) for tx in transformations)
+
+    def update(grads: Tree, state: tuple[Any, ...], params: Params) -> tuple[Tree, Any]:
+        new_state = []
+        for tx, tx_state in zip(transformations, state, strict=True):
+            grads, tx_state = tx.update(grads, tx_state, params)
+            new_state.append(tx_state)
+        return grads, tuple(new_state)
+
+    return GradientTransformation(init, update)
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """Return `inner` restricted to the leaves that the mask selects; the others pass unchanged.
+
+    State is kept for the selected leaves alone.
+
+    Args:
+        inner: the transformation.
+        mask: a tree of bools like the parameters, or `(path, leaf) -> bool`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.masked(funcrl.optim.sgd(0.5), lambda path, leaf: leaf.ndim == 2)
+        >>> params = {"b": torch.zeros(1), "w": torch.zeros(1, 1)}
+        >>> tx.update({"b": torch.ones(1), "w": torch.ones(1, 1)}, tx.init(params), params)[0]
+        {'b': tensor([1.]), 'w': tensor([[-0.5000]])}
+    """
+
+    def init(params: Params) -> MaskedState:
+        return MaskedState(inner.init(_selected(params, _resolve(mask, params))))
+
+    def update(grads: Tree, state: MaskedState, params: Params) -> tuple[Tree, MaskedState]:
+        keep = _resolve(mask, params)
+        updates, inner_state = inner.update(
+            _selected(grads, keep), state.inner, _selected(params, keep)
+        )
+        changed = iter(tree.leaves(updates))
+        values, unflatten = tree.flatten(grads)
+        merged = [next(changed) if kept else leaf for kept, leaf in zip(keep, values, strict=True)]
+        return unflatten(merged), MaskedState(inner_state)
+
+    return GradientTransformation(init, update)
+
+
+def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
+    """Return `inner` that changes nothing at all when a gradient is not finite, and counts it.
+
+    The choice is made by `where` on the device: no synchronisation, and it can be traced.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.skip_nonfinite(funcrl.optim.sgd(0.5))
+        >>> params = {"w": torch.zeros(1)}
+        >>> updates, state = tx.update({"w": torch.tensor([torch.nan])}, tx.init(params), params)
+        >>> updates, state.num_skipped
+        ({'w': tensor([0.])}, tensor(1))
+    """
+
+    def init(params: Params) -> SkipNonfiniteState:
+        return SkipNonfiniteState(inner.init(params), zero_count(params))
+
+    def update(
+        grads: Tree, state: SkipNonfiniteState, params: Params
+    ) -> tuple[Tree, SkipNonfiniteState]:
+        # Not the norm: the squares of finite gradients may overflow.
+        finite = torch.stack([leaf.isfinite().all() for leaf in tree.leaves(grads)]).all()
+        updates, inner_state = inner.update(grads, state.inner, params)
+        new, unflatten = tree.flatten((updates, inner_state))
+        # The list alone holds the new leaves, so that each is freed as soon as it is replaced.
+        del updates, inner_state
+        old = [torch.zeros((), device=leaf.device, dtype=leaf.dtype) for leaf in tree.leaves(grads)]
+        for index, before in enumerate([*old, *tree.leaves(state.inner)]):
+            new[index] = torch.where(finite, new[index], before)
+        updates, inner_state = unflatten(new)
+        return updates, SkipNonfiniteState(inner_state, state.num_skipped + ~finite)
+
+    return GradientTransformation(init, update)
+
+
+def apply_updates(params: Params, updates: Tree) -> Params:
+    """Return `params + updates`, added in the wider dtype and kept in that of the parameters.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.optim.apply_updates({"w": torch.ones(1)}, {"w": torch.ones(1)})
+        {'w': tensor([2.])}
+    """
+    tree.check_same_structure("apply_updates", params, updates)
+    result: Params = tree.map(lambda leaf, step: (leaf + step).to(leaf.dtype), params, updates)
+    return result
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Return the transformation that scales gradients to a global norm of at most `max_norm`.
+
+        g * min(1, max_norm / |g|)
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.clip_by_global_norm(1.0)
+        >>> tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})[0]
+        {'w': tensor([0.6000, 0.8000])}
+    """
+    checks.check_positive("clip_by_global_norm", "max_norm", max_norm)
+
+    def clip(grads: Tree, params: Params) -> Tree:
+        del params
+        factor = (max_norm / tree.global_norm(grads)).clamp(max=1.0)
+        return tree.scale(grads, factor)
+
+    return stateless(clip)
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
+    """Return the transformation `g + weight_decay * p`, on the leaves that the mask selects.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.add_decayed_weights(0.1)
+        >>> params = {"w": torch.tensor([2.0])}
+        >>> tx.update({"w": torch.zeros(1)}, tx.init(params), params)[0]
+        {'w': tensor([0.2000])}
+    """
+    checks.check_range("add_decayed_weights", "weight_decay", weight_decay, 0.0, float("inf"))
+
+    def decay(grads: Tree, params: Params) -> Tree:
+        # Converted first: a bf16 parameter must not narrow an update that is kept in fp32.
+        return tree.map(lambda grad, leaf: grad + weight_decay * leaf.to(grad.dtype), grads, params)
+
+    return stateless(decay) if mask is None else masked(stateless(decay), mask)
+
+
+def zero_count(params: Params) -> Tensor:
+    """Return a 0-d int64 zero on the device of the parameters, which must have a leaf.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.optim.zero_count({"w": torch.ones(2)})
+        tensor(0)
+    """
+    tensors = tree.leaves(params)
+    if not tensors:
+        raise ValueError("init expects at least one parameter, got none; does a mask select none?")
+    return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+
+
+def _resolve(mask: Mask, params: Params) -> list[bool]:
+    """Return one bool for each leaf of the parameters."""
+    if callable(mask):
+        return tree.leaves(tree.map_with_path(lambda path, leaf: bool(mask(path, leaf)), params))
+    tree.check_same_structure("masked", params, mask)
+    return tree.leaves(mask)
+
+
+def _selected(values: Tree, keep: list[bool]) -> Tree:
+    """Return the tree with `()`, a node without leaves, in place of what is not kept."""
+    leaves, unflatten = tree.flatten(values)
+    return unflatten([leaf if kept else () for leaf, kept in zip(leaves, keep, strict=True)])

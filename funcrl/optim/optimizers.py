@@ -1,0 +1,293 @@
+"""AdamW, SGD and Muon: each a chain of one primitive, weight decay and the learning rate."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl import checks, tree
+from funcrl.optim.base import Mask, add_decayed_weights, chain, zero_count
+from funcrl.optim.rates import LearningRate, scale_by_learning_rate
+from funcrl.types import GradientTransformation, Params, Tree
+
+
+class ScaleByAdamState(NamedTuple):
+    """The number of updates done, and the two moments."""
+
+    num_updates: Tensor  # [] int64
+    mean: Tree
+    square: Tree
+
+
+class TraceState(NamedTuple):
+    """The running sum of gradients."""
+
+    trace: Tree
+
+
+class ScaleByMuonState(NamedTuple):
+    """The running mean of gradients."""
+
+    mean: Tree
+
+
+def adamw(
+    learning_rate: LearningRate,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    mask: Mask | None = None,
+    moment_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Return Adam with decoupled weight decay, as `torch.optim.AdamW` (arXiv:1711.05101).
+
+        m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
+        p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
+
+    Args:
+        learning_rate: a number or a schedule.
+        betas: how slowly the two moments forget.
+        eps: added to the root.
+        weight_decay: multiplies the parameters.
+        mask: which leaves decay: a tree of bools or `(path, leaf) -> bool`; all when left out.
+        moment_dtype: of the moments, such as `torch.float32` for bfloat16 parameters; that of
+            each parameter when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.adamw(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.zeros(2)}
+        >>> tx.update({"w": torch.tensor([3.0, -0.2])}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000,  0.1000])}
+    """
+    return chain(
+        scale_by_adam(betas, eps, moment_dtype),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def sgd(
+    learning_rate: LearningRate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """Return stochastic gradient descent with momentum, as `torch.optim.SGD`.
+
+        g = g + weight_decay p        buf = momentum buf + g        p = p - lr buf
+
+    Args:
+        learning_rate: a number or a schedule.
+        momentum: how slowly the running sum of gradients forgets; 0 keeps no state.
+        nesterov: whether to step by `g + momentum buf` instead of `buf`.
+        weight_decay: multiplies the parameters, inside the gradient.
+        mask: which leaves decay: a tree of bools or `(path, leaf) -> bool`; all when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.sgd(0.5)
+        >>> tx.update({"w": torch.ones(1)}, tx.init({"w": torch.ones(1)}), {"w": torch.ones(1)})[0]
+        {'w': tensor([-0.5000])}
+    """
+    checks.check_range("sgd", "momentum", momentum, 0.0, 1.0)
+    if nesterov and not momentum:
+        raise ValueError(f"sgd(nesterov=True) expects momentum > 0, got {momentum}.")
+    links = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
+    links += [trace(momentum, nesterov)] if momentum else []
+    return chain(*links, scale_by_learning_rate(learning_rate))
+
+
+def muon(
+    learning_rate: LearningRate,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    steps: int = 5,
+    adjust: str = "original",
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> GradientTransformation:
+    """Return Muon (Jordan et al., 2024; arXiv:2502.16982), as `torch.optim.Muon`.
+
+    The running mean of a matrix's gradients is replaced by an approximation of its nearest
+    semi-orthogonal matrix. Every leaf must be a matrix; give the rest to AdamW:
+
+        matrices = lambda path, leaf: leaf.ndim == 2 and "embed" not in path
+        others = lambda path, leaf: not matrices(path, leaf)
+        optim.chain(optim.masked(optim.muon(2e-2), matrices),
+                    optim.masked(optim.adamw(1e-3), others))
+
+    Args:
+        learning_rate: a number or a schedule.
+        momentum: how slowly the running mean forgets.
+        nesterov: whether to look one step ahead.
+        weight_decay: multiplies the parameters, decoupled.
+        steps: of the Newton-Schulz iteration.
+        adjust: how the rate depends on the shape: "original", sqrt(max(1, rows / columns)), or
+            "match_rms_adamw", 0.2 sqrt(max(rows, columns)), for AdamW's learning rates.
+        compute_dtype: of the iteration.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.muon(0.1)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> tx.update({"w": torch.eye(2)}, tx.init(params), params)[0]["w"].diagonal().sign()
+        tensor([-1., -1.])
+    """
+    return chain(
+        scale_by_muon(momentum, nesterov, steps, adjust, compute_dtype),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adam(
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    moment_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Return the transformation `m_hat / (sqrt(v_hat) + eps)` of `adamw`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.scale_by_adam()
+        >>> tx.update({"w": torch.tensor([4.0])}, tx.init({"w": torch.zeros(1)}), {})[0]
+        {'w': tensor([1.])}
+    """
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+        if not 0 <= beta < 1:
+            raise ValueError(f"scale_by_adam expects 0 <= {name} < 1, got {beta}.")
+    checks.check_range("scale_by_adam", "eps", eps, 0.0, float("inf"))
+    b1, b2 = betas
+
+    def init(params: Params) -> ScaleByAdamState:
+        mean, square = (tree.zeros_like(params, moment_dtype) for _ in range(2))
+        return ScaleByAdamState(zero_count(params), mean, square)
+
+    def update(
+        grads: Tree, state: ScaleByAdamState, params: Params
+    ) -> tuple[Tree, ScaleByAdamState]:
+        del params
+        grads = tree.map(lambda grad, mean: grad.to(mean.dtype), grads, state.mean)
+        num_updates = state.num_updates + 1
+        mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mean, grads)
+        square = tree.map(
+            lambda v, g: torch.addcmul(b2 * v, g, g, value=1 - b2), state.square, grads
+        )
+        mean_scale, square_scale = _bias(b1, num_updates), _bias(b2, num_updates)
+        updates = tree.map(
+            lambda m, v: (m / mean_scale) / ((v / square_scale).sqrt() + eps), mean, square
+        )
+        return updates, ScaleByAdamState(num_updates, mean, square)
+
+    return GradientTransformation(init, update)
+
+
+def trace(momentum: float, nesterov: bool = False) -> GradientTransformation:
+    """Return the transformation `t = momentum t + g`, or `momentum t + g` once more (Nesterov).
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx, grads = funcrl.optim.trace(0.5), {"w": torch.ones(1)}
+        >>> _, state = tx.update(grads, tx.init(grads), grads)
+        >>> tx.update(grads, state, grads)[0]
+        {'w': tensor([1.5000])}
+    """
+
+    def init(params: Params) -> TraceState:
+        return TraceState(tree.zeros_like(params))
+
+    def update(grads: Tree, state: TraceState, params: Params) -> tuple[Tree, TraceState]:
+        del params
+        running = tree.map(lambda t, g: momentum * t + g, state.trace, grads)
+        ahead = tree.map(lambda t, g: momentum * t + g, running, grads) if nesterov else running
+        return ahead, TraceState(running)
+
+    return GradientTransformation(init, update)
+
+
+def _rms_of_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _original_scale(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
+_SHAPE_SCALES = {"original": _original_scale, "match_rms_adamw": _rms_of_adamw}
+
+
+def scale_by_muon(
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    steps: int = 5,
+    adjust: str | Callable[[int, int], float] = "original",
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> GradientTransformation:
+    """Return the transformation of `muon`: momentum, orthogonalised, scaled by the shape.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.scale_by_muon()
+        >>> tx.init({"b": torch.zeros(3)})
+        Traceback (most recent call last):
+        ValueError: scale_by_muon expects matrices, got b of shape [3]; leave it out by masked.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"scale_by_muon expects 0 <= momentum < 1, got {momentum}.")
+    checks.check_positive("scale_by_muon", "steps", steps)
+    shape_scale = checks.choose("scale_by_muon", "adjust", adjust, _SHAPE_SCALES)
+
+    def init(params: Params) -> ScaleByMuonState:
+        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+            if leaf.ndim != 2:
+                raise ValueError(
+                    f"scale_by_muon expects matrices, got {path} of shape {list(leaf.shape)}; "
+                    "leave it out by masked."
+                )
+        return ScaleByMuonState(tree.zeros_like(params))
+
+    def orthogonalize(matrix: Tensor) -> Tensor:
+        update = newton_schulz(matrix.to(compute_dtype), steps)
+        return update.to(matrix.dtype) * shape_scale(*matrix.shape)
+
+    def update(
+        grads: Tree, state: ScaleByMuonState, params: Params
+    ) -> tuple[Tree, ScaleByMuonState]:
+        del params
+        mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - momentum), state.mean, grads)
+        ahead = tree.map(lambda m, g: torch.lerp(g, m, momentum), mean, grads) if nesterov else mean
+        return tree.map(orthogonalize, ahead), ScaleByMuonState(mean)
+
+    return GradientTransformation(init, update)
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Return about `U V^T` for `matrix = U S V^T`: singular values pushed to between 0.7 and 1.2.
+
+        X = M / |M|;   A = X X^T;   X = a X + (b A + c A A) X   (steps times)
+
+    with Muon's quintic coefficients (3.4445, -4.7750, 2.0315), steepest at 0.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.optim.newton_schulz(torch.diag(torch.tensor([9.0, 1.0]))).diagonal() > 0.6
+        tensor([True, True])
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    # On the side of the smaller Gram matrix.
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _bias(beta: float, num_updates: Tensor) -> Tensor:
+    """Return `1 - beta^num_updates` in float64: in fp32 it would lose four digits at first."""
+    return 1 - beta ** num_updates.to(torch.float64)

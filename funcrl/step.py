@@ -1,0 +1,171 @@
+"""One GRPO step as a pure function: loss, gradients, optimizer, state. It imports no model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl import checks, grads, optim, tree
+from funcrl.algorithms import grpo
+from funcrl.logprobs import score
+from funcrl.losses import policy_loss
+from funcrl.metrics import token_means
+from funcrl.types import (
+    Algorithm,
+    Batch,
+    GradientTransformation,
+    Metrics,
+    ModelFn,
+    PackedBatch,
+    Params,
+    PrepareFn,
+    Rows,
+    Step,
+    TrainState,
+)
+
+
+def grpo_step(
+    model_fn: ModelFn,
+    *,
+    algorithm: Algorithm | None = None,
+    optimizer: GradientTransformation | None = None,
+    per_sample: grads.PerSampleTransform | None = None,
+    microbatch: int | None = None,
+    prepare: PrepareFn | None = None,
+) -> Step:
+    """Return the step `state, metrics = step(state, batch)` that trains `model_fn`.
+
+        grads = sum over samples of per_sample(grad(policy_loss))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = params + updates
+
+    Nothing is mutated and nothing is remembered: the same state and batch give the same bits.
+    An update whose gradient is not finite is skipped and counted.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
+            any function.
+        algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out.
+        optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
+            global norm of 1 when left out.
+        per_sample: a function of gradients with a leading axis B, such as
+            `funcrl.clip_per_sample(1.0)`; without it no per-sample gradient is ever made.
+        microbatch: rows differentiated at a time; any value gives the same step up to rounding.
+        prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
+            pass.
+
+    Returns:
+        A `Step`: `step.init(params, seed=0)` makes the first state, `step(state, batch)` the next
+        one and its `Metrics`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        >>> state = step.init(funcrl.init_params(model, seed=0))
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[1, 2, 3], [1, 4, 5]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, True]]),
+        ...     behavior_logprobs=torch.full((2, 3), -2.0), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> state, metrics = step(state, funcrl.collate(rollout, funcrl.grpo()))
+        >>> state.step, metrics.sums["num_tokens"]
+        (tensor(1), tensor(4))
+    """
+    algorithm = grpo() if algorithm is None else algorithm
+    if optimizer is None:
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
+    transformation = optim.skip_nonfinite(optimizer)
+
+    def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return policy_loss(algorithm, model_fn(params, sample), sample)
+
+    gradient = grads.summed_gradient(sample_loss, per_sample, microbatch)
+
+    def init(params: Params, seed: int = 0) -> TrainState:
+        _check_params(params)
+        # Leaves of an nn.Module require grad; a state that did would keep every past step alive.
+        params = tree.map(torch.Tensor.detach, params)
+        device = tree.leaves(params)[0].device
+        return TrainState(
+            params=params,
+            opt_state=transformation.init(params),
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            seed=torch.full((), seed, dtype=torch.int64, device=device),
+        )
+
+    @torch.no_grad()
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        _check_batch(batch, per_sample)
+        if prepare is not None:
+            batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
+        result = gradient(state.params, batch)
+        updates, opt_state = transformation.update(result.grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        metrics = _report(result, state, batch, opt_state)
+        return TrainState(params, opt_state, state.step + 1, state.seed), metrics
+
+    return Step(init, update)
+
+
+def _report(
+    result: grads.Gradient,
+    state: TrainState,
+    batch: Rows,
+    opt_state: optim.SkipNonfiniteState,
+) -> Metrics:
+    """Return the step's metrics: token means, the loss, counts, and what is equal on all ranks."""
+    num_tokens = (batch.mask & batch.behavior_logprobs.isfinite()).sum()
+    means = token_means(result.metrics, num_tokens)
+    return Metrics(
+        sums=means.sums
+        | {
+            "loss": result.loss,
+            "num_tokens": num_tokens,
+            "num_nonfinite_logprobs": (~batch.behavior_logprobs.isfinite()).sum(),
+        },
+        maxes=means.maxes
+        | {
+            "grad_norm": tree.global_norm(result.grads),
+            "learning_rate": optim.current_learning_rate(state.opt_state),
+            "num_skipped_updates": opt_state.num_skipped,
+        },
+    )
+
+
+def _check_params(params: Params) -> None:
+    if not isinstance(params, dict) or not params:
+        raise ValueError(
+            f"grpo_step's init expects a non-empty dict of tensors, got {type(params).__name__} "
+            f"with {len(tree.leaves(params))} leaves."
+        )
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        checks.check_tensor("grpo_step's init", path, leaf)
+        if not leaf.is_floating_point() or leaf.is_meta:
+            raise TypeError(
+                f"grpo_step's init expects floating-point parameters with values, got {path!r} of "
+                f"{leaf.dtype} on {leaf.device}."
+            )
+
+
+def _check_batch(batch: Rows, per_sample: grads.PerSampleTransform | None) -> None:
+    if not isinstance(batch, Batch | PackedBatch):
+        raise TypeError(f"grpo_step expects a Batch or PackedBatch, got {type(batch).__name__}.")
+    if per_sample is not None and isinstance(batch, PackedBatch):
+        raise TypeError(
+            "grpo_step(per_sample=...) expects a Batch, one sample a row, got a "
+            "PackedBatch, many a row."
+        )
+    checks.check_rank("grpo_step", "batch.tokens", batch.tokens, "BT")
+    shape = batch.tokens.shape
+    if 0 in shape:
+        raise ValueError(
+            f"grpo_step expects at least one row and one token, got an empty batch of shape "
+            f"{list(shape)}."
+        )
+    for name, value in batch._asdict().items():
+        if not (name == "ref_logprobs" and isinstance(value, tuple)):
+            checks.check_shape("grpo_step", f"batch.{name}", value, "batch.tokens", shape)
+    checks.check_dtype("grpo_step", "batch.mask", batch.mask, torch.bool)

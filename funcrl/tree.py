@@ -1,0 +1,175 @@
+"""Verbs over pytrees of tensors: optree underneath, and errors that name the leaf."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+Tree: TypeAlias = Any
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Return the tree of `fn(leaf, *leaves of rest)`; every tree must have the same structure.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> tree.map(lambda a, b: a + b, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+        {'w': tensor([2., 2.])}
+    """
+    for other in rest:
+        check_same_structure("tree.map", tree, other)
+    return optree.tree_map(fn, tree, *rest)
+
+
+def map_with_path(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """Return the tree of `fn(path, leaf)`, the path joined by dots.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.map_with_path(lambda path, leaf: path, {"a": {"b": 1}})
+        {'a': {'b': 'a.b'}}
+    """
+    return optree.tree_map_with_accessor(lambda at, leaf: fn(_dotted(at), leaf), tree)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Return the leaves, dictionaries in sorted order of their keys.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.leaves({"b": 2, "a": (1,)})
+        [1, 2]
+    """
+    return optree.tree_leaves(tree)
+
+
+def paths(tree: Tree) -> list[str]:
+    """Return each leaf's path joined by dots, in the order of `leaves`.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.paths({"b": 2, "a": (1,)})
+        ['a.0', 'b']
+    """
+    return [_dotted(accessor) for accessor in optree.tree_accessors(tree)]
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    """Return the leaves and the function that puts leaves back into this structure.
+
+    Example:
+        >>> from funcrl import tree
+        >>> values, unflatten = tree.flatten({"a": 1, "b": (2,)})
+        >>> unflatten([10 * value for value in values])
+        {'a': 10, 'b': (20,)}
+    """
+    values, spec = optree.tree_flatten(tree)
+    return values, spec.unflatten
+
+
+def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Return a tree of zeros with the shapes of `tree`, in its dtypes unless one is given.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> tree.zeros_like({"w": torch.ones(2)})
+        {'w': tensor([0., 0.])}
+    """
+    return map(lambda leaf: torch.zeros_like(leaf, dtype=dtype), tree)
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """Return `a + b`, leaf by leaf.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.add({"w": 1.0}, {"w": 2.0})
+        {'w': 3.0}
+    """
+    check_same_structure("tree.add", a, b)
+    return optree.tree_map(lambda x, y: x + y, a, b)
+
+
+def scale(tree: Tree, factor: float | Tensor) -> Tree:
+    """Return `factor * tree`, leaf by leaf and in each leaf's dtype.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.scale({"w": 2.0}, 3.0)
+        {'w': 6.0}
+    """
+    return map(lambda leaf: leaf * factor, tree)
+
+
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Return the tree with its floating-point leaves in `dtype`; the others are left as they are.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> tree.cast({"w": torch.ones(1), "n": torch.ones(1, dtype=torch.int64)}, torch.bfloat16)
+        {'w': tensor([1.], dtype=torch.bfloat16), 'n': tensor([1])}
+    """
+    return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """Return the Euclidean norm of all leaves taken as one vector, summed in at least float32.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> tree.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        tensor(5.)
+    """
+    tensors = leaves(tree)
+    if not tensors:
+        raise ValueError("tree.global_norm expects at least one leaf, got an empty tree.")
+    return torch.linalg.vector_norm(torch.stack([leaf_norm(leaf) for leaf in tensors]))
+
+
+def leaf_norm(leaf: Tensor) -> Tensor:
+    """Return one leaf's Euclidean norm in at least float32.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> tree.leaf_norm(torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+        tensor(5.)
+    """
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    return torch.linalg.vector_norm(leaf, dtype=wide)
+
+
+def check_same_structure(name: str, a: Tree, b: Tree) -> None:
+    """Raise an error in the name of `name` that names the first path at which two trees differ.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.check_same_structure("apply", {"w": 1}, {"w": 1, "v": 1})
+        Traceback (most recent call last):
+        ValueError: apply expects trees of one structure, got 'v' only in the second.
+    """
+    if optree.tree_structure(a) == optree.tree_structure(b):
+        return
+    first, second = paths(a), paths(b)
+    for path, owner, others in [
+        *((path, "first", second) for path in first),
+        *((path, "second", first) for path in second),
+    ]:
+        if path not in others:
+            raise ValueError(
+                f"{name} expects trees of one structure, got {path!r} only in the {owner}."
+            )
+    raise ValueError(
+        f"{name} expects trees of one structure, got the nodes "
+        f"{optree.tree_structure(a)} and {optree.tree_structure(b)}."
+    )
+
+
+def _dotted(accessor: optree.PyTreeAccessor) -> str:
+    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)

@@ -1,0 +1,152 @@
+"""The types that flow: NamedTuples, which optree, torch and jax all treat as nodes of a tree.
+
+Axes: B rows, G samples of one prompt, R packed rows, T tokens. Everything of length T is aligned
+to the token that it describes. An absent field is the empty tuple, a node without leaves.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+Params: TypeAlias = dict[str, Tensor]
+Tree: TypeAlias = Any
+Absent: TypeAlias = tuple[()]
+
+
+class TokenScores(NamedTuple):
+    """What a `model_fn` returns for one sample.
+
+    `logprobs[t]` scores `tokens[t]` given `tokens[:t]`, and `entropy[t]` is that of the
+    distribution it was drawn from; position 0 has no prediction and is always masked.
+    """
+
+    logprobs: Tensor  # [T]
+    entropy: Tensor  # [T]
+
+
+class Sample(NamedTuple):
+    """All that a `model_fn` reads of a row; any NamedTuple with these two fields will do."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+
+
+class Rollout(NamedTuple):
+    """What generation and rewards produce: B = N prompts x G samples, group-major, padded right."""
+
+    tokens: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] bool, True where the policy sampled the token
+    behavior_logprobs: Tensor  # [B, T] the generator's log-probability of each sampled token
+    rewards: Tensor  # [B]
+    group: Tensor  # [B] int64, equal for samples of one prompt
+    policy_version: Tensor  # [B] int64, the step whose parameters sampled the row
+
+
+class Batch(NamedTuple):
+    """What a step trains on: one sample a row, so that per-sample gradients are legal."""
+
+    tokens: Tensor  # [B, T] int64
+    positions: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] bool, True where the token is trained on
+    behavior_logprobs: Tensor  # [B, T]
+    advantages: Tensor  # [B, T]
+    token_weights: Tensor  # [B, T] every normalisation of the loss lives here
+    ref_logprobs: Tensor | Absent = ()  # [B, T]
+
+
+class PackedBatch(NamedTuple):
+    """`Batch` with many samples in a row of length T; only summed gradients have a meaning."""
+
+    tokens: Tensor  # [R, T] int64
+    positions: Tensor  # [R, T] int64, restarting at 0 with each sample
+    mask: Tensor  # [R, T] bool
+    behavior_logprobs: Tensor  # [R, T]
+    advantages: Tensor  # [R, T]
+    token_weights: Tensor  # [R, T]
+    segment_ids: Tensor  # [R, T] int64, 0, 1, ... within a row, -1 on padding
+    ref_logprobs: Tensor | Absent = ()  # [R, T]
+
+
+class TrainState(NamedTuple):
+    """All that a step carries to the next one."""
+
+    params: Params
+    opt_state: Any
+    step: Tensor  # [] int64, the number of steps done
+    seed: Tensor  # [] int64
+
+
+class Metrics(NamedTuple):
+    """Scalars to report; the field is the reduction over samples, micro-batches and ranks."""
+
+    sums: dict[str, Tensor]
+    maxes: dict[str, Tensor]
+
+
+class Ratio(NamedTuple):
+    """How far the policy has moved from the one that sampled."""
+
+    ratio: Tensor  # [T] differentiable; what the surrogate clips
+    correction: Tensor  # [T] constant, non-negative; multiplies the advantages
+
+
+class Surrogate(NamedTuple):
+    """What the policy maximises, and where clipping was active."""
+
+    objective: Tensor  # [T]
+    clipped_low: Tensor  # [T] bool
+    clipped_high: Tensor  # [T] bool
+
+
+class Penalty(NamedTuple):
+    """What the loss adds for each token, and the KL estimate that is reported for it."""
+
+    cost: Tensor  # [T]
+    kl: Tensor | Absent  # [T]
+
+
+Rows: TypeAlias = Batch | PackedBatch
+AdvantageFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+RatioFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | Absent"], Ratio]
+CorrectionFn: TypeAlias = Callable[[Tensor, Tensor, "Tensor | Absent"], Tensor]
+SurrogateFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Surrogate]
+PenaltyFn: TypeAlias = Callable[[TokenScores, Tensor, "Tensor | Absent"], Penalty]
+WeightFn: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Algorithm(NamedTuple):
+    """Five independent choices, each a function."""
+
+    advantage: AdvantageFn  # (rewards [B], group [B]) -> [B]
+    ratio: RatioFn  # (logprobs, behavior_logprobs, mask, segment_ids), all [T] -> Ratio
+    surrogate: SurrogateFn  # (logprobs, ratio, advantages), all [T] -> Surrogate
+    penalty: PenaltyFn  # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
+    weight: WeightFn  # mask [B, T] -> token_weights [B, T]
+
+
+class GradientTransformation(NamedTuple):
+    """A pair of pure functions: `state = init(params)`, `updates, state = update(...)`."""
+
+    init: Callable[[Params], Any]
+    update: Callable[[Tree, Any, Params], tuple[Tree, Any]]
+
+
+class Step(NamedTuple):
+    """One training step: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
+
+    `init` takes the parameters and an optional `seed`; `update` takes a state and a batch.
+    """
+
+    init: Callable[..., TrainState]
+    update: Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
+
+    def __call__(self, state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        """Return `self.update(state, batch)`."""
+        return self.update(state, batch)
+
+
+PrepareFn: TypeAlias = Callable[[TokenScores, Any], Any]  # (scores [B, T], batch) -> batch
+ModelFn: TypeAlias = Callable[[Params, Any], TokenScores]
+LossFn: TypeAlias = Callable[[Params, Any], Tensor]
+NamedRewards: TypeAlias = Mapping[str, Tensor]
