@@ -21,7 +21,8 @@ class Tunables(TypedDict, total=False):
         entropy: coefficient of the entropy bonus, 0 when left out.
         correction: importance weights for the generator's log-probabilities, such as
             `funcrl.ratios.truncated(3.0)`; when left out the ratio is taken against them.
-        weight: mask -> token weights, in place of the algorithm's own rule.
+        weight: `(mask [B, T], dtype) -> token weights`, in place of the algorithm's own rule; see
+            `funcrl.aggregation`.
     """
 
     kl: float

@@ -50,7 +50,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         mask=mask,
         behavior_logprobs=behavior,
         advantages=torch.where(mask, advantages[:, None], 0.0),
-        token_weights=algorithm.weight(mask).to(behavior.dtype),
+        token_weights=algorithm.weight(mask, dtype=behavior.dtype),
         ref_logprobs=ref_logprobs,
     )
 

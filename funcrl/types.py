@@ -112,7 +112,7 @@ RatioFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | Absent"], Ratio
 CorrectionFn: TypeAlias = Callable[[Tensor, Tensor, "Tensor | Absent"], Tensor]
 SurrogateFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Surrogate]
 PenaltyFn: TypeAlias = Callable[[TokenScores, Tensor, "Tensor | Absent"], Penalty]
-WeightFn: TypeAlias = Callable[[Tensor], Tensor]
+WeightFn: TypeAlias = Callable[..., Tensor]
 
 
 class Algorithm(NamedTuple):
@@ -122,7 +122,7 @@ class Algorithm(NamedTuple):
     ratio: RatioFn  # (logprobs, behavior_logprobs, mask, segment_ids), all [T] -> Ratio
     surrogate: SurrogateFn  # (logprobs, ratio, advantages), all [T] -> Surrogate
     penalty: PenaltyFn  # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
-    weight: WeightFn  # mask [B, T] -> token_weights [B, T]
+    weight: WeightFn  # (mask [B, T], dtype) -> token_weights [B, T]
 
 
 class GradientTransformation(NamedTuple):

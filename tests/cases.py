@@ -1,0 +1,96 @@
+"""Random rollouts and a model that is a table, shared by the tests."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import funcrl
+
+
+class Case(NamedTuple):
+    """A ragged rollout, and the policy's and the reference's scores of it."""
+
+    rollout: funcrl.Rollout
+    params: dict[str, Tensor]  # logprobs [B, T] and entropy [B, T]: the policy is a table
+    ref_logprobs: Tensor  # [B, T]
+
+
+def random_case(
+    seed: int = 0,
+    prompts: int = 3,
+    samples: int = 4,
+    length: int = 9,
+    dtype: torch.dtype = torch.float64,
+    spread: float = 0.4,
+    completion: int | None = None,
+) -> Case:
+    """Make one case; `spread` is how far the policy has moved from the sampling one.
+
+    Completions are ragged unless `completion` fixes their length; one row is fully masked.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    rows = prompts * samples
+    start = torch.randint(1, 3, (rows, 1), generator=generator)
+    if completion is None:
+        count = torch.randint(1, length - 2, (rows, 1), generator=generator)
+        count[-1] = 0
+    else:
+        count = torch.full((rows, 1), completion)
+    place = torch.arange(length)
+    mask = (place >= start) & (place < start + count)
+    behavior = -3 * rand(rows, length)
+    logprobs = (behavior + spread * (2 * rand(rows, length) - 1)).clamp(max=0)
+    rollout = funcrl.Rollout(
+        # The first token is the row's number: the table model reads its row there.
+        tokens=torch.arange(rows)[:, None].expand(rows, length).contiguous(),
+        mask=mask,
+        behavior_logprobs=behavior.to(dtype),
+        rewards=torch.randint(0, 5, (rows,), generator=generator).to(dtype) / 4,
+        group=torch.arange(prompts).repeat_interleave(samples),
+        policy_version=torch.zeros(rows, dtype=torch.int64),
+    )
+    params = {"logprobs": logprobs.to(dtype), "entropy": (2 * rand(rows, length)).to(dtype)}
+    reference = (logprobs + 0.5 * (2 * rand(rows, length) - 1)).clamp(max=0)
+    return Case(rollout, params, reference.to(dtype))
+
+
+def table_model(params: dict[str, Tensor], sample: funcrl.Batch) -> funcrl.TokenScores:
+    """Read the row's scores from the parameters: what the loss does to them is all that is left."""
+    row = sample.tokens[:1]
+    return funcrl.TokenScores(
+        *(params[name].index_select(0, row).squeeze(0) for name in ("logprobs", "entropy"))
+    )
+
+
+def tiny_model(vocab_size: int = 11, **options: object) -> funcrl.models.Transformer:
+    """Return a two-layer transformer."""
+    shape = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_width": 8}
+    config = funcrl.models.TransformerConfig(
+        vocab_size=vocab_size, mlp_width=24, **{**shape, **options}
+    )
+    return funcrl.models.Transformer(config)
+
+
+def tiny_batch(
+    seed: int = 0, rows: int = 6, length: int = 7, dtype: torch.dtype = torch.float64
+) -> funcrl.Batch:
+    """Return a ragged batch of tokens below 11 for `tiny_model`, with GRPO's weights."""
+    case = random_case(seed, prompts=rows // 2, samples=2, length=length, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 11, (rows, length), generator=generator)
+    rewards = torch.randn(rows, generator=generator, dtype=dtype)
+    rollout = case.rollout._replace(tokens=tokens, rewards=rewards)
+    return funcrl.collate(rollout, funcrl.grpo())
+
+
+def table_params(batch: funcrl.Batch) -> dict[str, Tensor]:
+    """Return a table on-policy with the batch."""
+    return {
+        "logprobs": batch.behavior_logprobs.clone(),
+        "entropy": torch.ones_like(batch.behavior_logprobs),
+    }

@@ -1,0 +1,141 @@
+"""Modules as pure functions: strict, on meta, tied weights, buffers, transformers' models."""
+
+import copy
+
+import pytest
+import torch
+from cases import tiny_model
+from torch import nn
+from torch.func import grad, vmap
+
+import funcrl
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.out = nn.Linear(3, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(self.embed(tokens))
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return x * self.weight * self.scale
+
+
+class Counting(Buffered):
+    def forward(self, x):
+        self.scale += 1
+        return x * self.weight
+
+
+def test_equals_the_module():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    apply = funcrl.functional(module)
+    assert torch.equal(apply(dict(module.named_parameters()), x), module(x))
+
+
+def test_holds_no_weights_and_leaves_the_module_alone():
+    module = nn.Linear(3, 2)
+    before = copy.deepcopy(module.state_dict())
+    apply = funcrl.functional(module)
+    captured = [cell.cell_contents for cell in apply.__closure__]
+    skeletons = [value for value in captured if isinstance(value, nn.Module)]
+    assert len(skeletons) == 1
+    assert all(leaf.is_meta for leaf in skeletons[0].parameters())
+    other = {name: torch.zeros_like(leaf) for name, leaf in module.named_parameters()}
+    assert torch.equal(apply(other, torch.ones(3)), torch.zeros(2))
+    assert all(torch.equal(before[name], leaf) for name, leaf in module.state_dict().items())
+
+
+def test_is_strict_by_path():
+    apply = funcrl.functional(nn.Sequential(nn.Linear(3, 2)))
+    good = {"0.weight": torch.zeros(2, 3), "0.bias": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"all parameters of Sequential, got none for '0.bias'"):
+        apply({"0.weight": good["0.weight"]}, torch.zeros(3))
+    with pytest.raises(ValueError, match="got '1.bias', which it does not have"):
+        apply({**good, "1.bias": torch.zeros(2)}, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"expects '0.weight' of shape \[2, 3\], got \[3, 2\]"):
+        apply({**good, "0.weight": torch.zeros(3, 2)}, torch.zeros(3))
+
+
+def test_tied_weights_are_given_once():
+    module = Tied()
+    apply = funcrl.functional(module)
+    params = dict(module.named_parameters())
+    assert list(params) == ["embed.weight"]
+    tokens = torch.tensor([1, 2])
+    assert torch.equal(apply(params, tokens), module(tokens))
+    # Both uses contribute to the gradient.
+    module(tokens).square().sum().backward()
+    got = grad(lambda p: apply(p, tokens).square().sum())({"embed.weight": params["embed.weight"]})
+    assert torch.allclose(got["embed.weight"], module.embed.weight.grad)
+    with pytest.raises(ValueError, match="once, as 'embed.weight', got 'out.weight' too"):
+        apply({**params, "out.weight": params["embed.weight"]}, tokens)
+
+
+def test_buffers_are_constants():
+    module = Buffered()
+    apply = funcrl.functional(module)
+    params = {"weight": torch.ones(2)}
+    module.scale.zero_()  # copied: what happens to the module later does not matter
+    assert torch.equal(apply(params, torch.ones(2)), torch.tensor([2.0, 3.0]))
+    overridden = {**params, "scale": torch.tensor([5.0, 5.0])}
+    assert torch.equal(apply(overridden, torch.ones(2)), torch.tensor([5.0, 5.0]))
+    got = vmap(apply, in_dims=(None, 0))(params, torch.ones(4, 2))
+    assert torch.equal(got, torch.tensor([[2.0, 3.0]] * 4))
+
+
+def test_impure_modules_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"dropout p=0.1 at '1'; call module.eval\(\) first"):
+        funcrl.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    funcrl.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
+    funcrl.functional(nn.Dropout(0.0))
+    with pytest.raises(ValueError, match="running statistics at 'BatchNorm1d'"):
+        funcrl.functional(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="changes no buffer, got a new value of 'scale'"):
+        funcrl.functional(Counting())({"weight": torch.ones(2)}, torch.ones(2))
+    with torch.device("meta"):
+        meta = Buffered()
+    with pytest.raises(ValueError, match="buffers with values, got a meta tensor for 'scale'"):
+        funcrl.functional(meta)
+
+
+def test_a_transformers_model_under_grad_and_vmap():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).double().eval()
+    apply = funcrl.functional(module)
+    params = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+    def loss(params, row):
+        logits = apply(params, row[None], use_cache=False).logits[0]
+        return -funcrl.token_scores(logits, row).logprobs.sum()
+
+    got = funcrl.per_sample_grad(loss)(params, tokens)
+    for i, row in enumerate(tokens):
+        module.zero_grad()
+        logprobs = module(row[None]).logits[0, :-1].log_softmax(-1)
+        (-logprobs[torch.arange(3), row[1:]].sum()).backward()
+        for name, leaf in module.named_parameters():
+            assert (got[name][i] - leaf.grad).abs().max() <= 1e-12, name
+
+
+def test_the_house_model_holds_no_weights():
+    assert all(leaf.is_meta for leaf in tiny_model().parameters())

@@ -1,0 +1,166 @@
+"""Per-sample and summed gradients, micro-batches, norms and the noise scale."""
+
+import itertools
+
+import pytest
+import torch
+from cases import tiny_batch, tiny_model
+from torch.func import grad, vmap
+
+import funcrl
+from funcrl import grads, tree
+
+MODEL = tiny_model()
+MODEL_FN = funcrl.logprob_fn(MODEL)
+PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+BATCH = tiny_batch()
+
+
+def loss_fn(params, sample):
+    return funcrl.policy_loss(funcrl.grpo(), MODEL_FN(params, sample), sample)[0]
+
+
+def aux_loss_fn(params, sample):
+    return funcrl.policy_loss(funcrl.grpo(), MODEL_FN(params, sample), sample)
+
+
+def largest_difference(a, b) -> float:
+    return max(tree.leaves(tree.map(lambda x, y: (x - y).abs().max().item(), a, b)))
+
+
+def batch_loss(params):
+    return vmap(loss_fn, in_dims=(None, 0))(params, BATCH).sum()
+
+
+def test_sum_and_mean_of_per_sample_gradients_are_those_of_the_batch():
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    whole = grad(batch_loss)(PARAMS)
+    assert largest_difference(tree.map(lambda leaf: leaf.sum(0), each), whole) <= 1e-12
+    mean = grad(lambda params: batch_loss(params) / 6)(PARAMS)
+    assert largest_difference(tree.map(lambda leaf: leaf.mean(0), each), mean) <= 1e-12
+    assert tree.global_norm(whole) > 1e-3
+
+
+def test_per_sample_gradients_equal_a_loop_of_autograd():
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    for i in range(6):
+        leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+        sample = tree.map(lambda leaf, i=i: leaf[i], BATCH)
+        loss_fn(leaves, sample).backward()
+        own = {name: leaf.grad for name, leaf in leaves.items()}
+        assert largest_difference(tree.map(lambda leaf, i=i: leaf[i], each), own) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 6, 100])
+def test_chunks_do_not_change_per_sample_gradients(chunk):
+    whole = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    parts = funcrl.per_sample_grad(loss_fn, chunk=chunk)(PARAMS, BATCH)
+    assert largest_difference(whole, parts) <= 1e-14
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("per_sample", [None, funcrl.clip_per_sample(1e-2)])
+def test_micro_batches_are_exact(microbatch, per_sample):
+    whole = grads.summed_gradient(aux_loss_fn, per_sample)(PARAMS, BATCH)
+    parts = grads.summed_gradient(aux_loss_fn, per_sample, microbatch)(PARAMS, BATCH)
+    assert largest_difference(whole, parts) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", ["token_mean", "sequence_mean"])
+def test_any_order_of_rows_is_exact(rule):
+    batch = BATCH._replace(
+        token_weights=getattr(funcrl.aggregation, rule)(BATCH.mask, torch.float64)
+    )
+    whole = grads.summed_gradient(aux_loss_fn)(PARAMS, batch)
+    for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 240):
+        shuffled = tree.map(lambda leaf, order=order: leaf[list(order)], batch)
+        parts = grads.summed_gradient(aux_loss_fn, microbatch=2)(PARAMS, shuffled)
+        assert largest_difference(whole, parts) <= 1e-12
+
+
+def test_only_one_micro_batch_is_alive():
+    """The forward pass runs once a micro-batch, on that many rows."""
+    rows = []
+
+    def counting(params, sample):
+        rows.append(tuple(sample.tokens.shape))
+        return aux_loss_fn(params, sample)
+
+    grads.summed_gradient(counting, microbatch=4)(PARAMS, BATCH)
+    assert rows == [(7,), (7,)]  # traced by vmap once for 4 rows and once for 2
+
+
+def test_clipping_by_hand():
+    # Norms 5 (3-4 across leaves) and 0: the first is halved to 2.5, the second stays 0, not NaN.
+    got = funcrl.clip_per_sample(2.5)(
+        {"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[[4.0]], [[0.0]]])}
+    )
+    assert torch.equal(got["a"], torch.tensor([[1.5], [0.0]]))
+    assert torch.equal(got["b"], torch.tensor([[[2.0]], [[0.0]]]))
+
+
+def test_clipped_gradients_equal_a_loop():
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    norms = funcrl.per_sample_norms(each)
+    limit = norms[norms > 0].median().item()
+    expected = tree.zeros_like(PARAMS)
+    for i in range(6):
+        own = tree.map(lambda leaf, i=i: leaf[i], each)
+        norm = sum(leaf.square().sum() for leaf in own.values()) ** 0.5
+        assert abs(norm - norms[i]) <= 1e-14
+        factor = min(1.0, limit / norm.item()) if norm > 0 else 1.0
+        expected = tree.add(expected, tree.scale(own, factor))
+    got = grads.summed_gradient(aux_loss_fn, funcrl.clip_per_sample(limit))(PARAMS, BATCH).grads
+    assert largest_difference(got, expected) <= 1e-14
+
+
+def test_moments_are_those_of_stored_gradients():
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    for chunk in (None, 1, 4):
+        moments = funcrl.gradient_moments(loss_fn, chunk=chunk)(PARAMS, BATCH)
+        assert largest_difference(moments.sum, tree.map(lambda leaf: leaf.sum(0), each)) <= 1e-14
+        expected = funcrl.per_sample_norms(each).square().sum()
+        assert abs(moments.sum_square_norms - expected) <= 1e-14
+        assert moments.num_samples == 6
+
+
+def test_noise_scale_is_unbiased():
+    """Over all equally likely pairs of four gradients, exactly: the estimates' mean is the truth.
+
+    For pairs drawn with replacement E[noise] is the population's covariance trace and E[signal]
+    the squared norm of its mean.
+    """
+    population = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    estimates = [
+        funcrl.noise_scale(
+            funcrl.GradientMoments({"w": a + b}, a.square().sum() + b.square().sum(), 2)
+        )
+        for a in population
+        for b in population
+    ]
+    center = population.mean(0)
+    trace = (population - center).square().sum(1).mean()
+    assert abs(sum(e.noise for e in estimates) / 16 - trace) <= 1e-14
+    assert abs(sum(e.signal for e in estimates) / 16 - center.square().sum()) <= 1e-14
+
+
+def test_noise_scale_without_signal_is_infinite():
+    opposite = funcrl.GradientMoments({"w": torch.zeros(1)}, torch.tensor(2.0), 2)
+    assert funcrl.noise_scale(opposite).scale == torch.inf
+    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+        funcrl.noise_scale(opposite._replace(num_samples=1))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="clip_per_sample expects max_norm > 0, got -1"):
+        funcrl.clip_per_sample(-1)
+    with pytest.raises(ValueError, match="per_sample_grad expects chunk > 0, got 0"):
+        funcrl.per_sample_grad(loss_fn, chunk=0)
+    with pytest.raises(ValueError, match="per_sample_grad expects at least one row"):
+        funcrl.per_sample_grad(loss_fn)(PARAMS, tree.map(lambda leaf: leaf[:0], BATCH))
+    uneven = BATCH._replace(mask=BATCH.mask[:3])
+    with pytest.raises(ValueError, match="leaves of one leading axis B, got .*'mask': 3"):
+        funcrl.per_sample_grad(loss_fn)(PARAMS, uneven)
+    dropped = grads.summed_gradient(aux_loss_fn, lambda g: {"embed.weight": g["embed.weight"]})
+    with pytest.raises(ValueError, match="per_sample expects trees of one structure"):
+        dropped(PARAMS, BATCH)

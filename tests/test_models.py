@@ -1,0 +1,166 @@
+"""The transformer against transformers' Llama, Qwen2 and Qwen3; scores against their definition."""
+
+import pytest
+import torch
+from cases import tiny_model
+from torch.func import vmap
+
+import funcrl
+
+FAMILIES = {
+    "Llama": {"qk_norm": False, "qkv_bias": False, "tied": True},
+    "Qwen2": {"qk_norm": False, "qkv_bias": True, "tied": False},
+    "Qwen3": {"qk_norm": True, "qkv_bias": False, "tied": True},
+}
+NAMES = (
+    ("unembed.", "lm_head."),
+    ("embed.", "model.embed_tokens."),
+    ("blocks.", "model.layers."),
+    ("attention_norm", "input_layernorm"),
+    ("mlp_norm", "post_attention_layernorm"),
+    (".attention.", ".self_attn."),
+    ("mlp.gate.", "mlp.gate_proj."),
+    ("mlp.up.", "mlp.up_proj."),
+    ("mlp.down.", "mlp.down_proj."),
+)
+
+
+def their_name(name: str) -> str:
+    for ours, theirs in NAMES:
+        name = name.replace(ours, theirs)
+    for letter in "qkvo":
+        name = name.replace(f"self_attn.{letter}.", f"self_attn.{letter}_proj.")
+    return "model.norm.weight" if name == "norm.weight" else name
+
+
+def theirs(family: str, tied: bool):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, rms_norm_eps=1e-6,
+        attn_implementation="eager", tie_word_embeddings=tied, use_cache=False,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family):
+    options = FAMILIES[family]
+    model = tiny_model(**options)
+    params = funcrl.init_params(model, seed=3, dtype=torch.float64)
+    # Away from the neutral start, so that norms and biases are seen.
+    params = {
+        name: leaf + 0.3 * torch.randn(leaf.shape, generator=funcrl.rng.generator(5, i)).double()
+        for i, (name, leaf) in enumerate(params.items())
+    }
+    peer = theirs(family, options["tied"])
+    missing, unexpected = peer.load_state_dict(
+        {their_name(name): leaf for name, leaf in params.items()}, strict=False
+    )
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if options["tied"] else set())
+    tokens = torch.tensor([[1, 5, 2, 9, 10], [3, 3, 0, 7, 4]])
+    expected = peer(tokens).logits
+    apply = funcrl.functional(model)
+    for got in (
+        apply(params, tokens, torch.arange(5).expand(2, 5)),
+        vmap(lambda row: apply(params, row, torch.arange(5)))(tokens),
+    ):
+        # Both compute rotary angles in float32, whose last bit differs between the formulas.
+        assert (got - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_no_token_sees_the_future():
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    apply = funcrl.functional(model)
+    first = apply(params, torch.tensor([1, 2, 3, 4]), torch.arange(4))
+    second = apply(params, torch.tensor([1, 2, 9, 9]), torch.arange(4))
+    assert torch.equal(first[:2], second[:2])
+    assert not torch.equal(first[2:], second[2:])
+
+
+def test_only_relative_positions_matter():
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    apply, tokens = funcrl.functional(model), torch.tensor([1, 2, 3, 4])
+    shifted = apply(params, tokens, torch.arange(4) + 7)
+    assert torch.allclose(apply(params, tokens, torch.arange(4)), shifted, atol=1e-6)
+
+
+def test_attention_is_an_argument():
+    seen = []
+
+    def attend(q, k, v):
+        seen.append(q.shape)
+        return funcrl.models.attend_causal(q, k, v)
+
+    model = funcrl.models.Transformer(tiny_model().config, attend=attend)
+    params = funcrl.init_params(model, seed=0)
+    funcrl.functional(model)(params, torch.tensor([1, 2, 3]), torch.arange(3))
+    assert seen == [torch.Size([2, 3, 8])] * 2
+
+
+def test_init_is_a_function_of_the_seed():
+    model = tiny_model()
+    first, again, other = (funcrl.init_params(model, seed=seed) for seed in (0, 0, 1))
+    assert list(first) == sorted(first)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embed.weight"], other["embed.weight"])
+    assert torch.equal(first["norm.weight"], torch.ones(16))
+
+
+def test_scores_by_hand():
+    # softmax(log 1, log 3) = (1/4, 3/4); the token at 1 was 1, that at 2 was 0.
+    logits = torch.tensor([1.0, 3.0]).log().expand(3, 2)
+    scores = funcrl.token_scores(logits, torch.tensor([0, 1, 0]))
+    assert torch.allclose(scores.logprobs, torch.tensor([1.0, 0.75, 0.25]).log())
+    entropy = -(0.25 * torch.tensor(0.25).log() + 0.75 * torch.tensor(0.75).log())
+    assert torch.allclose(scores.entropy, torch.stack([torch.zeros(()), entropy, entropy]))
+    # At temperature 2 the odds are sqrt(3) to 1.
+    warm = funcrl.token_scores(logits, torch.tensor([0, 1, 0]), temperature=2.0).logprobs
+    assert torch.allclose(warm[1], (torch.tensor(3.0).sqrt() / (1 + 3**0.5)).log())
+
+
+def test_forbidden_tokens_have_no_entropy():
+    logits = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    scores = funcrl.token_scores(logits, torch.tensor([0, 0]))
+    assert torch.equal(scores.entropy, torch.zeros(2))
+    assert torch.equal(scores.logprobs, torch.zeros(2))
+
+
+def test_low_precision_logits_are_scored_in_float32():
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scores = funcrl.token_scores(logits, torch.arange(5))
+    assert scores.logprobs.dtype == torch.float32
+    assert torch.equal(scores.logprobs, funcrl.token_scores(logits.float(), torch.arange(5))[0])
+
+
+def test_score_is_the_model_function_row_by_row():
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    model_fn = funcrl.logprob_fn(model)
+    rows = funcrl.Sample(
+        torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), torch.arange(3).expand(3, 3)
+    )
+    whole = funcrl.score(model_fn, params, rows)
+    for microbatch in (1, 2, 3):
+        parts = funcrl.score(model_fn, params, rows, microbatch)
+        assert torch.allclose(parts.logprobs, whole.logprobs, atol=1e-14)
+    single = model_fn(params, funcrl.Sample(rows.tokens[1], rows.positions[1]))
+    assert torch.allclose(single.logprobs, whole.logprobs[1], atol=1e-14)
+    assert torch.allclose(single.entropy, whole.entropy[1], atol=1e-14)
+    assert not whole.logprobs.requires_grad
+
+
+def test_configs_are_refused():
+    config = funcrl.models.TransformerConfig
+    with pytest.raises(ValueError, match="num_kv_heads to divide num_heads=4, got 3"):
+        config(num_heads=4, num_kv_heads=3)
+    with pytest.raises(ValueError, match="an even head_width, got 7"):
+        config(head_width=7)
+    with pytest.raises(ValueError, match="TransformerConfig expects width > 0, got 0"):
+        config(width=0)
+    with pytest.raises(ValueError, match="token_scores expects temperature > 0, got 0"):
+        funcrl.token_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0)

@@ -1,0 +1,261 @@
+"""Optimizers against torch.optim in float64 over 20 steps; masks, schedules, skipped updates."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrl
+from funcrl import optim, tree
+
+
+def start(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (4, 3), "tall": (7, 2), "wide": (2, 5)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def gradients(step: int, params):
+    """A gradient that depends on the parameters and on the step."""
+    return {name: torch.sin(leaf * 3 + step) * (step + 1) for name, leaf in params.items()}
+
+
+def run(tx, params, steps=20):
+    state = tx.init(params)
+    for step in range(steps):
+        updates, state = tx.update(gradients(step, params), state, params)
+        params = optim.apply_updates(params, updates)
+    return params
+
+
+def run_torch(optimizer_class, params, steps=20, **options):
+    leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+    optimizer = optimizer_class(list(leaves.values()), **options)
+    for step in range(steps):
+        with torch.no_grad():
+            for name, grad in gradients(step, leaves).items():
+                leaves[name].grad = grad
+        optimizer.step()
+    return {name: leaf.detach() for name, leaf in leaves.items()}
+
+
+def check_close(got, expected, tolerance):
+    for name, leaf in expected.items():
+        assert (got[name] - leaf).abs().max().item() <= tolerance, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"betas": (0.8, 0.95), "eps": 1e-4},
+        {"betas": (0.0, 0.9)},
+    ],
+)
+def test_adamw_equals_torch(options):
+    got = run(optim.adamw(0.05, **options), start())
+    check_close(got, run_torch(torch.optim.AdamW, start(), lr=0.05, **options), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ],
+)
+def test_sgd_equals_torch(options):
+    got = run(optim.sgd(1e-3, **options), start())
+    check_close(got, run_torch(torch.optim.SGD, start(), lr=1e-3, **options), 1e-12)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_equals_torch(adjust, nesterov):
+    # torch iterates in bfloat16 as well: the same operations on the same bits. One step at a
+    # time, because a last-bit difference before a rounding to bfloat16 need not stay small.
+    params = start()
+    tx = optim.muon(0.02, adjust=adjust, nesterov=nesterov)
+    for step in range(5):
+        grads = gradients(step, params)
+        leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+        reference = torch.optim.Muon(
+            list(leaves.values()), lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov
+        )
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name]
+        reference.step()
+        updates, _ = tx.update(grads, tx.init(params), params)
+        params = optim.apply_updates(params, updates)
+        check_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-12)
+
+
+def test_newton_schulz_orthogonalizes():
+    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    singular = torch.linalg.svdvals(optim.newton_schulz(matrix))
+    assert singular.min() > 0.65
+    assert singular.max() < 1.25
+    # The singular vectors stay: U^T X V is diagonal.
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.T @ optim.newton_schulz(matrix) @ vh.T
+    assert (inner - inner.diagonal().diag()).abs().max() < 1e-12
+
+
+def test_muon_with_adamw_for_the_rest():
+    params = {"w": torch.eye(2), "b": torch.ones(2)}
+    matrices, others = (lambda p, x: x.ndim == 2), (lambda p, x: x.ndim != 2)
+    tx = optim.chain(
+        optim.masked(optim.muon(0.1), matrices), optim.masked(optim.adamw(0.2), others)
+    )
+    grads = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    alone, _ = optim.adamw(0.2).update(
+        {"b": grads["b"]}, optim.adamw(0.2).init({"b": params["b"]}), {"b": params["b"]}
+    )
+    assert torch.equal(updates["b"], alone["b"])
+    muon_alone, _ = optim.muon(0.1).update(
+        {"w": grads["w"]}, optim.muon(0.1).init({"w": params["w"]}), {"w": params["w"]}
+    )
+    assert torch.equal(updates["w"], muon_alone["w"])
+    # No state is kept for what a mask leaves out.
+    assert sum(leaf.numel() for leaf in tree.leaves(state)) == 4 + 2 * 2 + 5
+
+
+def test_weight_decay_mask():
+    params = {"w": torch.ones(1), "b": torch.ones(1)}
+    zero = tree.zeros_like(params)
+    for mask in ({"w": True, "b": False}, lambda path, leaf: path == "w"):
+        tx = optim.adamw(0.5, weight_decay=0.1, mask=mask)
+        updates, _ = tx.update(zero, tx.init(params), params)
+        assert updates["w"].item() == pytest.approx(-0.05)
+        assert updates["b"].item() == 0.0
+    with pytest.raises(ValueError, match="masked expects trees of one structure, got 'b'"):
+        optim.masked(optim.sgd(0.1), {"w": True}).init(params)
+
+
+def test_fp32_moments_for_bf16_parameters():
+    params = tree.cast(start(), torch.bfloat16)
+    narrow = optim.adamw(1e-3).init(params)
+    wide = optim.adamw(1e-3, moment_dtype=torch.float32).init(params)
+    assert narrow[0].mean["wide"].dtype == torch.bfloat16
+    assert wide[0].square["wide"].dtype == torch.float32
+    got = run(optim.adamw(0.05, moment_dtype=torch.float32), params)
+    assert got["wide"].dtype == torch.bfloat16
+    expected = run(optim.adamw(0.05), start())
+    # 20 roundings of parameters of size up to 4 to 8 bits: 20 * 4 * 2^-9.
+    check_close(tree.cast(got, torch.float64), expected, 0.16)
+
+
+def test_clip_by_global_norm():
+    grads = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    clip = optim.clip_by_global_norm(10.0)
+    assert torch.equal(clip.update(grads, clip.init(grads), grads)[0]["a"], torch.tensor([3.0]))
+    zero = tree.zeros_like(grads)
+    assert torch.equal(clip.update(zero, clip.init(zero), zero)[0]["a"], torch.tensor([0.0]))
+    with pytest.raises(ValueError, match="clip_by_global_norm expects max_norm > 0, got 0"):
+        optim.clip_by_global_norm(0)
+
+
+def test_schedules_by_hand():
+    at = torch.tensor
+    # Half a cosine from 1 to 0.2 in 4: at 1, 0.2 + 0.8 (1 + cos(pi/4)) / 2.
+    cosine = optim.cosine(1.0, 0.2, steps=4)
+    assert cosine(at(1)).item() == pytest.approx(0.2 + 0.4 * (1 + math.sqrt(0.5)), abs=1e-15)
+    assert cosine(at(9)).item() == pytest.approx(0.2, abs=1e-15)
+    assert optim.linear(1.0, 0.0, steps=4)(at(3)).item() == 0.25
+    warm = optim.warmup(1, then=optim.linear(1.0, 0.0, steps=2))
+    assert [warm(at(n)).item() for n in range(5)] == [0.5, 1.0, 0.5, 0.0, 0.0]
+
+
+def test_a_schedule_is_followed():
+    tx = optim.sgd(optim.linear(1.0, 0.0, steps=4))
+    params = {"w": torch.zeros(1)}
+    state, rates = tx.init(params), []
+    for _ in range(6):
+        updates, state = tx.update({"w": torch.ones(1)}, state, params)
+        rates.append(-updates["w"].item())
+    assert rates == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_a_new_learning_rate_does_not_recompile():
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+    params = start(torch.float32)
+    grads, state = gradients(0, params), tx.init(params)
+    graph = make_fx(tx.update)(grads, state, params)
+    compilations = []
+
+    def backend(module, inputs):
+        compilations.append(module)
+        return module.forward
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch's own, about its imports
+        compiled = torch.compile(graph, backend=backend)
+        for rate in (1e-3, 2e-3, 0.5):
+            clip_state, (adam, decay, last) = state
+            last = last._replace(learning_rate=torch.tensor(rate, dtype=torch.float64))
+            changed = (clip_state, (adam, decay, last))
+            updates, _ = compiled(grads, changed, params)
+            expected, _ = tx.update(grads, changed, params)
+            assert all(torch.equal(updates[name], expected[name]) for name in params)
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nonfinite_gradients_change_nothing(bad):
+    tx = optim.skip_nonfinite(optim.adamw(0.1))
+    params = start()
+    state = tx.init(params)
+    _, state = tx.update(gradients(0, params), state, params)
+    poisoned = gradients(1, params)
+    poisoned["wide"] = poisoned["wide"].clone()
+    poisoned["wide"][0, 0] = bad
+    updates, after = tx.update(poisoned, state, params)
+    assert all(torch.equal(leaf, torch.zeros_like(leaf)) for leaf in tree.leaves(updates))
+    same = zip(tree.leaves(after.inner), tree.leaves(state.inner), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    assert after.num_skipped == 1
+    # The next finite update is what it would have been.
+    recovered, _ = tx.update(gradients(2, params), after, params)
+    expected, _ = tx.update(gradients(2, params), state, params)
+    assert all(torch.equal(recovered[name], expected[name]) for name in params)
+
+
+def test_large_finite_gradients_are_not_skipped():
+    # Their squares overflow float32, they do not.
+    tx = optim.skip_nonfinite(optim.sgd(1.0))
+    params = {"w": torch.zeros(2)}
+    updates, state = tx.update({"w": torch.full((2,), 1e30)}, tx.init(params), params)
+    assert state.num_skipped == 0
+    assert torch.equal(updates["w"], torch.full((2,), -1e30))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"scale_by_adam expects 0 <= betas\[1\] < 1, got 1.0"):
+        optim.adamw(1e-3, betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="learning_rate <= inf, got -1"):
+        optim.sgd(-1)
+    with pytest.raises(ValueError, match=r"nesterov=True\) expects momentum > 0"):
+        optim.sgd(0.1, nesterov=True)
+    with pytest.raises(ValueError, match="got none; does a mask select none"):
+        optim.masked(optim.adamw(1e-3), lambda path, leaf: False).init(start())
+    with pytest.raises(ValueError, match="apply_updates expects trees of one structure, got 'v'"):
+        optim.apply_updates({"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)})
+    with pytest.raises(ValueError, match="current_learning_rate expects a state"):
+        optim.current_learning_rate(())
+    with pytest.raises(ValueError, match="adjust to be one of 'original', 'match_rms_adamw'"):
+        optim.muon(0.1, adjust="best")
+    with pytest.raises(ValueError, match="warmup expects steps > 0"):
+        optim.warmup(0, then=optim.constant(1.0))
+
+
+def test_the_module_is_reachable_from_the_root():
+    assert funcrl.optim is optim

@@ -1,0 +1,252 @@
+"""One table over every public function: inputs untouched, equal bits again, no global generator."""
+
+import inspect
+
+import pytest
+import torch
+from cases import random_case, table_model, tiny_batch, tiny_model
+
+import funcrl
+from funcrl import (
+    advantages,
+    aggregation,
+    checks,
+    grads,
+    losses,
+    metrics,
+    models,
+    optim,
+    ratios,
+    rewards,
+    rng,
+    surrogates,
+    tree,
+)
+
+MODULES = {
+    "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
+    "grads": grads, "losses": losses, "metrics": metrics, "models": models, "optim": optim,
+    "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
+    "surrogates": surrogates, "tree": tree,
+}  # fmt: skip
+
+CASE = random_case(1)
+ROLLOUT, TABLE, REF = CASE
+BATCH = tiny_batch()
+MODEL = tiny_model()
+MODEL_FN = funcrl.logprob_fn(MODEL)
+PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+MATRICES = {"a": torch.randn(3, 4), "b": torch.randn(4, 2)}
+GRADS = tree.map(torch.randn_like, MATRICES)
+ROWS = tree.map(lambda leaf: torch.randn(5, *leaf.shape), MATRICES)
+T = [torch.randn(6).double() for _ in range(3)]
+MASK = torch.tensor([False, True, True, False, True, True])
+SCORES = funcrl.TokenScores(TABLE["logprobs"], TABLE["entropy"])
+COLLATED = funcrl.collate(ROLLOUT, funcrl.grpo(), REF)
+SAMPLE = tree.map(lambda leaf: leaf[0], COLLATED)
+ROW_SCORES = funcrl.TokenScores(TABLE["logprobs"][0], TABLE["entropy"][0])
+METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
+LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
+COUNT = torch.tensor(2)
+MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
+
+
+def loss_fn(params, sample):
+    return aux_loss_fn(params, sample)[0]
+
+
+def aux_loss_fn(params, sample):
+    return funcrl.policy_loss(funcrl.grpo(), MODEL_FN(params, sample), sample)
+
+
+def algorithm(factory):
+    """All five functions of an algorithm at once, through a step."""
+
+    def run(params, rollout, ref):
+        made = factory(correction=ratios.truncated(2.0), kl=0.1, entropy=0.1)
+        step = funcrl.grpo_step(table_model, algorithm=made)
+        return step(step.init(params), funcrl.collate(rollout, made, ref))
+
+    return run, (TABLE, ROLLOUT, REF)
+
+
+def optimizer(transformation):
+    """Two updates, so that the state is used too."""
+
+    def run(grads, params):
+        state = transformation.init(params)
+        _, state = transformation.update(grads, state, params)
+        return transformation.update(grads, state, params)
+
+    return run, (GRADS, MATRICES)
+
+
+def step_of(**options):
+    def run(params, batch):
+        step = funcrl.grpo_step(MODEL_FN, **options)
+        return step(step.init(params, seed=1), batch)
+
+    return run, (PARAMS, BATCH)
+
+
+def vector(fn):
+    return fn, (T[0],)
+
+
+TABLE_OF_CALLS = {
+    **{name: algorithm(getattr(funcrl, name)) for name in (
+        "cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo")},
+    "grpo_step": step_of(microbatch=4),
+    "grpo_step, per sample": step_of(per_sample=funcrl.clip_per_sample(0.1)),
+    "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
+    "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
+    "pack": (lambda r, ref: funcrl.pack(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "drop_zero_variance": (funcrl.drop_zero_variance, (ROLLOUT,)),
+    "mask_truncated": (funcrl.mask_truncated, (ROLLOUT, torch.arange(12) % 2 == 0)),
+    "functional": (lambda p, t: funcrl.functional(MODEL)(p, t, t), (PARAMS, TOKENS)),
+    "logprob_fn": (MODEL_FN, (PARAMS, funcrl.Sample(TOKENS, TOKENS))),
+    "score": (lambda p, b: funcrl.score(MODEL_FN, p, b, 4), (PARAMS, BATCH)),
+    "token_scores": (funcrl.token_scores, (LOGITS, TOKENS)),
+    "policy_loss": (lambda *a: funcrl.policy_loss(funcrl.gspo(), *a), (ROW_SCORES, SAMPLE)),
+    "per_sample_grad": (funcrl.per_sample_grad(loss_fn, chunk=4), (PARAMS, BATCH)),
+    "clip_per_sample": (funcrl.clip_per_sample(1.0), (ROWS,)),
+    "per_sample_norms": (funcrl.per_sample_norms, (ROWS,)),
+    "gradient_moments": (funcrl.gradient_moments(loss_fn, chunk=4), (PARAMS, BATCH)),
+    "noise_scale": (funcrl.noise_scale, (MOMENTS,)),
+    "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
+    "grads.num_rows": (lambda b: grads.num_rows("f", b), (BATCH,)),
+    "grads.split_rows": (lambda b: list(grads.split_rows("f", b, 4)), (BATCH,)),
+    "correct": (funcrl.correct(ratios.truncated(2.0)), (SCORES, COLLATED)),
+    "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
+    "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
+    "models.attend_causal": (models.attend_causal, (torch.randn(2, 3, 4),) * 3),
+    "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
+    "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(4, 3))),
+    **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
+        "raw", "center", "standardize", "leave_one_out")},
+    "advantages.by_group": (
+        advantages.by_group(advantages.center), (ROLLOUT.rewards, ROLLOUT.group)),
+    "advantages.standardize_by_batch": (
+        advantages.standardize_by_batch, (ROLLOUT.rewards, ROLLOUT.group)),
+    "aggregation.token_mean": (aggregation.token_mean, (ROLLOUT.mask,)),
+    "aggregation.sequence_mean": (aggregation.sequence_mean, (ROLLOUT.mask,)),
+    "aggregation.constant": (lambda m: aggregation.constant(m, 7), (ROLLOUT.mask,)),
+    "rewards.weighted_sum": (
+        lambda r: rewards.weighted_sum({"x": r, "y": r}, {"x": 1.0, "y": 2.0}), (T[0],)),
+    "rewards.soft_overlong": (lambda n: rewards.soft_overlong(n, 9, 3), (TOKENS,)),
+    "ratios.token": (ratios.token, (T[0], T[1], MASK)),
+    "ratios.sequence": (ratios.sequence, (T[0], T[1], MASK)),
+    "ratios.corrected": (
+        ratios.corrected(ratios.token, ratios.truncated(2.0)), (T[0], T[1], MASK, ())),
+    "ratios.truncated": (ratios.truncated(2.0, "sequence"), (T[0], MASK, ())),
+    "ratios.masked": (ratios.masked(2.0), (T[0], MASK, ())),
+    "surrogates.clipped": (surrogates.clipped(0.1, 0.2, 3.0), tuple(T)),
+    "surrogates.clipped_weight": (surrogates.clipped_weight(), tuple(T)),
+    "surrogates.soft_gate": (surrogates.soft_gate(), tuple(T)),
+    "surrogates.score_function": (surrogates.score_function, tuple(T)),
+    **{f"losses.{name}": (getattr(losses, name), (T[0], T[1])) for name in ("k1", "k2", "k3")},
+    "losses.as_loss": (losses.as_loss(losses.k1), tuple(T)),
+    "losses.with_kl_gradient": (losses.with_kl_gradient(losses.k3), tuple(T)),
+    "losses.penalty": (losses.penalty(0.1, "k3+", 0.1), (funcrl.TokenScores(*T[:2]), T[2], T[0])),
+    "metrics.token_means": (metrics.token_means, (METRICS, torch.tensor(3))),
+    "metrics.to_floats": (metrics.to_floats, (METRICS,)),
+    "metrics.describe_rollout": (metrics.describe_rollout, (ROLLOUT, {"x": ROLLOUT.rewards})),
+    "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
+    "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    "optim.muon": optimizer(optim.muon(0.1)),
+    "optim.chain": optimizer(optim.chain(optim.sgd(0.1), optim.sgd(0.2))),
+    "optim.masked": optimizer(optim.masked(optim.adamw(0.1), {"a": True, "b": False})),
+    "optim.skip_nonfinite": optimizer(optim.skip_nonfinite(optim.adamw(0.1))),
+    "optim.stateless": optimizer(optim.stateless(lambda g, p: tree.add(g, p))),
+    "optim.clip_by_global_norm": optimizer(optim.clip_by_global_norm(0.1)),
+    "optim.add_decayed_weights": optimizer(optim.add_decayed_weights(0.1)),
+    "optim.scale_by_adam": optimizer(optim.scale_by_adam()),
+    "optim.scale_by_muon": optimizer(optim.scale_by_muon(nesterov=False)),
+    "optim.scale_by_learning_rate": optimizer(optim.scale_by_learning_rate(0.1)),
+    "optim.trace": optimizer(optim.trace(0.9)),
+    "optim.newton_schulz": (optim.newton_schulz, (torch.randn(3, 5),)),
+    "optim.apply_updates": (optim.apply_updates, (MATRICES, GRADS)),
+    "optim.current_learning_rate": (
+        optim.current_learning_rate, (optim.sgd(0.1).init(MATRICES),)),
+    "optim.zero_count": (optim.zero_count, (MATRICES,)),
+    "optim.constant": (optim.constant(0.1), (COUNT,)),
+    "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
+    "optim.cosine": (optim.cosine(1.0, 0.0, 5), (COUNT,)),
+    "optim.warmup": (optim.warmup(5, then=optim.constant(1.0)), (COUNT,)),
+    "rng.fold_in": (rng.fold_in, (COUNT, 3)),
+    "rng.generator": (lambda seed: torch.rand(3, generator=rng.generator(seed, 1)), (COUNT,)),
+    "tree.map": (lambda a, b: tree.map(torch.add, a, b), (MATRICES, GRADS)),
+    "tree.map_with_path": (lambda a: tree.map_with_path(lambda p, x: x * len(p), a), (MATRICES,)),
+    "tree.leaves": (tree.leaves, (MATRICES,)),
+    "tree.paths": (tree.paths, (MATRICES,)),
+    "tree.flatten": (lambda a: tree.flatten(a)[0], (MATRICES,)),
+    "tree.zeros_like": (tree.zeros_like, (MATRICES,)),
+    "tree.add": (tree.add, (MATRICES, GRADS)),
+    "tree.scale": (lambda a: tree.scale(a, 0.5), (MATRICES,)),
+    "tree.cast": (lambda a: tree.cast(a, torch.bfloat16), (MATRICES,)),
+    "tree.global_norm": (tree.global_norm, (MATRICES,)),
+    "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
+    "tree.check_same_structure": (
+        lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
+    "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
+    "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
+    "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),
+    "checks.check_dtype": (lambda x: checks.check_dtype("f", "x", x, torch.float64), (T[0],)),
+    "checks.check_positive": (lambda: checks.check_positive("f", "x", 1.0), ()),
+    "checks.check_range": (lambda: checks.check_range("f", "x", 1.0, 0.0, 2.0), ()),
+    "checks.check_choice": (lambda: checks.check_choice("f", "x", 1, (1, 2)), ()),
+    "checks.choose": (lambda: checks.choose("f", "x", "a", {"a": 1}), ()),
+}  # fmt: skip
+
+
+def public_functions() -> set[str]:
+    """Every function that a module of funcrl defines and does not hide, by its shortest name."""
+    names = {name for name in funcrl.__all__ if inspect.isfunction(getattr(funcrl, name))}
+    at_root = {getattr(funcrl, name) for name in names}
+    for prefix, module in MODULES.items():
+        for name, value in vars(module).items():
+            own = inspect.isfunction(value) and value.__module__.startswith(module.__name__)
+            if prefix and own and not name.startswith("_") and value not in at_root:
+                names.add(f"{prefix}.{name}")
+    return names
+
+
+def test_the_table_is_complete():
+    assert public_functions() - TABLE_OF_CALLS.keys() == set()
+
+
+def snapshot(values):
+    return [
+        (leaf._version, leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in tree.leaves(values)
+    ]
+
+
+def unchanged(before, values) -> bool:
+    return all(
+        (old[0] == leaf._version and torch.equal(old[1], leaf))
+        if isinstance(leaf, torch.Tensor)
+        else old == leaf
+        for old, leaf in zip(before, tree.leaves(values), strict=True)
+    )
+
+
+def same_bits(first, second) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(tree.leaves(first), tree.leaves(second), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", TABLE_OF_CALLS)
+def test_is_pure(name):
+    fn, args = TABLE_OF_CALLS[name]
+    before = snapshot(args)
+    torch.manual_seed(1)
+    global_state = torch.get_rng_state()
+    first = fn(*args)
+    assert torch.equal(torch.get_rng_state(), global_state)
+    torch.manual_seed(2)
+    second = fn(*args)
+    assert same_bits(first, second)
+    assert unchanged(before, args)

@@ -1,0 +1,147 @@
+"""Advantages, rewards, aggregation and ratios: hand-computed values and refusals."""
+
+import pytest
+import torch
+
+import funcrl
+from funcrl import advantages, aggregation, ratios, rewards
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_standardize_by_hand():
+    # mean 2, squares 4 + 0 + 4 = 8, unbiased variance 8/2 = 4, deviation 2: (-1, 0, 1).
+    assert torch.equal(advantages.standardize(f64(0, 2, 4), eps=0.0), f64(-1, 0, 1))
+    # eps is added to the deviation: 2 / (2 + 2) = 0.5.
+    assert torch.equal(advantages.standardize(f64(0, 2, 4), eps=2.0), f64(-0.5, 0, 0.5))
+
+
+def test_equal_rewards_give_exactly_zero():
+    # The float32 mean of seven 0.1 differs from 0.1: without care, an advantage of 0.007.
+    same = torch.full((7,), 0.1)
+    for fn in (advantages.center, advantages.standardize, advantages.leave_one_out):
+        assert torch.equal(fn(same), torch.zeros(7))
+    assert torch.equal(advantages.standardize(same, eps=0.0), torch.zeros(7))
+
+
+def test_a_group_of_one():
+    assert torch.equal(advantages.standardize(f64(3)), f64(0))
+    assert torch.equal(advantages.center(f64(3)), f64(0))
+    with pytest.raises(ValueError, match="at least 2 rewards in a group, got 1"):
+        advantages.leave_one_out(f64(3))
+
+
+def test_leave_one_out_by_hand():
+    # 1 - (2 + 6)/2 = -3;  2 - (1 + 6)/2 = -1.5;  6 - (1 + 2)/2 = 4.5.
+    assert torch.allclose(advantages.leave_one_out(f64(1, 2, 6)), f64(-3, -1.5, 4.5), atol=1e-15)
+
+
+def test_groups_may_be_interleaved_and_ragged():
+    lifted = advantages.by_group(advantages.center)
+    group = torch.tensor([7, 2, 7, 2, 2])
+    assert torch.equal(lifted(f64(1, 0, 3, 3, 6), group), f64(-1, -3, 1, 0, 3))
+
+
+def test_batch_scaling_uses_one_deviation():
+    group = torch.tensor([0, 0, 1, 1])
+    got = advantages.standardize_by_batch(f64(0, 2, 10, 14), group, eps=0.0)
+    deviation = f64(0, 2, 10, 14).std()
+    assert torch.allclose(got, f64(-1, 1, -2, 2) / deviation, atol=1e-15)
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    one = mask.double()
+    double = torch.float64
+    # 4 tokens; 2 sequences of 3 and 1 tokens: the masked row is not a sequence.
+    assert torch.equal(aggregation.token_mean(mask, double), one / 4)
+    assert torch.equal(aggregation.sequence_mean(mask, double), one / f64(6, 2, 1)[:, None])
+    assert torch.equal(aggregation.constant(mask, 5, double), one / 10)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [aggregation.token_mean, aggregation.sequence_mean, lambda m: aggregation.constant(m, 3)],
+)
+def test_nothing_sampled_has_weight_zero(rule):
+    assert torch.equal(rule(torch.zeros(2, 3, dtype=torch.bool)), torch.zeros(2, 3))
+
+
+def test_weights_refuse_bad_masks():
+    with pytest.raises(
+        TypeError, match=r"token_mean expects mask of torch.bool, got torch.float32"
+    ):
+        aggregation.token_mean(torch.zeros(2, 3))
+    with pytest.raises(
+        ValueError, match=r"sequence_mean expects mask of shape \[B, T\], got \[3\]"
+    ):
+        aggregation.sequence_mean(torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="constant expects length > 0, got 0"):
+        aggregation.constant(torch.zeros(2, 3, dtype=torch.bool), 0)
+
+
+def test_several_rewards():
+    named = {"right": f64(1, 0), "format": f64(1, 1)}
+    assert torch.equal(rewards.weighted_sum(named), f64(2, 1))
+    assert torch.equal(rewards.weighted_sum(named, {"right": 2.0, "format": -1.0}), f64(1, -1))
+    with pytest.raises(
+        ValueError, match=r"a weight for each of \['format', 'right'\], got \['x'\]"
+    ):
+        rewards.weighted_sum(named, {"x": 1.0})
+    with pytest.raises(ValueError, match="got nan from 'format' in row 1"):
+        rewards.weighted_sum({"right": f64(1, 0), "format": f64(1, float("nan"))})
+    with pytest.raises(ValueError, match="at least one named reward"):
+        rewards.weighted_sum({})
+
+
+def test_soft_overlong_by_hand():
+    # Allowed up to 8, then (8 - length) / 4 until -1 at 12.
+    lengths = torch.tensor([8, 9, 11, 12, 99])
+    assert torch.equal(
+        rewards.soft_overlong(lengths, max_length=12, cache=4),
+        torch.tensor([0.0, -0.25, -0.75, -1.0, -1.0]),
+    )
+    with pytest.raises(ValueError, match="soft_overlong expects 1 <= cache <= 12, got 13"):
+        rewards.soft_overlong(lengths, max_length=12, cache=13)
+
+
+def test_sequence_ratio_by_hand():
+    # Over the two sampled tokens: exp((log 4 + log 1) / 2) = 2, at every position of the row.
+    mask = torch.tensor([False, True, True])
+    ratio = ratios.sequence(f64(9, 4, 1).log(), f64(1, 1, 1).log(), mask).ratio
+    assert torch.allclose(ratio, f64(2, 2, 2), atol=1e-15)
+
+
+def test_sequence_ratio_of_segments():
+    segments = torch.tensor([0, 0, 1, 1, -1])
+    mask = torch.tensor([True, True, False, True, False])
+    ratio = ratios.sequence(
+        f64(4, 1, 7, 3, 5).log(), f64(1, 1, 1, 1, 1).log(), mask, segments
+    ).ratio
+    assert torch.allclose(ratio[:4], f64(2, 2, 3, 3), atol=1e-15)
+
+
+def test_corrections_by_hand():
+    log_ratio, mask = f64(4, 0.5, 8).log(), torch.tensor([True, True, False])
+    assert torch.allclose(ratios.truncated(3.0)(log_ratio, mask, ()), f64(3, 0.5, 3))
+    by_sequence = ratios.truncated(3.0, level="sequence")(log_ratio, mask, ())
+    assert torch.allclose(by_sequence, f64(2, 2, 2))  # 4 * 0.5; the third is not sampled
+    kept = ratios.masked(3.0, floor=0.6, level="token")(log_ratio, mask, ())
+    assert torch.equal(kept, f64(0, 0, 0))
+    with pytest.raises(ValueError, match="truncated expects cap > 0, got 0"):
+        ratios.truncated(0)
+    with pytest.raises(ValueError, match="masked expects level to be one of"):
+        ratios.masked(level="row")
+
+
+def test_top_entropy_counts_over_the_whole_batch():
+    mask = torch.tensor([[False, True, True, True], [False, True, True, True]])
+    entropy = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, 4.0, 5.0, 6.0]])
+    ones = torch.ones(2, 4)
+    batch = funcrl.Batch(ones.long(), ones.long(), mask, ones, ones, ones)
+    for fraction, kept in ((0.0, 0), (0.01, 1), (0.5, 3), (0.51, 4), (1.0, 6)):
+        got = funcrl.top_entropy(fraction)(funcrl.TokenScores(ones, entropy), batch).advantages
+        assert got.sum() == kept, fraction
+        assert got[1, 3] == (kept > 0)

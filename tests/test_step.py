@@ -1,0 +1,377 @@
+"""The step: state in, state out; metrics; bad batches; packing; tracing."""
+
+import pytest
+import torch
+from cases import random_case, table_model, table_params, tiny_batch, tiny_model
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrl
+from funcrl import optim, tree
+
+MODEL = tiny_model()
+MODEL_FN = funcrl.logprob_fn(MODEL)
+PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+BATCH = tiny_batch()
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def close(a, b, tolerance) -> bool:
+    pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
+    return all((x.double() - y.double()).abs().max() <= tolerance for x, y in pairs)
+
+
+def test_the_one_line_use():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS, seed=3)
+    new, metrics = step(state, BATCH)
+    assert isinstance(new, funcrl.TrainState)
+    assert (state.step.item(), new.step.item(), new.seed.item()) == (0, 1, 3)
+    assert not equal(state.params, new.params)
+    names = set(metrics.sums) | set(metrics.maxes)
+    assert names == {
+        "loss", "grad_norm", "learning_rate", "entropy", "num_tokens",
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/mean",
+        "num_nonfinite_logprobs", "num_skipped_updates",
+    }  # fmt: skip
+    assert equal(step.update(state, BATCH), (new, metrics))
+
+
+def test_the_step_is_its_parts():
+    optimizer = optim.chain(optim.clip_by_global_norm(0.01), optim.adamw(0.1))
+    step = funcrl.grpo_step(MODEL_FN, algorithm=funcrl.dapo(), optimizer=optimizer)
+    new, metrics = step(step.init(PARAMS), BATCH)
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    loss = 0
+    for i in range(6):
+        sample = tree.map(lambda leaf, i=i: leaf[i], BATCH)
+        loss = loss + funcrl.policy_loss(funcrl.dapo(), MODEL_FN(leaves, sample), sample)[0]
+    loss.backward()
+    torch_optimizer = torch.optim.AdamW(leaves.values(), lr=0.1)
+    norm = torch.nn.utils.clip_grad_norm_(leaves.values(), 1e9)
+    for leaf in leaves.values():
+        leaf.grad.mul_(min(1.0, 0.01 / norm.item()))
+    torch_optimizer.step()
+    assert abs(metrics.sums["loss"] - loss.detach()) <= 1e-12
+    assert abs(metrics.maxes["grad_norm"] - norm) <= 1e-12
+    assert metrics.maxes["learning_rate"] == 0.1
+    # A gradient entry near eps = 1e-8 turns an error of 1e-17 into 1e-9 of the step of 0.1.
+    assert close(new.params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-9)
+
+
+def test_metrics_by_hand():
+    # Three tokens: pi/behaviour = 1.5, 1 and 0.5, with advantages 1, 1 and -1.
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    ratio = torch.tensor([[9.0, 1.5, 1.0], [9.0, 0.5, 9.0]], dtype=torch.float64)
+    behavior = torch.full((2, 3), -2.0, dtype=torch.float64)
+    batch = funcrl.Batch(
+        tokens=torch.tensor([[0, 0, 0], [1, 1, 1]]),
+        positions=torch.arange(3).expand(2, 3),
+        mask=mask,
+        behavior_logprobs=behavior,
+        advantages=torch.tensor([[0.0, 1.0, 1.0], [0.0, -1.0, 0.0]], dtype=torch.float64),
+        token_weights=funcrl.aggregation.token_mean(mask, torch.float64),
+        ref_logprobs=behavior,
+    )
+    entropy = torch.tensor([[9.0, 1.0, 2.0], [9.0, 6.0, 9.0]], dtype=torch.float64)
+    params = {"logprobs": behavior + ratio.log(), "entropy": entropy}
+    step = funcrl.grpo_step(table_model)
+    sums, maxes = step(step.init(params), batch)[1]
+    log = ratio.log()
+    expected = {
+        "loss": -(1.2 + 1.0 - 0.8) / 3,
+        "entropy": 3.0,
+        "clip_ratio/low_mean": 1 / 3,
+        "clip_ratio/high_mean": 1 / 3,
+        "clip_ratio/region_mean": 2 / 3,
+        "sampling/sampling_logp_difference/mean": ((log[0, 1] - log[1, 1]) / 3).item(),
+        "sampling/importance_sampling_ratio/mean": 1.0,
+        "kl": ((1 / 1.5 - 1 + log[0, 1] + 2 - 1 + log[1, 1]) / 3).item(),
+        "num_tokens": 3,
+        "num_nonfinite_logprobs": 0,
+    }
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx(expected)
+    assert maxes["sampling/sampling_logp_difference/max"].item() == pytest.approx(
+        0.6931471805599453
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatch": 1},
+        {"microbatch": 4},
+        {"per_sample": lambda grads: grads},
+        {"per_sample": lambda grads: grads, "microbatch": 2},
+        {"per_sample": funcrl.clip_per_sample(1e6)},
+    ],
+)
+def test_how_the_gradient_is_made_does_not_matter(options):
+    # SGD, because AdamW divides a gradient by its own size and blows rounding up.
+    plain = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    other = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0), **options)
+    expected, metrics = plain(plain.init(PARAMS), BATCH)
+    got, other_metrics = other(other.init(PARAMS), BATCH)
+    assert close(got, expected, 1e-12)
+    assert close(other_metrics, metrics, 1e-12)
+
+
+def test_no_per_sample_gradient_is_made_without_per_sample():
+    """The traced graph has no tensor of B times the largest parameter, and with it one has."""
+
+    def largest(step):
+        graph = make_fx(step.update)(step.init(PARAMS), BATCH)
+        sizes = [n.meta["val"].numel() for n in graph.graph.nodes if _is_tensor(n.meta.get("val"))]
+        return max(sizes)
+
+    def _is_tensor(value):
+        return isinstance(value, torch.Tensor)
+
+    per_sample = 6 * max(leaf.numel() for leaf in PARAMS.values())
+    assert largest(funcrl.grpo_step(MODEL_FN, per_sample=lambda g: g)) >= per_sample
+    assert largest(funcrl.grpo_step(MODEL_FN)) < per_sample
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"per_sample": funcrl.clip_per_sample(0.1)}, {"prepare": funcrl.top_entropy(0.3)}],
+)
+def test_the_whole_step_is_one_graph(options):
+    step = funcrl.grpo_step(MODEL_FN, microbatch=3, **options)
+    state = step.init(PARAMS)
+    graph = make_fx(step.update)(state, BATCH)
+    assert equal(graph(state, BATCH), step.update(state, BATCH))
+    later, _ = step(state, BATCH)
+    other = tiny_batch(seed=9)
+    assert equal(graph(later, other), step.update(later, other))
+
+
+def test_an_all_masked_batch_gives_zero():
+    nothing = torch.zeros_like(BATCH.mask)
+    weights = funcrl.aggregation.sequence_mean(nothing, torch.float64)
+    batch = BATCH._replace(mask=nothing, token_weights=weights)
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    new, metrics = step(step.init(PARAMS), batch)
+    assert metrics.sums["loss"] == 0
+    assert metrics.maxes["grad_norm"] == 0
+    assert metrics.sums["num_tokens"] == 0
+    assert equal(new.params, PARAMS)
+    assert all(torch.isfinite(value) for value in tree.leaves(metrics))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "sapo", "rloo"])
+def test_nonfinite_behavior_logprobs_leave_numerator_and_denominator(name, bad):
+    """As if the token had not been sampled, whatever the algorithm."""
+    algorithm = getattr(funcrl, name)()
+    case = random_case(2)
+    row, t = [int(x) for x in case.rollout.mask.nonzero()[0]]
+    holed = case.rollout.behavior_logprobs.clone()
+    holed[row, t] = bad
+    mask = case.rollout.mask.clone()
+    mask[row, t] = False
+    step = funcrl.grpo_step(table_model, algorithm=algorithm, optimizer=optim.sgd(1.0))
+    state = step.init(case.params)
+    with_hole = funcrl.collate(case.rollout._replace(behavior_logprobs=holed), algorithm)
+    without = funcrl.collate(case.rollout._replace(mask=mask), algorithm)
+    got, metrics = step(state, with_hole)
+    expected, _ = step(state, without)
+    assert equal(got, expected)
+    assert metrics.sums["num_nonfinite_logprobs"] == 1
+    assert metrics.sums["num_tokens"] == mask.sum()
+    rollout_metrics = funcrl.metrics.describe_rollout(
+        case.rollout._replace(behavior_logprobs=holed)
+    )
+    assert rollout_metrics["num_nonfinite_logprobs"] == 1
+
+
+def test_junk_outside_the_mask_is_never_seen():
+    case = random_case(2)
+    batch = funcrl.collate(case.rollout, funcrl.grpo(), case.ref_logprobs)
+    step = funcrl.grpo_step(table_model, algorithm=funcrl.grpo(kl=0.1, entropy=0.1))
+    expected = step(step.init(case.params), batch)
+    outside = ~batch.mask
+    junk = batch._replace(
+        advantages=batch.advantages.masked_fill(outside, torch.nan),
+        token_weights=batch.token_weights.masked_fill(outside, torch.nan),
+        ref_logprobs=batch.ref_logprobs.masked_fill(outside, torch.nan),
+    )
+    junk_params = {name: leaf.masked_fill(outside, torch.nan) for name, leaf in case.params.items()}
+    got = step(step.init(junk_params), junk)
+    assert equal(got[1], expected[1])
+    kept = funcrl.tree.map(lambda leaf: leaf[batch.mask], got[0].params)
+    assert equal(kept, funcrl.tree.map(lambda leaf: leaf[batch.mask], expected[0].params))
+
+
+def test_a_nonfinite_gradient_skips_the_update_and_counts():
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.adamw(0.1))
+    state, _ = step(step.init(PARAMS), BATCH)
+    poisoned, metrics = step(state, BATCH._replace(advantages=BATCH.advantages * torch.nan))
+    assert metrics.maxes["num_skipped_updates"] == 1
+    assert equal(poisoned.params, state.params)
+    assert equal(poisoned.opt_state.inner, state.opt_state.inner)
+    after, metrics = step(poisoned, BATCH)
+    expected, _ = step(state, BATCH)
+    assert equal(after.params, expected.params)
+    assert metrics.maxes["num_skipped_updates"] == 1
+
+
+def test_parameters_of_a_module_do_not_tie_steps_together():
+    step = funcrl.grpo_step(table_model)
+    leaves = {k: torch.nn.Parameter(v) for k, v in table_params(BATCH).items()}
+    batch = BATCH._replace(tokens=torch.arange(6)[:, None].expand(6, 7).contiguous())
+    state, metrics = step(step.init(leaves), batch)
+    assert not any(leaf.requires_grad for leaf in tree.leaves((state, metrics)))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_packing_does_not_change_the_loss(name):
+    """A table that a packed row reads by its own indices: the same tokens, laid end to end."""
+    algorithm = getattr(funcrl, name)(correction=funcrl.ratios.masked(2.0, level="sequence"))
+    case = random_case(4)
+    rows, length = case.rollout.mask.shape
+    cells = torch.arange(rows * length).reshape(rows, length)
+    rollout = case.rollout._replace(tokens=cells)
+
+    def cell_model(params, sample):
+        return funcrl.TokenScores(
+            *(params[n].reshape(-1).index_select(0, sample.tokens) for n in ("logprobs", "entropy"))
+        )
+
+    step = funcrl.grpo_step(cell_model, algorithm=algorithm, optimizer=optim.sgd(1.0))
+    state = step.init(case.params)
+    expected, metrics = step(state, funcrl.collate(rollout, algorithm))
+    packed = funcrl.pack(rollout, algorithm, length=17)
+    assert packed.tokens.shape[0] < rows
+    got, packed_metrics = step(state, packed)
+    assert close(got, expected, 1e-14)
+    assert close(packed_metrics, metrics, 1e-14)
+    with pytest.raises(TypeError, match="expects a Batch, one sample a row"):
+        funcrl.grpo_step(cell_model, per_sample=lambda g: g)(state, packed)
+
+
+def test_prepare_corrects_once_for_several_steps():
+    """The first step after `correct` is that of `correction=`; later ratios are against it."""
+    correction = funcrl.ratios.truncated(1.1)
+    case = random_case(5)
+    corrected = funcrl.grpo(correction=correction)
+    inside = funcrl.grpo_step(table_model, algorithm=corrected, optimizer=optim.sgd(1.0))
+    before = funcrl.grpo_step(
+        table_model, optimizer=optim.sgd(1.0), prepare=funcrl.correct(correction)
+    )
+    batch = funcrl.collate(case.rollout, corrected)
+    expected, _ = inside(inside.init(case.params), batch)
+    got, _ = before(before.init(case.params), batch)
+    assert close(got, expected, 1e-14)
+
+
+def test_bad_batches_are_refused_by_name():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match="grpo_step expects at least one row and one token"):
+        step(state, tree.map(lambda leaf: leaf[:0], BATCH))
+    with pytest.raises(ValueError, match=r"batch.mask of the shape of batch.tokens, \[6, 7\]"):
+        step(state, BATCH._replace(mask=BATCH.mask[:, :3]))
+    with pytest.raises(ValueError, match=r"batch.tokens of shape \[B, T\], got \[7\]"):
+        step(state, tree.map(lambda leaf: leaf[0], BATCH))
+    with pytest.raises(TypeError, match=r"batch.mask of torch.bool, got torch.int64"):
+        step(state, BATCH._replace(mask=BATCH.mask.long()))
+    with pytest.raises(TypeError, match="grpo_step expects a Batch or PackedBatch, got dict"):
+        step(state, BATCH._asdict())
+    with pytest.raises(TypeError, match="batch.advantages to be a tensor, got tuple"):
+        step(state, BATCH._replace(advantages=()))
+    with pytest.raises(ValueError, match="init expects a non-empty dict of tensors"):
+        step.init({})
+    with pytest.raises(TypeError, match="floating-point parameters with values, got 'w' of"):
+        step.init({"w": torch.zeros(2, device="meta")})
+    with pytest.raises(ValueError, match="got none for 'norm.weight'"):
+        step(step.init({k: v for k, v in PARAMS.items() if k != "norm.weight"}), BATCH)
+    with pytest.raises(ValueError, match="summed_gradient expects microbatch > 0, got 0"):
+        funcrl.grpo_step(MODEL_FN, microbatch=0)
+
+
+def test_bad_rollouts_are_refused_by_name():
+    rollout = random_case().rollout
+    with pytest.raises(ValueError, match="collate expects finite rewards, got nan in row 0"):
+        funcrl.collate(rollout._replace(rewards=rollout.rewards * torch.nan), funcrl.grpo())
+    with pytest.raises(ValueError, match="collate expects at least one row"):
+        funcrl.collate(funcrl.Rollout(*(field[:0] for field in rollout)), funcrl.grpo())
+    with pytest.raises(ValueError, match="rollout.rewards of the shape of rollout's rows"):
+        funcrl.collate(rollout._replace(rewards=rollout.rewards[:3]), funcrl.grpo())
+    with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
+        funcrl.pack(rollout, funcrl.grpo(), length=3)
+    with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):
+        funcrl.collate(rollout, funcrl.grpo(), torch.zeros(2, 2))
+
+
+def test_groups_that_teach_nothing_are_counted_and_dropped():
+    rollout = random_case(0).rollout
+    rewards = rollout.rewards.clone()
+    rewards[:4] = 0.3
+    rewards[4:] = torch.arange(8) / 8
+    rollout = rollout._replace(rewards=rewards)
+    numbers = funcrl.metrics.describe_rollout(rollout)
+    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    kept = funcrl.drop_zero_variance(rollout)
+    assert kept.tokens.shape[0] == 8
+    assert funcrl.metrics.describe_rollout(kept)["frac_reward_zero_std"] == 0
+    empty = funcrl.drop_zero_variance(rollout._replace(rewards=rewards * 0))
+    with pytest.raises(ValueError, match="collate expects at least one row"):
+        funcrl.collate(empty, funcrl.grpo())
+
+
+def test_rollout_metrics_by_hand():
+    rollout = funcrl.Rollout(
+        tokens=torch.ones(4, 4, dtype=torch.int64),
+        mask=torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]).bool(),
+        behavior_logprobs=torch.zeros(4, 4),
+        rewards=torch.tensor([0.0, 2.0, 1.0, 1.0]),
+        group=torch.tensor([0, 0, 1, 1]),
+        policy_version=torch.zeros(4, dtype=torch.int64),
+    )
+    named = {"right": torch.tensor([0.0, 1.0, 1.0, 1.0])}
+    truncated = torch.tensor([True, False, False, False])
+    numbers = funcrl.metrics.describe_rollout(rollout, named, truncated)
+    # Deviations of the groups: sqrt(2) and 0. Of (0, 1, 1, 1): sqrt(0.75 / 3) = 0.5.
+    assert numbers == pytest.approx(
+        {
+            "reward": 1.0,
+            "reward_std": 2**0.5 / 2,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 1.5,
+            "completions/min_length": 0.0,
+            "completions/max_length": 3.0,
+            "completions/clipped_ratio": 0.25,
+            "rewards/right/mean": 0.75,
+            "rewards/right/std": 0.5,
+            "num_nonfinite_logprobs": 0,
+        }
+    )
+
+
+def test_truncated_completions_are_not_counted_as_sequences():
+    rollout = random_case(3).rollout
+    truncated = torch.zeros(12, dtype=torch.bool)
+    truncated[:6] = True
+    batch = funcrl.collate(funcrl.mask_truncated(rollout, truncated), funcrl.grpo())
+    assert not batch.mask[:6].any()
+    assert batch.token_weights.sum().item() == pytest.approx(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"per_sample": funcrl.clip_per_sample(0.1)}])
+def test_on_a_gpu(options):
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0), microbatch=4, **options)
+    expected = step(step.init(PARAMS), BATCH)
+    on_device = [tree.map(lambda leaf: leaf.cuda(), values) for values in (PARAMS, BATCH)]
+    got = step(step.init(on_device[0]), on_device[1])
+    assert all(leaf.is_cuda for leaf in tree.leaves(got))
+    assert close(tree.map(torch.Tensor.cpu, got), expected, 1e-12)
+    graph = make_fx(step.update)(step.init(on_device[0]), on_device[1])
+    assert equal(graph(step.init(on_device[0]), on_device[1]), got)

@@ -1,0 +1,114 @@
+"""The house rules that a machine can check: layers, sizes, documentation, suppressions."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "funcrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = [
+    {"types", "config", "tree", "checks", "rng"},
+    {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
+     "metrics", "batching", "prepare", "functional", "optim", "ops"},
+    {"algorithms", "logprobs", "collectives", "graph", "models"},
+    {"step"},
+    {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report"},
+    {"train", "evaluate", "bench"},
+    {"cli"},
+]  # fmt: skip
+
+
+def unit(path: Path) -> str:
+    """The flat module or the folder that a file belongs to; the root package is ''."""
+    name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def layer(name: str) -> int:
+    return next(level for level, names in enumerate(LAYERS) if name in names)
+
+
+def imported_units(path: Path) -> set[str]:
+    units = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            deep = node.module.split(".")
+            names = [node.module]
+            if deep == ["funcrl"]:
+                names = [f"funcrl.{alias.name}" for alias in node.names]
+        else:
+            continue
+        units |= {name.split(".")[1] for name in names if name.startswith("funcrl.")}
+    return units
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_below(path):
+    own = unit(path)
+    if own == "":
+        return  # the root only gathers names
+    for other in imported_units(path) - {own}:
+        assert layer(other) < layer(own), f"{own} imports {other}"
+
+
+def test_only_the_command_line_reads_argv_and_the_environment():
+    for path in FILES:
+        if unit(path) != "cli":
+            assert not re.search(r"sys\.argv|os\.environ|os\.getenv", path.read_text()), path
+
+
+def test_torch_compile_has_one_door():
+    doors = [path for path in FILES if "torch.compile(" in path.read_text()]
+    assert all(path == PACKAGE / "graph" / "compilation.py" for path in doors)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sizes(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = 0
+            if ast.get_docstring(node) is not None:
+                docstring = node.body[0].end_lineno - node.body[0].lineno + 1
+            assert node.end_lineno - node.lineno + 1 - docstring <= 60, node.name
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno - node.lineno + 1 <= 120, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_public_names_are_documented_with_an_example(path):
+    module = ast.parse(path.read_text())
+    assert ast.get_docstring(module), path
+    if unit(path) in ("cli", "bench"):
+        return  # programs: their examples are commands, run in test_bench.py
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            docstring = ast.get_docstring(node) or ""
+            assert ">>>" in docstring, f"{node.name} has no example"
+            arguments = [a.arg for a in node.args.args + node.args.kwonlyargs]
+            if "Args:" in docstring:
+                for name in arguments:
+                    assert re.search(rf"^\s+{name}:", docstring, re.M), f"{node.name}: {name}"
+
+
+def test_suppressions_are_few_and_have_reasons():
+    found = []
+    for path in [*FILES, *(ROOT / "examples").glob("*.py")]:
+        for line in path.read_text().splitlines():
+            if re.search(r"#\s*(noqa|type:\s*ignore)", line):
+                found.append(line)
+                assert re.search(r"\(.+\)\s*$", line), f"no reason: {path}: {line.strip()}"
+    assert len(found) <= 20
+
+
+def test_no_marks_of_unfinished_work():
+    for path in [*FILES, *(ROOT / "tests").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        marks = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"])
+        assert not re.search(rf"\b({marks})\b", path.read_text()), path
