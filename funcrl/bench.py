@@ -136,9 +136,7 @@ def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
         result = fn()
     del result
     events = [
-        event
-        for event in recorded.profiler.kineto_results.events()  # type: ignore[union-attr] (set by the with)
-        if event.name() == "[memory]"
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -266,7 +264,7 @@ def _step_variants(params: Params, batch: Batch, model: Transformer) -> Variants
 
     def ordinary() -> None:
         optimizer.zero_grad()
-        _ordinary_loss(module, batch).backward()  # type: ignore[no-untyped-call] (torch's own)
+        _ordinary_loss(module, batch).backward()
         nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.step()
 

@@ -268,7 +268,7 @@ def _value_and_grad(
     activation to its end: 2.5 times the memory. This frees them as it goes, unless grad mode is
     on, which says that somebody may differentiate the gradient.
     """
-    value, pullback, aux = vjp(fn, params, has_aux=True)
+    value, pullback, aux = vjp(fn, params, has_aux=True)  # type: ignore[misc]  # (three, with aux)
     record = torch.is_grad_enabled()
     (grads,) = pullback(torch.ones_like(value), retain_graph=record, create_graph=record)
     return value, grads, aux

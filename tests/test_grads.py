@@ -28,6 +28,10 @@ def largest_difference(a, b) -> float:
     return max(tree.leaves(tree.map(lambda x, y: (x - y).abs().max().item(), a, b)))
 
 
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
 def batch_loss(params):
     return vmap(loss_fn, in_dims=(None, 0))(params, BATCH).sum()
 
@@ -164,3 +168,34 @@ def test_refusals():
     dropped = grads.summed_gradient(aux_loss_fn, lambda g: {"embed.weight": g["embed.weight"]})
     with pytest.raises(ValueError, match="per_sample expects trees of one structure"):
         dropped(PARAMS, BATCH)
+
+
+def test_gradients_of_gradients_are_not_cut():
+    """Grad mode says whether the backward pass is recorded; under func.grad it is."""
+
+    def cubic(params, x):
+        return (params["w"] * x).sum() ** 3
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 1.0]], dtype=torch.float64)
+    params = {"w": torch.tensor([1.0, -0.5], dtype=torch.float64)}
+
+    def squared_norms(params):
+        return funcrl.per_sample_norms(funcrl.per_sample_grad(cubic)(params, x)).square().sum()
+
+    # |3 (w.x)^2 x|^2 = 9 (w.x)^4 |x|^2, whose gradient is 36 (w.x)^3 |x|^2 x.
+    dots = x @ params["w"]
+    expected = (36 * dots**3 * x.square().sum(1))[:, None] * x
+    assert torch.allclose(grad(squared_norms)(params)["w"], expected.sum(0), atol=1e-12)
+
+
+def test_gradients_are_those_of_torch_func():
+    """To the bit, and without recording to the last one: silu's backward has two formulas."""
+    whole = grad(batch_loss)(PARAMS)
+    each = vmap(grad(loss_fn), in_dims=(None, 0))(PARAMS, BATCH)
+    assert equal(grads.summed_gradient(aux_loss_fn)(PARAMS, BATCH).grads, whole)
+    assert equal(funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH), each)
+    with torch.no_grad():
+        lean = grads.summed_gradient(aux_loss_fn)(PARAMS, BATCH).grads
+        lean_each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    assert largest_difference(lean, whole) <= 1e-16
+    assert largest_difference(lean_each, each) <= 1e-16

@@ -121,7 +121,7 @@ TABLE_OF_CALLS = {
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
     "models.attend_causal": (models.attend_causal, (torch.randn(2, 3, 4),) * 3),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
-    "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(4, 3))),
+    "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 3))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
         "raw", "center", "standardize", "leave_one_out")},
     "advantages.by_group": (

@@ -117,12 +117,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Return attention's output [..., T, D] at angles [..., T, C / 2]."""
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Return attention's output [..., T, D] under a rotation [2, ..., T, C / 2]."""
         heads = "... t (h c) -> ... h t c"
         c = self.config.head_width
-        q = rotate(self.q_norm(rearrange(self.q(x), heads, c=c)), angles)
-        k = rotate(self.k_norm(rearrange(self.k(x), heads, c=c)), angles)
+        q = rotate(self.q_norm(rearrange(self.q(x), heads, c=c)), rotation)
+        k = rotate(self.k_norm(rearrange(self.k(x), heads, c=c)), rotation)
         v = rearrange(self.v(x), heads, c=c)
         shared = self.config.num_heads // self.config.num_kv_heads
         k, v = (repeat(part, "... k t c -> ... (k g) t c", g=shared) for part in (k, v))
@@ -155,9 +155,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Return the residual stream [..., T, D] after the block."""
-        x = x + self.attention(self.attention_norm(x), angles)
+        x = x + self.attention(self.attention_norm(x), rotation)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -194,8 +194,9 @@ class Transformer(nn.Module):
         """Return logits [..., T, V]; `logits[t]` predicts the token after `tokens[t]`."""
         x = self.embed(tokens)
         angles = rotary_angles(positions, self.config.head_width, self.config.rope_theta)
+        rotation = torch.stack([angles.cos(), angles.sin()]).unsqueeze(-3)  # the same for all heads
         for block in self.blocks:
-            x = block(x, angles[..., None, :, :])
+            x = block(x, rotation)
         logits: Tensor = self.unembed(self.norm(x))
         return logits
 
@@ -214,16 +215,20 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
     return positions[..., None].to(torch.float32) * frequencies
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return `x` [..., T, C] with each pair (i, i + C/2) turned by its angle (arXiv:2104.09864).
 
+    Args:
+        x: [..., T, C].
+        rotation: [2, ..., T, C / 2], the cosine and the sine of each angle.
+
     Example:
-        >>> import math, torch, funcrl
-        >>> quarter = torch.tensor([[math.pi / 2]])
-        >>> funcrl.models.rotate(torch.tensor([[1.0, 0.0]]), quarter).round(decimals=4).abs()
-        tensor([[0., 1.]])
+        >>> import torch, funcrl
+        >>> quarter_turn = torch.tensor([[[0.0]], [[1.0]]])
+        >>> funcrl.models.rotate(torch.tensor([[1.0, 2.0]]), quarter_turn)
+        tensor([[-2.,  1.]])
     """
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = rotation
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)
