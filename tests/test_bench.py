@@ -1,0 +1,80 @@
+"""The benchmark and the command line: every row is there and the counts are exact."""
+
+import json
+
+import pytest
+import torch
+
+from funcrl import bench, cli
+
+
+def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    cli.main(
+        ["bench", "step", "--num-layers", "1", "--width", "16", "--vocab-size", "11", "--rows", "4",
+         "--length", "8", "--chunk", "2", "--repeats", "2", "--json", str(path)]
+    )  # fmt: skip
+    rows = json.loads(path.read_text())
+    variants = [(row["what"], row["variant"]) for row in rows]
+    assert variants == [
+        ("gradient", "torch.autograd, batched"),
+        ("gradient", "func: gradient of the batch"),
+        ("gradient", "func: per-sample, 2 at a time"),
+        ("gradient", "func: per-sample, all at once"),
+        ("update", "torch.optim.AdamW, in place"),
+        ("update", "optim.adamw, pure"),
+        ("update", "optim.skip_nonfinite(adamw), pure"),
+        ("step", "torch.autograd and torch.optim"),
+        ("step", "grpo_step"),
+    ]
+    printed = capsys.readouterr().out
+    for row in rows:
+        assert row["median_s"] > 0
+        assert row["torch"] == torch.__version__
+        assert f"| {row['what']} | {row['variant']} |" in printed
+
+
+def test_the_gradient_needs_no_more_memory_than_an_ordinary_one():
+    """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
+    config = bench.StepBenchConfig(width=32, vocab_size=64, rows=8, length=32)
+    params, batch, model = bench._inputs(config, 2)
+    variants = bench._gradient_variants(config, params, batch, model)
+    peaks = {name: bench.peak_bytes(fn) for name, fn in variants.items()}
+    ordinary = peaks["torch.autograd, batched"]
+    assert peaks["func: gradient of the batch"] <= 1.1 * ordinary
+    assert peaks["func: per-sample, 4 at a time"] < ordinary
+
+
+def test_peak_bytes_is_exact():
+    def two_then_three():
+        first = torch.zeros(1000)  # 4,000 bytes
+        second = first + 1  # 8,000 alive
+        del first
+        return second + 1  # 8,000 alive again
+
+    assert bench.peak_bytes(two_then_three) == pytest.approx(8000, abs=256)
+
+
+def test_the_benchmark_compares_equal_things():
+    config = bench.StepBenchConfig(width=16, vocab_size=11, rows=4, length=8)
+    params, batch, model = bench._inputs(config, 2)
+    functions = list(bench._gradient_variants(config, params, batch, model).values())
+    names = [name for name, _ in bench._with_weights(model, params).named_parameters()]
+    ordinary = dict(zip(names, functions[0](), strict=True))
+    for other in functions[1:]:
+        for name, leaf in other().grads.items():
+            assert (leaf - ordinary[name]).abs().max() <= 1e-6, name
+
+
+def test_help_is_readable(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "step", "--help"])
+    assert stop.value.code == 0
+    assert "Samples in the batch" in capsys.readouterr().out
+
+
+def test_unknown_commands_fail(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["dance"])
+    assert stop.value.code == 2
+    assert "dance" in capsys.readouterr().err
