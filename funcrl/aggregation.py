@@ -47,7 +47,7 @@ def sequence_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     weights = _as_weights("sequence_mean", mask, dtype)
     tokens = weights.sum(dim=1, keepdim=True).clamp(min=1)
-    return weights / (tokens * _num_sequences(mask))
+    return weights / (tokens * _num_sequences(weights))
 
 
 def constant(mask: Tensor, length: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +70,7 @@ def constant(mask: Tensor, length: float, dtype: torch.dtype = torch.float32) ->
     """
     checks.check_positive("constant", "length", length)
     weights = _as_weights("constant", mask, dtype)
-    return weights / (_num_sequences(mask) * length)
+    return weights / (_num_sequences(weights) * length)
 
 
 def _as_weights(function: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,5 +79,6 @@ def _as_weights(function: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
-def _num_sequences(mask: Tensor) -> Tensor:
-    return mask.any(dim=1).sum().clamp(min=1)
+def _num_sequences(weights: Tensor) -> Tensor:
+    """Return the number of rows with a sampled token, at least 1, in the dtype of the weights."""
+    return (weights > 0).any(dim=1).sum().clamp(min=1).to(weights.dtype)

@@ -14,12 +14,13 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
 
     Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
     made, so they are in no numerator and no denominator. Their value stays in the batch, where a
-    step counts it as `num_nonfinite_logprobs`.
+    step counts it as `num_nonfinite_logprobs`. Numbers are kept in at least float32.
 
     Args:
-        rollout: B = N prompts x G samples, padded on the right.
+        rollout: B = N prompts x G samples, padded on the right; nothing predicts a row's first
+            token, so it cannot be in the mask.
         algorithm: whose `advantage` and `weight` to use.
-        ref_logprobs: [B, T] of the reference model, for a KL penalty.
+        ref_logprobs: [B, T] of the reference model, for a KL penalty; finite inside the mask.
 
     Example:
         >>> import torch, funcrl
@@ -33,13 +34,12 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
                 [ 0.0000,  0.5000,  0.0000]])
     """
     _check_rollout("collate", rollout)
-    if not isinstance(ref_logprobs, tuple):
-        checks.check_shape(
-            "collate", "ref_logprobs", ref_logprobs, "rollout.tokens", rollout.tokens.shape
-        )
-    behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0)
+    _check_reference("collate", rollout, ref_logprobs)
+    dtype = torch.promote_types(rollout.behavior_logprobs.dtype, torch.float32)
+    behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = rollout.mask & behavior.isfinite()
-    advantages = algorithm.advantage(rollout.rewards, rollout.group).to(behavior.dtype)
+    rewards = rollout.rewards.to(torch.promote_types(rollout.rewards.dtype, torch.float32))
+    advantages = algorithm.advantage(rewards, rollout.group).to(dtype)
     checks.check_shape(
         "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
     )
@@ -50,7 +50,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         mask=mask,
         behavior_logprobs=behavior,
         advantages=torch.where(mask, advantages[:, None], 0.0),
-        token_weights=algorithm.weight(mask, dtype=behavior.dtype),
+        token_weights=algorithm.weight(mask, dtype=dtype),
         ref_logprobs=ref_logprobs,
     )
 
@@ -179,6 +179,12 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout.tokens", shape)
     checks.check_dtype(function, "rollout.mask", rollout.mask, torch.bool)
+    if rollout.mask[:, 0].any():
+        row = int(rollout.mask[:, 0].nonzero()[0])
+        raise ValueError(
+            f"{function} expects a prompt of at least one token, got a mask that starts at "
+            f"position 0 in row {row}; nothing predicts a row's first token."
+        )
     for name in ("rewards", "group", "policy_version"):
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
@@ -186,6 +192,20 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(
             f"{function} expects finite rewards, got {rollout.rewards[row].item()} in row {row}."
+        )
+
+
+def _check_reference(function: str, rollout: Rollout, ref_logprobs: Tensor | Absent) -> None:
+    if isinstance(ref_logprobs, tuple):
+        return
+    shape = rollout.tokens.shape
+    checks.check_shape(function, "ref_logprobs", ref_logprobs, "rollout.tokens", shape)
+    bad = rollout.mask & ~ref_logprobs.isfinite()
+    if bad.any():
+        row, token = (int(place) for place in bad.nonzero()[0])
+        raise ValueError(
+            f"{function} expects finite ref_logprobs inside the mask, got "
+            f"{ref_logprobs[row, token].item()} in row {row} at {token}."
         )
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import platform
 import statistics
 import time
@@ -192,12 +193,13 @@ def _inputs(config: StepBenchConfig, num_layers: int) -> tuple[Params, Batch, Tr
     params = init_params(model, seed=0, device=config.device)
     shape = (config.rows, config.length)
     generator = rng.generator(0, num_layers)
+    uniform = -math.log(config.vocab_size)  # about what the untrained policy gives a token
     mask = (torch.arange(config.length) >= config.length // 4).expand(shape)
     batch = Batch(
         tokens=torch.randint(config.vocab_size, shape, generator=generator),
         positions=torch.arange(config.length).expand(shape),
         mask=mask,
-        behavior_logprobs=torch.randn(shape, generator=generator) * 0.1 - 6.2,
+        behavior_logprobs=uniform + 0.1 * torch.randn(shape, generator=generator),
         advantages=torch.randn(config.rows, 1, generator=generator).expand(shape),
         token_weights=grpo().weight(mask),
     )

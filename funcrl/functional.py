@@ -27,8 +27,11 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     `apply` calls a skeleton on the meta device, which holds no weights: every parameter must come
     from `params`, and a missing, extra or misshaped one is an error that names its path. Tied
     parameters are given once, under the name that `named_parameters()` lists. Buffers are
-    constants, copied now; they may be overridden by name in `params`. A module whose forward
-    would draw random numbers or change a buffer (active dropout, batch statistics) is refused.
+    constants, copied now; they may be overridden by name in `params`.
+
+    A module that would not be a function is refused by name: active dropout, running statistics,
+    a forward that changes a buffer or a number kept in an attribute. Random numbers that a
+    forward draws by other means cannot be seen.
 
     Args:
         module: any module, one from transformers too. It is not changed, and not kept.
@@ -59,6 +62,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         if name not in shapes
     }
     kind = type(module).__name__
+    attributes = [dict(vars(child)) for child in skeleton.modules()]
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_params(kind, params, shapes)
@@ -66,12 +70,13 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         constants = {name: buffer for name, buffer in buffers.items() if name not in params}
         versions = {name: buffer._version for name, buffer in constants.items()}
         result = functional_call(skeleton, {**constants, **params}, args, kwargs, strict=True)
-        for name, buffer in constants.items():
-            if buffer._version != versions[name]:
-                raise ValueError(
-                    f"functional expects a forward that changes no buffer, got a new value of "
-                    f"{name!r} from {kind}."
-                )
+        changed = [name for name, buffer in constants.items() if buffer._version != versions[name]]
+        changed += _changed_attributes(skeleton, attributes)
+        if changed:
+            raise ValueError(
+                f"functional expects a forward that changes nothing, got a new value of "
+                f"{changed[0]!r} from {kind}."
+            )
         return result
 
     return apply
@@ -91,16 +96,39 @@ def _on_meta(module: nn.Module) -> nn.Module:
 def _refuse_impure(module: nn.Module) -> None:
     for name, child in module.named_modules():
         path = name or type(module).__name__
-        if isinstance(child, _DROPOUTS) and child.training and child.p > 0:
+        for attribute in _active_dropouts(child):
             raise ValueError(
-                f"functional expects a forward without random numbers, got dropout p={child.p} at "
-                f"{path!r}; call module.eval() first."
+                f"functional expects a forward without random numbers, got dropout "
+                f"{attribute}={getattr(child, attribute)} at {path!r}; call module.eval() first."
             )
         if isinstance(child, _RUNNING_STATISTICS) and child.training and child.track_running_stats:
             raise ValueError(
                 f"functional expects a forward that changes no buffer, got running statistics at "
                 f"{path!r}; call module.eval() first."
             )
+
+
+def _active_dropouts(module: nn.Module) -> list[str]:
+    """Return the names of attributes that say how much this module drops while it trains."""
+    if not module.training:
+        return []
+    if isinstance(module, _DROPOUTS):
+        return ["p"] if module.p > 0 else []
+    if isinstance(module, nn.RReLU):
+        return ["upper"]
+    rates = {name: value for name, value in vars(module).items() if "dropout" in name}
+    return [name for name, value in rates.items() if isinstance(value, float) and value > 0]
+
+
+def _changed_attributes(skeleton: nn.Module, before: list[dict[str, Any]]) -> list[str]:
+    """Return the paths of numbers and strings kept in attributes that are new or different."""
+    changed = []
+    for (path, child), old in zip(skeleton.named_modules(), before, strict=True):
+        for name, value in vars(child).items():
+            plain = isinstance(value, bool | int | float | str)
+            if plain and (name not in old or old[name] != value):
+                changed.append(f"{path}.{name}".lstrip("."))
+    return changed
 
 
 def _check_params(kind: str, params: Params, shapes: dict[str, torch.Size]) -> None:

@@ -104,10 +104,7 @@ def summed_gradient(
 
     def gradient(params: Params, batch: Tree) -> Gradient:
         chunks = split_rows("summed_gradient", batch, microbatch)
-        total = of_chunk(params, next(chunks))
-        for chunk in chunks:
-            total = _accumulate(total, of_chunk(params, chunk))
-        return total
+        return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
 
     return gradient
 
@@ -135,7 +132,8 @@ def clip_per_sample(max_norm: float) -> PerSampleTransform:
         norms = per_sample_norms(grads)
         # A zero gradient has no direction to keep: the quotient is infinite and the factor 1.
         factors = (max_norm / norms).clamp(max=1.0)
-        return tree.map(lambda leaf: leaf * _along_rows(factors.to(leaf.dtype), leaf), grads)
+        # Multiplied in the wider dtype: a factor rounded to bfloat16 would miss the norm.
+        return tree.map(lambda leaf: (leaf * _along_rows(factors, leaf)).to(leaf.dtype), grads)
 
     return clip
 
@@ -317,15 +315,27 @@ def _reduce_rows(metrics: Metrics) -> Metrics:
     )
 
 
-def _accumulate(total: Gradient, part: Gradient) -> Gradient:
-    return Gradient(
-        tree.add(total.grads, part.grads),
-        total.loss + part.loss,
-        Metrics(
-            sums=tree.add(total.metrics.sums, part.metrics.sums),
-            maxes=tree.map(torch.maximum, total.metrics.maxes, part.metrics.maxes),
-        ),
-    )
+def _sum_gradients(parts: Iterator[Gradient]) -> Gradient:
+    """Return the sum of all parts, added in at least float32 and kept in the gradients' dtype."""
+    grads, loss, metrics = next(parts)
+    totals, unflatten = tree.flatten(grads)
+    dtypes = [leaf.dtype for leaf in totals]
+    del grads
+    for part in parts:
+        loss = loss + part.loss
+        metrics = Metrics(
+            sums=tree.add(metrics.sums, part.metrics.sums),
+            maxes=tree.map(torch.maximum, metrics.maxes, part.metrics.maxes),
+        )
+        added = tree.leaves(part.grads)
+        del part
+        # Leaf by leaf, each freed as soon as it is added: two gradients are alive, not three.
+        for index in range(len(totals)):
+            wide = torch.promote_types(dtypes[index], torch.float32)
+            totals[index] = totals[index].to(wide) + added[index]
+            added[index] = None
+    totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+    return Gradient(unflatten(totals), loss, metrics)
 
 
 def _along_rows(factors: Tensor, leaf: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from funcrl import checks
+from funcrl import checks, ops
 from funcrl.functional import functional
 from funcrl.grads import split_rows
 from funcrl.types import ModelFn, Params, TokenScores
@@ -34,12 +34,8 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     checks.check_rank("token_scores", "logits", logits, "TV")
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
     checks.check_positive("token_scores", "temperature", temperature)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_softmax = torch.log_softmax(logits[:-1].to(wide) / temperature, dim=-1)
-    chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
-    # A token of probability 0 adds 0 to the entropy, not 0 * -inf.
-    finite = log_softmax.clamp(min=torch.finfo(wide).min)
-    entropy = -(log_softmax.exp() * finite).sum(dim=-1)
+    predictions = logits[:-1] if temperature == 1.0 else logits[:-1] / temperature
+    chosen, entropy = ops.logprobs_and_entropy(predictions, tokens[1:])
     start = chosen.new_zeros(1)
     return TokenScores(torch.cat([start, chosen]), torch.cat([start, entropy]))
 
@@ -49,7 +45,8 @@ def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
 
     Args:
         model: an `nn.Module` from tokens [T] and positions [T] to logits [T, V], such as
-            `funcrl.models.Transformer`; only its structure is used, never its weights.
+            `funcrl.models.Transformer`; only its structure is used, never its weights. For the
+            rows of a `PackedBatch` it must take `attend`, as `Transformer` does.
         temperature: that of sampling.
 
     Example:
@@ -64,7 +61,12 @@ def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
     apply = functional(model)
 
     def model_fn(params: Params, sample: Any) -> TokenScores:
-        logits = apply(params, sample.tokens, sample.positions)
+        segment_ids = getattr(sample, "segment_ids", ())
+        if isinstance(segment_ids, tuple):
+            logits = apply(params, sample.tokens, sample.positions)
+        else:
+            attend = ops.attend_segments(segment_ids)
+            logits = apply(params, sample.tokens, sample.positions, attend=attend)
         return token_scores(logits, sample.tokens, temperature)
 
     return model_fn

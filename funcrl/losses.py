@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl import checks
+from funcrl import checks, numerics
 from funcrl.types import Absent, Algorithm, Metrics, Penalty, PenaltyFn, TokenScores
 
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -108,7 +108,7 @@ def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     """
 
     def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        weight = torch.exp(logprobs - behavior_logprobs).detach()
+        weight = numerics.exp_ratio(logprobs - behavior_logprobs).detach()
         surrogate = k2(logprobs, ref_logprobs)
         value = estimator(logprobs, ref_logprobs)
         return weight * ((value - surrogate).detach() + surrogate)
@@ -145,6 +145,8 @@ def penalty(
         Penalty(cost=tensor([-1.]), kl=())
     """
     checks.check_range("penalty", "kl", kl, 0.0, float("inf"))
+    largest = torch.finfo(torch.float32).max
+    checks.check_range("penalty", "entropy", entropy, -largest, largest)
     if callable(kl_estimator):
         estimator, kl_cost = kl_estimator, as_loss(kl_estimator)
     else:
@@ -217,7 +219,9 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         "clip_ratio/high_mean": high.to(loss.dtype),
         "clip_ratio/region_mean": (low | high).to(loss.dtype),
         "sampling/sampling_logp_difference/mean": difference.abs(),
-        "sampling/importance_sampling_ratio/mean": torch.where(kept, difference.exp(), nothing),
+        "sampling/importance_sampling_ratio/mean": torch.where(
+            kept, numerics.exp_ratio(difference), nothing
+        ),
     }
     if not isinstance(penalized.kl, tuple):
         token_values["kl"] = penalized.kl

@@ -56,7 +56,9 @@ def correct(correction: CorrectionFn) -> PrepareFn:
     For several optimizer steps on one rollout, before the first: advantages are multiplied by the
     bounded importance weight of the current policy against the generator, and the current
     log-probabilities take the place of the generator's (decoupled PPO, arXiv:2110.00641). The
-    first step is then what `correction=` in the algorithm gives.
+    first step's policy gradient is then what `correction=` in the algorithm gives. From here on
+    the metrics under `sampling/`, and the weights of the "+" KL penalties, speak of the policy at
+    this moment and no longer of the generator.
 
     Args:
         correction: such as `funcrl.ratios.truncated(3.0)`.

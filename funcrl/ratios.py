@@ -7,7 +7,7 @@ the mask both log-probabilities must be finite; their ratio there is never used.
 import torch
 from torch import Tensor
 
-from funcrl import checks
+from funcrl import checks, numerics
 from funcrl.types import Absent, CorrectionFn, Ratio, RatioFn
 
 LEVELS = ("token", "sequence")
@@ -25,7 +25,7 @@ def token(
         tensor([0.5000, 1.0000])
     """
     del mask, segment_ids
-    ratio = torch.exp(logprobs - behavior_logprobs)
+    ratio = numerics.exp_ratio(logprobs - behavior_logprobs)
     return Ratio(ratio, torch.ones_like(ratio))
 
 
@@ -44,7 +44,8 @@ def sequence(
     """
     log_ratio = logprobs - behavior_logprobs
     count = _segment_sum(mask.to(log_ratio.dtype), mask, segment_ids)
-    ratio = torch.exp(_segment_sum(log_ratio, mask, segment_ids) / count.clamp(min=1))
+    mean = _segment_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
+    ratio = numerics.exp_ratio(mean)
     return Ratio(ratio, torch.ones_like(ratio))
 
 
@@ -130,10 +131,10 @@ def _importance(function: str, level: str) -> CorrectionFn:
 
     def by_token(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
         del mask, segment_ids
-        return log_ratio.exp()
+        return numerics.exp_ratio(log_ratio)
 
     def by_sequence(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-        return _segment_sum(log_ratio, mask, segment_ids).exp()
+        return numerics.exp_ratio(_segment_sum(log_ratio, mask, segment_ids))
 
     return by_token if level == "token" else by_sequence
 
@@ -143,7 +144,6 @@ def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> 
     kept = torch.where(mask, values, torch.zeros_like(values))
     if isinstance(segment_ids, tuple):
         return kept.sum().expand_as(values)
-    # A row of T tokens holds at most T segments; padding (-1) shares the extra last slot.
-    slot = torch.where(segment_ids < 0, values.shape[0], segment_ids)
-    sums = kept.new_zeros(values.shape[0] + 1).index_add(0, slot, kept)
-    return sums[slot]
+    # T^2 work, but sums of one fixed order: index_add on a GPU gives other bits at each call.
+    same_segment = segment_ids[:, None] == segment_ids[None, :]
+    return same_segment.to(kept.dtype) @ kept

@@ -6,6 +6,8 @@ from torch import Tensor
 from funcrl import checks
 from funcrl.types import NamedRewards
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None) -> Tensor:
     """Return `sum_k weight_k * reward_k`, the "sum then normalize" of several reward functions.
@@ -57,6 +59,8 @@ def _check_named(
         raise ValueError(
             f"{function} expects a weight for each of {sorted(rewards)}, got {sorted(factors)}."
         )
+    for name, factor in factors.items():
+        checks.check_range(function, f"weights[{name!r}]", factor, -_LARGEST, _LARGEST)
     first = next(iter(rewards))
     for name, values in rewards.items():
         checks.check_rank(function, f"rewards[{name!r}]", values, "B")

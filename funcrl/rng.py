@@ -26,11 +26,10 @@ def fold_in(seed: SupportsIndex, *data: SupportsIndex) -> int:
         >>> rng.fold_in(7, 1, 2) == rng.fold_in(rng.fold_in(7, 1), 2)
         True
     """
-    state = _index("seed", seed)
+    # 63 bits, because an int64 tensor holds them without a sign.
+    state = _index("seed", seed) & (_MASK >> 1)
     for position, value in enumerate(data):
-        mixed = _splitmix64((state & _MASK) ^ _splitmix64(_index(f"data[{position}]", value)))
-        # A torch.Generator takes 64 bits, an int64 tensor 63 without a sign.
-        state = mixed >> 1
+        state = _splitmix64(state ^ _splitmix64(_index(f"data[{position}]", value))) >> 1
     return state
 
 

@@ -41,7 +41,8 @@ def grpo_step(
         params = params + updates
 
     Nothing is mutated and nothing is remembered: the same state and batch give the same bits.
-    An update whose gradient is not finite is skipped and counted.
+    An update whose gradient is not finite is skipped and counted. The step runs without recording
+    gradients, so one cannot differentiate through it.
 
     Args:
         model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
@@ -101,38 +102,29 @@ def grpo_step(
         _check_batch(batch, per_sample)
         if prepare is not None:
             batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
-        result = gradient(state.params, batch)
-        updates, opt_state = transformation.update(result.grads, state.opt_state, state.params)
+        grads_, loss, token_sums = gradient(state.params, batch)
+        metrics = _report(loss, token_sums, batch)
+        # The same number on every rank, so that the largest is that number.
+        metrics.maxes["grad_norm"] = tree.global_norm(grads_)
+        learning_rate = optim.current_learning_rate(state.opt_state)
+        if not isinstance(learning_rate, tuple):
+            metrics.maxes["learning_rate"] = learning_rate
+        updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
+        del grads_  # not alive beside the new parameters
+        metrics.maxes["num_skipped_updates"] = opt_state.num_skipped
         params = optim.apply_updates(state.params, updates)
-        metrics = _report(result, state, batch, opt_state)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)
 
 
-def _report(
-    result: grads.Gradient,
-    state: TrainState,
-    batch: Rows,
-    opt_state: optim.SkipNonfiniteState,
-) -> Metrics:
-    """Return the step's metrics: token means, the loss, counts, and what is equal on all ranks."""
-    num_tokens = (batch.mask & batch.behavior_logprobs.isfinite()).sum()
-    means = token_means(result.metrics, num_tokens)
-    return Metrics(
-        sums=means.sums
-        | {
-            "loss": result.loss,
-            "num_tokens": num_tokens,
-            "num_nonfinite_logprobs": (~batch.behavior_logprobs.isfinite()).sum(),
-        },
-        maxes=means.maxes
-        | {
-            "grad_norm": tree.global_norm(result.grads),
-            "learning_rate": optim.current_learning_rate(state.opt_state),
-            "num_skipped_updates": opt_state.num_skipped,
-        },
-    )
+def _report(loss: Tensor, token_sums: Metrics, batch: Rows) -> Metrics:
+    """Return the means over trained tokens, the loss, and what was counted."""
+    finite = batch.behavior_logprobs.isfinite()
+    num_tokens = (batch.mask & finite).sum()
+    means = token_means(token_sums, num_tokens)
+    counts = {"loss": loss, "num_tokens": num_tokens, "num_nonfinite_logprobs": (~finite).sum()}
+    return Metrics(means.sums | counts, dict(means.maxes))
 
 
 def _check_params(params: Params) -> None:

@@ -37,14 +37,13 @@ def clipped(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None)
         del logprobs
         bounded = ratio.clamp(1 - low, 1 + high)
         objective = torch.minimum(ratio * advantages, bounded * advantages)
+        clipped_low = (ratio < 1 - low) & (advantages < 0)
+        clipped_high = (ratio > 1 + high) & (advantages > 0)
         if dual_clip is not None:
             floor = torch.maximum(objective, dual_clip * advantages)
             objective = torch.where(advantages < 0, floor, objective)
-        return Surrogate(
-            objective,
-            clipped_low=(ratio < 1 - low) & (advantages < 0),
-            clipped_high=(ratio > 1 + high) & (advantages > 0),
-        )
+            clipped_high = clipped_high | ((ratio > dual_clip) & (advantages < 0))
+        return Surrogate(objective, clipped_low, clipped_high)
 
     return surrogate
 

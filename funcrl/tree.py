@@ -102,7 +102,7 @@ def scale(tree: Tree, factor: float | Tensor) -> Tree:
         >>> tree.scale({"w": 2.0}, 3.0)
         {'w': 6.0}
     """
-    return map(lambda leaf: leaf * factor, tree)
+    return map(lambda leaf: _like(leaf * factor, leaf), tree)
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
@@ -169,6 +169,11 @@ def check_same_structure(name: str, a: Tree, b: Tree) -> None:
         f"{name} expects trees of one structure, got the nodes "
         f"{optree.tree_structure(a)} and {optree.tree_structure(b)}."
     )
+
+
+def _like(value: Any, leaf: Any) -> Any:
+    """Return `value` in the leaf's dtype: a 0-d tensor would take on that of a 0-d factor."""
+    return value.to(leaf.dtype) if isinstance(leaf, Tensor) else value
 
 
 def _dotted(accessor: optree.PyTreeAccessor) -> str:

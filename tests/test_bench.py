@@ -34,9 +34,10 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
         assert f"| {row['what']} | {row['variant']} |" in printed
 
 
-def test_the_gradient_needs_no_more_memory_than_an_ordinary_one():
+@pytest.mark.parametrize("vocab_size", [64, 4096])
+def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
-    config = bench.StepBenchConfig(width=32, vocab_size=64, rows=8, length=32)
+    config = bench.StepBenchConfig(width=32, vocab_size=vocab_size, rows=8, length=32)
     params, batch, model = bench._inputs(config, 2)
     variants = bench._gradient_variants(config, params, batch, model)
     peaks = {name: bench.peak_bytes(fn) for name, fn in variants.items()}
@@ -63,7 +64,7 @@ def test_the_benchmark_compares_equal_things():
     ordinary = dict(zip(names, functions[0](), strict=True))
     for other in functions[1:]:
         for name, leaf in other().grads.items():
-            assert (leaf - ordinary[name]).abs().max() <= 1e-6, name
+            assert (leaf - ordinary[name]).abs().max() <= 1e-5 * ordinary[name].abs().max(), name
 
 
 def test_help_is_readable(capsys):

@@ -1,4 +1,4 @@
-"""Every Python block of every page runs, top to bottom; links lead somewhere; modules are listed."""
+"""Every Python block of every page runs, top to bottom; links lead somewhere."""
 
 import re
 from pathlib import Path

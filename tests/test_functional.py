@@ -38,6 +38,14 @@ class Counting(Buffered):
         return x * self.weight
 
 
+class Numbered(Buffered):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight * self.calls
+
+
 def test_equals_the_module():
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
@@ -103,8 +111,16 @@ def test_impure_modules_are_refused_by_name():
     funcrl.functional(nn.Dropout(0.0))
     with pytest.raises(ValueError, match="running statistics at 'BatchNorm1d'"):
         funcrl.functional(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="changes no buffer, got a new value of 'scale'"):
+    with pytest.raises(ValueError, match="changes nothing, got a new value of 'scale'"):
         funcrl.functional(Counting())({"weight": torch.ones(2)}, torch.ones(2))
+    with pytest.raises(ValueError, match="dropout=0.5 at 'MultiheadAttention'"):
+        funcrl.functional(nn.MultiheadAttention(4, 2, dropout=0.5))
+    with pytest.raises(ValueError, match="dropout=0.5 at 'LSTM'"):
+        funcrl.functional(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
+    with pytest.raises(ValueError, match="at 'RReLU'"):
+        funcrl.functional(nn.RReLU())
+    with pytest.raises(ValueError, match="changes nothing, got a new value of 'calls'"):
+        funcrl.functional(Numbered())({"weight": torch.ones(2)}, torch.ones(2))
     with torch.device("meta"):
         meta = Buffered()
     with pytest.raises(ValueError, match="buffers with values, got a meta tensor for 'scale'"):

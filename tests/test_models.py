@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases import tiny_model
-from torch.func import vmap
+from cases import random_case, tiny_model
+from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
 
@@ -94,11 +95,11 @@ def test_attention_is_an_argument():
 
     def attend(q, k, v):
         seen.append(q.shape)
-        return funcrl.models.attend_causal(q, k, v)
+        return funcrl.ops.attend_causal(q, k, v)
 
-    model = funcrl.models.Transformer(tiny_model().config, attend=attend)
+    model = tiny_model()
     params = funcrl.init_params(model, seed=0)
-    funcrl.functional(model)(params, torch.tensor([1, 2, 3]), torch.arange(3))
+    funcrl.functional(model)(params, torch.tensor([1, 2, 3]), torch.arange(3), attend=attend)
     assert seen == [torch.Size([2, 3, 8])] * 2
 
 
@@ -152,6 +153,85 @@ def test_score_is_the_model_function_row_by_row():
     assert torch.allclose(single.logprobs, whole.logprobs[1], atol=1e-14)
     assert torch.allclose(single.entropy, whole.entropy[1], atol=1e-14)
     assert not whole.logprobs.requires_grad
+
+
+def naive_scores(logits, chosen):
+    log_softmax = logits.log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(-1, chosen[:, None]).squeeze(-1), entropy
+
+
+def test_the_scores_op_under_every_transform():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
+    chosen = torch.randint(5, (3, 4), generator=generator)
+    weights = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+
+    def total(op, x):
+        logprobs, entropy = vmap(op)(x, chosen)
+        return (weights[0] * logprobs + weights[1] * entropy).sum()
+
+    op = funcrl.ops.logprobs_and_entropy
+    assert torch.autograd.gradcheck(lambda x: op(x, chosen[0]), logits[0].clone().requires_grad_())
+    assert torch.autograd.gradgradcheck(
+        lambda x: op(x, chosen[0]), logits[0].clone().requires_grad_()
+    )
+    expected = grad(lambda x: total(naive_scores, x))(logits)
+    for got in (
+        grad(lambda x: total(op, x))(logits),
+        make_fx(grad(lambda x: total(op, x)))(logits)(logits),
+    ):
+        assert (got - expected).abs().max() <= 1e-14
+    each = vmap(grad(lambda x, c: sum(part.sum() for part in op(x, c))))(logits, chosen)
+    naive = vmap(grad(lambda x, c: sum(part.sum() for part in naive_scores(x, c))))(logits, chosen)
+    assert (each - naive).abs().max() <= 1e-14
+
+
+def test_a_forbidden_token_does_not_poison_the_gradient():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]], dtype=torch.float64)
+
+    def total(x):
+        return sum(part.sum() for part in funcrl.ops.logprobs_and_entropy(x, torch.tensor([2])))
+
+    allowed = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+
+    def total_allowed(x):
+        return sum(part.sum() for part in naive_scores(x, torch.tensor([1])))
+
+    got, expected = grad(total)(logits), grad(total_allowed)(allowed)
+    assert torch.allclose(got[:, [0, 2]], expected, atol=1e-15)
+    assert got[0, 1] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_packed_rows_are_the_samples_by_themselves(name):
+    """The whole step of a transformer: samples laid end to end do not see each other."""
+    algorithm = getattr(funcrl, name)(clip=(0.9, 9.0))
+    case = random_case(4)
+    tokens = torch.randint(11, case.rollout.mask.shape, generator=torch.Generator().manual_seed(1))
+    rollout = case.rollout._replace(tokens=tokens)
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    optimizer = funcrl.optim.sgd(1.0)
+    step = funcrl.grpo_step(funcrl.logprob_fn(model), algorithm=algorithm, optimizer=optimizer)
+    state = step.init(params)
+    expected, metrics = step(state, funcrl.collate(rollout, algorithm))
+    packed = funcrl.pack(rollout, algorithm, length=20)
+    assert packed.segment_ids.max() > 0
+    got, packed_metrics = step(state, packed)
+    for name, leaf in expected.params.items():
+        assert (got.params[name] - leaf).abs().max() <= 1e-12, name
+    for name, value in (metrics.sums | metrics.maxes).items():
+        assert abs((packed_metrics.sums | packed_metrics.maxes)[name] - value) <= 1e-12, name
+    assert metrics.maxes["grad_norm"] > 0.01
+
+
+def test_packed_rows_need_a_model_that_takes_attend():
+    model = torch.nn.Embedding(11, 11)
+    packed = funcrl.pack(random_case(4).rollout, funcrl.grpo(), length=20)
+    row = funcrl.tree.map(lambda leaf: leaf[0], packed)
+    with pytest.raises(TypeError, match="attend"):
+        funcrl.logprob_fn(model)({"weight": torch.zeros(11, 11)}, row)
 
 
 def test_configs_are_refused():

@@ -15,6 +15,8 @@ from funcrl import (
     losses,
     metrics,
     models,
+    numerics,
+    ops,
     optim,
     ratios,
     rewards,
@@ -25,7 +27,8 @@ from funcrl import (
 
 MODULES = {
     "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
-    "grads": grads, "losses": losses, "metrics": metrics, "models": models, "optim": optim,
+    "grads": grads, "losses": losses, "metrics": metrics, "models": models,
+    "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
     "surrogates": surrogates, "tree": tree,
 }  # fmt: skip
@@ -119,7 +122,11 @@ TABLE_OF_CALLS = {
     "correct": (funcrl.correct(ratios.truncated(2.0)), (SCORES, COLLATED)),
     "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
-    "models.attend_causal": (models.attend_causal, (torch.randn(2, 3, 4),) * 3),
+    "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
+    "ops.attend_segments": (
+        lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(4, 5))),
+    "ops.logprobs_and_entropy": (ops.logprobs_and_entropy, (LOGITS, TOKENS)),
+    "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
     "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 3))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
@@ -157,6 +164,7 @@ TABLE_OF_CALLS = {
     "optim.chain": optimizer(optim.chain(optim.sgd(0.1), optim.sgd(0.2))),
     "optim.masked": optimizer(optim.masked(optim.adamw(0.1), {"a": True, "b": False})),
     "optim.skip_nonfinite": optimizer(optim.skip_nonfinite(optim.adamw(0.1))),
+    "optim.freeze": optimizer(optim.freeze(lambda path, leaf: path == "a")),
     "optim.stateless": optimizer(optim.stateless(lambda g, p: tree.add(g, p))),
     "optim.clip_by_global_norm": optimizer(optim.clip_by_global_norm(0.1)),
     "optim.add_decayed_weights": optimizer(optim.add_decayed_weights(0.1)),

@@ -191,10 +191,65 @@ def test_nonfinite_behavior_logprobs_leave_numerator_and_denominator(name, bad):
     assert rollout_metrics["num_nonfinite_logprobs"] == 1
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("options", [{}, {"kl": 0.1, "kl_estimator": "k3+"}])
+def test_a_very_unlikely_token_does_not_stop_training(name, options):
+    """Finite, but e^9998 overflows: the ratio is held at e^20, and only that token is affected."""
+    algorithm = getattr(funcrl, name)(**options)
+    case = random_case(2, dtype=torch.float32)
+    row, t = [int(x) for x in case.rollout.mask.nonzero()[0]]
+    behavior = case.rollout.behavior_logprobs.clone()
+    behavior[row, t] = -9999.0
+    rollout = case.rollout._replace(behavior_logprobs=behavior)
+    step = funcrl.grpo_step(table_model, algorithm=algorithm, optimizer=optim.sgd(1.0))
+    state = step.init(case.params)
+    _, metrics = step(state, funcrl.collate(rollout, algorithm, case.ref_logprobs))
+    assert metrics.maxes["num_skipped_updates"] == 0
+    assert all(torch.isfinite(value) for value in tree.leaves(metrics))
+    assert metrics.maxes["sampling/sampling_logp_difference/max"] > 9000
+
+
+def test_numbers_are_kept_in_at_least_float32():
+    # 70 x 1,000 tokens: their number overflows float16, and a weight of 1/70,000 vanishes in it.
+    rollout = funcrl.Rollout(
+        tokens=torch.zeros(70, 1001, dtype=torch.int64),
+        mask=(torch.arange(1001) > 0).expand(70, 1001),
+        behavior_logprobs=torch.zeros(70, 1001, dtype=torch.float16),
+        rewards=torch.arange(70) % 2 == 0,  # bools are rewards too
+        group=torch.zeros(70, dtype=torch.int64),
+        policy_version=torch.zeros(70, dtype=torch.int64),
+    )
+    batch = funcrl.collate(rollout, funcrl.dapo())
+    assert batch.token_weights.dtype == batch.advantages.dtype == torch.float32
+    assert batch.token_weights.sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_bf16_gradients_are_accumulated_in_float32():
+    rows = 256
+    batch = funcrl.tree.map(lambda leaf: leaf[:1].expand(rows, *leaf.shape[1:]), BATCH)
+    batch = batch._replace(token_weights=batch.token_weights / rows)
+    params = tree.cast(PARAMS, torch.bfloat16)
+    options = {"algorithm": funcrl.grpo(clip=(1.0, 99.0)), "optimizer": optim.sgd(1.0)}
+    norms = []
+    for microbatch in (None, 1):
+        step = funcrl.grpo_step(MODEL_FN, microbatch=microbatch, **options)
+        norms.append(step(step.init(params), batch)[1].maxes["grad_norm"].item())
+    # 256 equal gradients: rounding each sum to 8 bits would stop growing at half of them.
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_any_optimizer_will_do():
+    """One without a learning rate: the metric is left out."""
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.stateless(lambda g, p: tree.scale(g, -1.0)))
+    _, metrics = step(step.init(PARAMS), BATCH)
+    assert "learning_rate" not in metrics.maxes
+
+
 def test_junk_outside_the_mask_is_never_seen():
     case = random_case(2)
     batch = funcrl.collate(case.rollout, funcrl.grpo(), case.ref_logprobs)
-    step = funcrl.grpo_step(table_model, algorithm=funcrl.grpo(kl=0.1, entropy=0.1))
+    penalized = funcrl.grpo(kl=0.1, entropy=0.1)
+    step = funcrl.grpo_step(table_model, algorithm=penalized, optimizer=optim.sgd(1.0))
     expected = step(step.init(case.params), batch)
     outside = ~batch.mask
     junk = batch._replace(
@@ -300,6 +355,13 @@ def test_bad_rollouts_are_refused_by_name():
     rollout = random_case().rollout
     with pytest.raises(ValueError, match="collate expects finite rewards, got nan in row 0"):
         funcrl.collate(rollout._replace(rewards=rollout.rewards * torch.nan), funcrl.grpo())
+    early = rollout.mask.clone()
+    early[3, 0] = True
+    with pytest.raises(ValueError, match="a mask that starts at position 0 in row 3"):
+        funcrl.collate(rollout._replace(mask=early), funcrl.grpo())
+    holed = torch.where(rollout.mask, torch.nan, 0.0)
+    with pytest.raises(ValueError, match="finite ref_logprobs inside the mask, got nan in row 0"):
+        funcrl.collate(rollout, funcrl.grpo(), holed)
     with pytest.raises(ValueError, match="collate expects at least one row"):
         funcrl.collate(funcrl.Rollout(*(field[:0] for field in rollout)), funcrl.grpo())
     with pytest.raises(ValueError, match="rollout.rewards of the shape of rollout's rows"):

@@ -6,19 +6,15 @@ weights; parameters are a separate flat dictionary.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from funcrl import checks, rng
+from funcrl.ops import AttendFn, attend_causal
 from funcrl.types import Params
-
-# (q [..., H, T, C], k [..., H, T, C], v [..., H, T, C]) -> [..., H, T, C]
-AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,17 @@ class TransformerConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "num_heads", "num_kv_heads", "head_width", "mlp_width"):
+        for name in (
+            "vocab_size",
+            "width",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_width",
+            "mlp_width",
+            "rope_theta",
+            "norm_eps",
+        ):
             checks.check_positive("TransformerConfig", name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -65,27 +71,6 @@ class TransformerConfig:
             raise ValueError(
                 f"TransformerConfig expects an even head_width, got {self.head_width}."
             )
-
-
-def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax attention in which a token sees itself and what came before.
-
-    Args:
-        q: [..., T, C].
-        k: [..., T, C].
-        v: [..., T, C].
-
-    Example:
-        >>> import torch, funcrl
-        >>> v = torch.tensor([[1.0], [3.0]])
-        >>> funcrl.models.attend_causal(torch.zeros(2, 1), torch.zeros(2, 1), v)
-        tensor([[1.],
-                [2.]])
-    """
-    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1)
-    return weights @ v
 
 
 class RMSNorm(nn.Module):
@@ -106,10 +91,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `attend` says who sees whom."""
 
-    def __init__(self, config: TransformerConfig, attend: AttendFn) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        c = config
-        self.config, self.attend = c, attend
+        self.config = c = config
         self.q = nn.Linear(c.width, c.num_heads * c.head_width, bias=c.qkv_bias)
         self.k = nn.Linear(c.width, c.num_kv_heads * c.head_width, bias=c.qkv_bias)
         self.v = nn.Linear(c.width, c.num_kv_heads * c.head_width, bias=c.qkv_bias)
@@ -117,7 +101,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return attention's output [..., T, D] under a rotation [2, ..., T, C / 2]."""
         heads = "... t (h c) -> ... h t c"
         c = self.config.head_width
@@ -126,7 +110,7 @@ class Attention(nn.Module):
         v = rearrange(self.v(x), heads, c=c)
         shared = self.config.num_heads // self.config.num_kv_heads
         k, v = (repeat(part, "... k t c -> ... (k g) t c", g=shared) for part in (k, v))
-        out: Tensor = self.o(rearrange(self.attend(q, k, v), "... h t c -> ... t (h c)"))
+        out: Tensor = self.o(rearrange(attend(q, k, v), "... h t c -> ... t (h c)"))
         return out
 
 
@@ -148,16 +132,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each on a normalised residual stream."""
 
-    def __init__(self, config: TransformerConfig, attend: AttendFn) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, attend)
+        self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return the residual stream [..., T, D] after the block."""
-        x = x + self.attention(self.attention_norm(x), rotation)
+        x = x + self.attention(self.attention_norm(x), rotation, attend)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -165,9 +149,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer, `model(tokens, positions) -> logits`, without weights of its own.
 
+    Who sees whom is a third argument of the call, `attend`: a causal sample when left out,
+    `funcrl.ops.attend_segments(segment_ids)` for a packed row.
+
     Args:
         config: its shape.
-        attend: who sees whom; a causal sample unless another function is passed.
 
     Example:
         >>> import torch, funcrl
@@ -179,24 +165,26 @@ class Transformer(nn.Module):
         torch.Size([3, 7])
     """
 
-    def __init__(self, config: TransformerConfig, attend: AttendFn = attend_causal) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
             self.norm = RMSNorm(config.width, config.norm_eps)
             self.unembed = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
             self.unembed.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: AttendFn = attend_causal
+    ) -> Tensor:
         """Return logits [..., T, V]; `logits[t]` predicts the token after `tokens[t]`."""
         x = self.embed(tokens)
         angles = rotary_angles(positions, self.config.head_width, self.config.rope_theta)
         rotation = torch.stack([angles.cos(), angles.sin()]).unsqueeze(-3)  # the same for all heads
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, rotation, attend)
         logits: Tensor = self.unembed(self.norm(x))
         return logits
 
@@ -260,7 +248,9 @@ def init_params(
     params: Params = {}
     for index, (name, leaf) in enumerate(named.items()):
         if leaf.ndim < 2:
-            value = torch.zeros(leaf.shape) if name.endswith("bias") else torch.ones(leaf.shape)
+            value = (
+                torch.zeros(leaf.shape) if "bias" in name.split(".")[-1] else torch.ones(leaf.shape)
+            )
         else:
             writes_residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
             deviation = 0.02 / (math.sqrt(2 * num_layers) if writes_residual else 1.0)

@@ -80,7 +80,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Return `inner` restricted to the leaves that the mask selects; the others pass unchanged.
 
-    State is kept for the selected leaves alone.
+    Unchanged gradients are no updates: another `masked` transformation must take the rest, or
+    `freeze`. State is kept for the selected leaves alone.
 
     Args:
         inner: the transformation.
@@ -111,7 +112,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
 
 def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
-    """Return `inner` that changes nothing at all when a gradient is not finite, and counts it.
+    """Return `inner` that changes nothing when a gradient or its result is not finite, and counts.
 
     The choice is made by `where` on the device: no synchronisation, and it can be traced.
 
@@ -130,9 +131,9 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
     def update(
         grads: Tree, state: SkipNonfiniteState, params: Params
     ) -> tuple[Tree, SkipNonfiniteState]:
-        # Not the norm: the squares of finite gradients may overflow.
-        finite = torch.stack([leaf.isfinite().all() for leaf in tree.leaves(grads)]).all()
         updates, inner_state = inner.update(grads, state.inner, params)
+        # Of the result as well: the square of a finite gradient may overflow a moment for good.
+        finite = _all_finite((grads, updates, inner_state))
         new, unflatten = tree.flatten((updates, inner_state))
         # The list alone holds the new leaves, so that each is freed as soon as it is replaced.
         del updates, inner_state
@@ -198,6 +199,22 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     return stateless(decay) if mask is None else masked(stateless(decay), mask)
 
 
+def freeze(mask: Mask) -> GradientTransformation:
+    """Return the transformation that sets the updates of the selected leaves to 0.
+
+    The last link of a chain, to keep some parameters as they are.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.chain(
+        ...     funcrl.optim.sgd(0.5), funcrl.optim.freeze(lambda path, leaf: path == "b"))
+        >>> params = {"b": torch.ones(1), "w": torch.ones(1)}
+        >>> tx.update(params, tx.init(params), params)[0]
+        {'b': tensor([0.]), 'w': tensor([-0.5000])}
+    """
+    return masked(stateless(lambda grads, _: tree.zeros_like(grads)), mask)
+
+
 def zero_count(params: Params) -> Tensor:
     """Return a 0-d int64 zero on the device of the parameters, which must have a leaf.
 
@@ -210,6 +227,13 @@ def zero_count(params: Params) -> Tensor:
     if not tensors:
         raise ValueError("init expects at least one parameter, got none; does a mask select none?")
     return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+
+
+def _all_finite(values: Tree) -> Tensor:
+    """Return [] bool; the maximum norm needs one pass and no copy, and NaN goes through it."""
+    floating = [leaf for leaf in tree.leaves(values) if leaf.is_floating_point() and leaf.numel()]
+    peaks = [torch.linalg.vector_norm(leaf, ord=torch.inf).isfinite() for leaf in floating]
+    return torch.stack(peaks).all()
 
 
 def _resolve(mask: Mask, params: Params) -> list[bool]:

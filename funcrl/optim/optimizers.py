@@ -75,6 +75,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     mask: Mask | None = None,
+    moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return stochastic gradient descent with momentum, as `torch.optim.SGD`.
 
@@ -86,6 +87,7 @@ def sgd(
         nesterov: whether to step by `g + momentum buf` instead of `buf`.
         weight_decay: multiplies the parameters, inside the gradient.
         mask: which leaves decay: a tree of bools or `(path, leaf) -> bool`; all when left out.
+        moment_dtype: of the running sum, as in `adamw`.
 
     Example:
         >>> import torch, funcrl
@@ -97,7 +99,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError(f"sgd(nesterov=True) expects momentum > 0, got {momentum}.")
     links = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
-    links += [trace(momentum, nesterov)] if momentum else []
+    links += [trace(momentum, nesterov, moment_dtype)] if momentum else []
     return chain(*links, scale_by_learning_rate(learning_rate))
 
 
@@ -109,6 +111,7 @@ def muon(
     steps: int = 5,
     adjust: str = "original",
     compute_dtype: torch.dtype = torch.bfloat16,
+    moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return Muon (Jordan et al., 2024; arXiv:2502.16982), as `torch.optim.Muon`.
 
@@ -129,6 +132,7 @@ def muon(
         adjust: how the rate depends on the shape: "original", sqrt(max(1, rows / columns)), or
             "match_rms_adamw", 0.2 sqrt(max(rows, columns)), for AdamW's learning rates.
         compute_dtype: of the iteration.
+        moment_dtype: of the running mean, as in `adamw`.
 
     Example:
         >>> import torch, funcrl
@@ -138,7 +142,7 @@ def muon(
         tensor([-1., -1.])
     """
     return chain(
-        scale_by_muon(momentum, nesterov, steps, adjust, compute_dtype),
+        scale_by_muon(momentum, nesterov, steps, adjust, compute_dtype, moment_dtype),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
@@ -171,7 +175,7 @@ def scale_by_adam(
         grads: Tree, state: ScaleByAdamState, params: Params
     ) -> tuple[Tree, ScaleByAdamState]:
         del params
-        grads = tree.map(lambda grad, mean: grad.to(mean.dtype), grads, state.mean)
+        grads = _like_moments(grads, state.mean)
         num_updates = state.num_updates + 1
         mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mean, grads)
         square = tree.map(
@@ -179,14 +183,18 @@ def scale_by_adam(
         )
         mean_scale, square_scale = _bias(b1, num_updates), _bias(b2, num_updates)
         updates = tree.map(
-            lambda m, v: (m / mean_scale) / ((v / square_scale).sqrt() + eps), mean, square
+            lambda m, v: ((m / mean_scale) / ((v / square_scale).sqrt() + eps)).to(m.dtype),
+            mean,
+            square,
         )
         return updates, ScaleByAdamState(num_updates, mean, square)
 
     return GradientTransformation(init, update)
 
 
-def trace(momentum: float, nesterov: bool = False) -> GradientTransformation:
+def trace(
+    momentum: float, nesterov: bool = False, moment_dtype: torch.dtype | None = None
+) -> GradientTransformation:
     """Return the transformation `t = momentum t + g`, or `momentum t + g` once more (Nesterov).
 
     Example:
@@ -198,10 +206,11 @@ def trace(momentum: float, nesterov: bool = False) -> GradientTransformation:
     """
 
     def init(params: Params) -> TraceState:
-        return TraceState(tree.zeros_like(params))
+        return TraceState(tree.zeros_like(params, moment_dtype))
 
     def update(grads: Tree, state: TraceState, params: Params) -> tuple[Tree, TraceState]:
         del params
+        grads = _like_moments(grads, state.trace)
         running = tree.map(lambda t, g: momentum * t + g, state.trace, grads)
         ahead = tree.map(lambda t, g: momentum * t + g, running, grads) if nesterov else running
         return ahead, TraceState(running)
@@ -226,6 +235,7 @@ def scale_by_muon(
     steps: int = 5,
     adjust: str | Callable[[int, int], float] = "original",
     compute_dtype: torch.dtype = torch.bfloat16,
+    moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return the transformation of `muon`: momentum, orthogonalised, scaled by the shape.
 
@@ -248,7 +258,7 @@ def scale_by_muon(
                     f"scale_by_muon expects matrices, got {path} of shape {list(leaf.shape)}; "
                     "leave it out by masked."
                 )
-        return ScaleByMuonState(tree.zeros_like(params))
+        return ScaleByMuonState(tree.zeros_like(params, moment_dtype))
 
     def orthogonalize(matrix: Tensor) -> Tensor:
         update = newton_schulz(matrix.to(compute_dtype), steps)
@@ -258,6 +268,7 @@ def scale_by_muon(
         grads: Tree, state: ScaleByMuonState, params: Params
     ) -> tuple[Tree, ScaleByMuonState]:
         del params
+        grads = _like_moments(grads, state.mean)
         mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - momentum), state.mean, grads)
         ahead = tree.map(lambda m, g: torch.lerp(g, m, momentum), mean, grads) if nesterov else mean
         return tree.map(orthogonalize, ahead), ScaleByMuonState(mean)
@@ -286,6 +297,10 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _like_moments(grads: Tree, moments: Tree) -> Tree:
+    return tree.map(lambda grad, moment: grad.to(moment.dtype), grads, moments)
 
 
 def _bias(beta: float, num_updates: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
+import torch
 from torch import Tensor
 
 from funcrl import checks, tree
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import Schedule, constant
-from funcrl.types import GradientTransformation, Params, Tree
+from funcrl.types import Absent, GradientTransformation, Params, Tree
 
 LearningRate: TypeAlias = float | Schedule
 
@@ -46,22 +47,26 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
 
     def init(params: Params) -> ScaleByLearningRateState:
         none_yet = zero_count(params)
-        return ScaleByLearningRateState(none_yet, first(none_yet))
+        return ScaleByLearningRateState(none_yet, _as_rate(first(none_yet), none_yet))
 
     def update(
         grads: Tree, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Tree, ScaleByLearningRateState]:
         del params
         num_updates = state.num_updates + 1
-        following = state.learning_rate if schedule is None else schedule(num_updates)
+        following = state.learning_rate
+        if schedule is not None:
+            following = _as_rate(schedule(num_updates), num_updates)
         updates = tree.scale(grads, -state.learning_rate)
         return updates, ScaleByLearningRateState(num_updates, following)
 
     return GradientTransformation(init, update)
 
 
-def current_learning_rate(opt_state: Any) -> Tensor:
+def current_learning_rate(opt_state: Any) -> Tensor | Absent:
     """Return the rate that the next update will use, of the first optimizer in the state.
+
+    It is `()` where no part of the optimizer is a `scale_by_learning_rate`.
 
     Example:
         >>> import torch, funcrl
@@ -73,9 +78,9 @@ def current_learning_rate(opt_state: Any) -> Tensor:
         opt_state, is_leaf=lambda node: isinstance(node, ScaleByLearningRateState)
     )
     rates = [node.learning_rate for node in nodes if isinstance(node, ScaleByLearningRateState)]
-    if not rates:
-        raise ValueError(
-            "current_learning_rate expects a state of scale_by_learning_rate (adamw, sgd and muon "
-            "end in one), got none."
-        )
-    return rates[0]
+    return rates[0] if rates else ()
+
+
+def _as_rate(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a schedule's value as a 0-d float64 tensor, also where it gave a Python number."""
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
