@@ -36,7 +36,7 @@ class StepBenchConfig:
     """Of the residual stream; the MLP is three times as wide, a head a quarter."""
     vocab_size: int = 512
     """Number of tokens the model knows."""
-    rows: int = 16
+    rows: int = 32
     """Samples in the batch."""
     length: int = 128
     """Tokens in a row; the first quarter is the prompt."""

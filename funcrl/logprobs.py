@@ -35,9 +35,11 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
     checks.check_positive("token_scores", "temperature", temperature)
     predictions = logits[:-1] if temperature == 1.0 else logits[:-1] / temperature
-    chosen, entropy = ops.logprobs_and_entropy(predictions, tokens[1:])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_softmax = torch.log_softmax(predictions, dim=-1, dtype=wide)
+    chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
     start = chosen.new_zeros(1)
-    return TokenScores(torch.cat([start, chosen]), torch.cat([start, entropy]))
+    return TokenScores(torch.cat([start, chosen]), torch.cat([start, ops.entropy(log_softmax)]))
 
 
 def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
