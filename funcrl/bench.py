@@ -133,7 +133,9 @@ def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
         fn()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         result = fn()
     del result
     events = [

@@ -430,8 +430,11 @@ def test_truncated_completions_are_not_counted_as_sequences():
 @pytest.mark.parametrize("options", [{}, {"per_sample": funcrl.clip_per_sample(0.1)}])
 def test_on_a_gpu(options):
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0), microbatch=4, **options)
-    expected = step(step.init(PARAMS), BATCH)
-    on_device = [tree.map(lambda leaf: leaf.cuda(), values) for values in (PARAMS, BATCH)]
+    # At position 0 the rotary embedding is the identity; elsewhere its float32 cosines differ in
+    # the last bit between the devices, and the float64 comparison would see nothing else.
+    batch = BATCH._replace(positions=torch.zeros_like(BATCH.positions))
+    expected = step(step.init(PARAMS), batch)
+    on_device = [tree.map(lambda leaf: leaf.cuda(), values) for values in (PARAMS, batch)]
     got = step(step.init(on_device[0]), on_device[1])
     assert all(leaf.is_cuda for leaf in tree.leaves(got))
     assert close(tree.map(torch.Tensor.cpu, got), expected, 1e-12)
