@@ -39,7 +39,7 @@ from funcrl.grads import (
 from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.losses import policy_loss
 from funcrl.models import init_params
-from funcrl.prepare import correct, top_entropy
+from funcrl.prepare import recenter, top_entropy
 from funcrl.step import grpo_step
 from funcrl.types import (
     Algorithm,
@@ -75,7 +75,6 @@ __all__ = [
     "cispo",
     "clip_per_sample",
     "collate",
-    "correct",
     "dapo",
     "dr_grpo",
     "drop_zero_variance",
@@ -101,6 +100,7 @@ __all__ = [
     "policy_loss",
     "prepare",
     "ratios",
+    "recenter",
     "reinforce",
     "rewards",
     "rloo",

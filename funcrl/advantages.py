@@ -20,7 +20,7 @@ def raw(rewards: Tensor) -> Tensor:
         >>> funcrl.advantages.raw(torch.tensor([1.0, 3.0]))
         tensor([1., 3.])
     """
-    checks.check_rank("raw", "rewards", rewards, "G")
+    _check_group("raw", rewards)
     return rewards
 
 
@@ -37,7 +37,7 @@ def center(rewards: Tensor) -> Tensor:
         >>> funcrl.advantages.center(torch.tensor([1.0, 3.0]))
         tensor([-1.,  1.])
     """
-    checks.check_rank("center", "rewards", rewards, "G")
+    _check_group("center", rewards)
     # The mean of equal numbers can differ from them in the last bit, and a later division by the
     # deviation would blow that bit up into an advantage.
     constant = rewards == rewards[:1]
@@ -58,7 +58,7 @@ def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
         >>> funcrl.advantages.standardize(torch.tensor([0.0, 2.0, 1.0]), eps=0.0)
         tensor([-1.,  1.,  0.])
     """
-    checks.check_rank("standardize", "rewards", rewards, "G")
+    _check_group("standardize", rewards)
     checks.check_range("standardize", "eps", eps, 0.0, float("inf"))
     centered = center(rewards)
     return _divide(centered, _deviation(rewards) + eps)
@@ -77,7 +77,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
         >>> funcrl.advantages.leave_one_out(torch.tensor([1.0, 3.0]))
         tensor([-2.,  2.])
     """
-    checks.check_rank("leave_one_out", "rewards", rewards, "G")
+    _check_group("leave_one_out", rewards)
     size = rewards.shape[0]
     if size < 2:
         raise ValueError(f"leave_one_out expects at least 2 rewards in a group, got {size}.")
@@ -137,6 +137,11 @@ def _deviation(rewards: Tensor) -> Tensor:
 def _divide(centered: Tensor, scale: Tensor) -> Tensor:
     """Return the quotient, and 0 for 0 / 0: equal rewards with `eps=0`."""
     return torch.where(scale == 0, torch.zeros_like(centered), centered / scale)
+
+
+def _check_group(function: str, rewards: Tensor) -> None:
+    checks.check_rank(function, "rewards", rewards, "G")
+    checks.check_floating(function, "rewards", rewards)
 
 
 def _check_groups(function: str, rewards: Tensor, group: Tensor) -> None:

@@ -34,6 +34,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
                 [ 0.0000,  0.5000,  0.0000]])
     """
     _check_rollout("collate", rollout)
+    _check_prompts("collate", rollout)
     _check_reference("collate", rollout, ref_logprobs)
     dtype = torch.promote_types(rollout.behavior_logprobs.dtype, torch.float32)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
@@ -43,6 +44,8 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     checks.check_shape(
         "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
     )
+    weights = algorithm.weight(mask, dtype=dtype)
+    checks.check_shape("collate", "algorithm.weight(...)", weights, "rollout.mask", mask.shape)
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return Batch(
         tokens=rollout.tokens,
@@ -50,7 +53,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         mask=mask,
         behavior_logprobs=behavior,
         advantages=torch.where(mask, advantages[:, None], 0.0),
-        token_weights=algorithm.weight(mask, dtype=dtype),
+        token_weights=weights,
         ref_logprobs=ref_logprobs,
     )
 
@@ -135,6 +138,7 @@ def drop_zero_variance(rollout: Rollout) -> Rollout:
         >>> funcrl.drop_zero_variance(rollout).group
         tensor([1, 1])
     """
+    _check_rollout("drop_zero_variance", rollout)
     same_group = rollout.group[:, None] == rollout.group[None, :]
     differs = rollout.rewards[:, None] != rollout.rewards[None, :]
     keep = (same_group & differs).any(dim=1)
@@ -178,13 +182,8 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
     for name in ("mask", "behavior_logprobs"):
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout.tokens", shape)
+    checks.check_dtype(function, "rollout.tokens", rollout.tokens, torch.int64)
     checks.check_dtype(function, "rollout.mask", rollout.mask, torch.bool)
-    if rollout.mask[:, 0].any():
-        row = int(rollout.mask[:, 0].nonzero()[0])
-        raise ValueError(
-            f"{function} expects a prompt of at least one token, got a mask that starts at "
-            f"position 0 in row {row}; nothing predicts a row's first token."
-        )
     for name in ("rewards", "group", "policy_version"):
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
@@ -192,6 +191,15 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(
             f"{function} expects finite rewards, got {rollout.rewards[row].item()} in row {row}."
+        )
+
+
+def _check_prompts(function: str, rollout: Rollout) -> None:
+    if rollout.mask[:, 0].any():
+        row = int(rollout.mask[:, 0].nonzero()[0])
+        raise ValueError(
+            f"{function} expects a prompt of at least one token, got a mask that starts at "
+            f"position 0 in row {row}; nothing predicts a row's first token."
         )
 
 

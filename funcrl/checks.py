@@ -4,6 +4,7 @@ They read shapes, dtypes and Python numbers, never a tensor's values, so that th
 a function is traced, vmapped or compiled.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -73,6 +74,59 @@ def check_dtype(function: str, name: str, value: Tensor, dtype: torch.dtype) -> 
     """
     if value.dtype != dtype:
         raise TypeError(f"{function} expects {name} of {dtype}, got {value.dtype}.")
+
+
+def check_floating(function: str, name: str, value: Tensor) -> None:
+    """Raise unless `value` has a floating-point dtype.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import checks
+        >>> checks.check_floating("center", "rewards", torch.tensor([1, 2]))
+        Traceback (most recent call last):
+        TypeError: center expects rewards of a floating-point dtype, got torch.int64.
+    """
+    if not value.is_floating_point():
+        raise TypeError(f"{function} expects {name} of a floating-point dtype, got {value.dtype}.")
+
+
+def check_finite(function: str, name: str, value: float) -> None:
+    """Raise unless `value` is a finite number.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_finite("penalty", "entropy", float("nan"))
+        Traceback (most recent call last):
+        ValueError: penalty expects a finite entropy, got nan.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"{function} expects a finite {name}, got {value}.")
+
+
+def check_count(function: str, name: str, value: int) -> None:
+    """Raise unless `value` is an integer above 0.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_count("grpo_step", "microbatch", 2.5)
+        Traceback (most recent call last):
+        ValueError: grpo_step expects microbatch to be an integer above 0, got 2.5.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{function} expects {name} to be an integer above 0, got {value!r}.")
+
+
+def check_callable(function: str, name: str, value: object, kind: str) -> None:
+    """Raise unless `value` can be called; `kind` says what it should be.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_callable("grpo", "correction", 3.0, "a function like truncated(3.0)")
+        Traceback (most recent call last):
+        TypeError: grpo expects correction to be a function like truncated(3.0), got 3.0.
+    """
+    if not callable(value):
+        raise TypeError(f"{function} expects {name} to be {kind}, got {value!r}.")
 
 
 def check_positive(function: str, name: str, value: float) -> None:

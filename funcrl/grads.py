@@ -61,7 +61,7 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
                 [0., 2.]])}
     """
     if chunk is not None:
-        checks.check_positive("per_sample_grad", "chunk", chunk)
+        checks.check_count("per_sample_grad", "chunk", chunk)
 
     def gradient(params: Params, sample: Any) -> Tree:
         return _value_and_grad(lambda p: (loss_fn(p, sample), ()), params)[1]
@@ -99,7 +99,7 @@ def summed_gradient(
         {'w': tensor([1., 1.])}
     """
     if microbatch is not None:
-        checks.check_positive("summed_gradient", "microbatch", microbatch)
+        checks.check_count("summed_gradient", "microbatch", microbatch)
     of_chunk = _batched(loss_fn) if per_sample is None else _transformed(loss_fn, per_sample)
 
     def gradient(params: Params, batch: Tree) -> Gradient:
@@ -171,7 +171,7 @@ def gradient_moments(
         GradientMoments(sum={'w': tensor([4., 4.])}, sum_square_norms=tensor(26.), num_samples=2)
     """
     if chunk is not None:
-        checks.check_positive("gradient_moments", "chunk", chunk)
+        checks.check_count("gradient_moments", "chunk", chunk)
 
     def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return loss_fn(params, sample), Metrics({}, {})

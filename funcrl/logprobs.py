@@ -96,7 +96,7 @@ def score(
                 [2.]])
     """
     if microbatch is not None:
-        checks.check_positive("score", "microbatch", microbatch)
+        checks.check_count("score", "microbatch", microbatch)
     mapped: Callable[..., TokenScores] = vmap(model_fn, in_dims=(None, 0))
     with torch.no_grad():
         parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]

@@ -116,7 +116,7 @@ def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     return cost
 
 
-KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
+_KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
     "k1": (k1, as_loss(k1)),
     "k2": (k2, as_loss(k2)),
     "k3": (k3, as_loss(k3)),
@@ -145,13 +145,12 @@ def penalty(
         Penalty(cost=tensor([-1.]), kl=())
     """
     checks.check_range("penalty", "kl", kl, 0.0, float("inf"))
-    largest = torch.finfo(torch.float32).max
-    checks.check_range("penalty", "entropy", entropy, -largest, largest)
+    checks.check_finite("penalty", "entropy", entropy)
     if callable(kl_estimator):
         estimator, kl_cost = kl_estimator, as_loss(kl_estimator)
     else:
-        checks.check_choice("penalty", "kl_estimator", kl_estimator, KL_COSTS)
-        estimator, kl_cost = KL_COSTS[kl_estimator]
+        checks.check_choice("penalty", "kl_estimator", kl_estimator, _KL_COSTS)
+        estimator, kl_cost = _KL_COSTS[kl_estimator]
 
     def penalty_fn(
         scores: TokenScores, behavior_logprobs: Tensor, ref_logprobs: Tensor | Absent
@@ -232,6 +231,11 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
 
 
 def _check_sample(scores: TokenScores, sample: Any) -> None:
+    if not isinstance(scores, TokenScores):
+        raise TypeError(
+            "policy_loss expects scores to be TokenScores(logprobs, entropy), as a model_fn "
+            f"returns them, got {type(scores).__name__}."
+        )
     checks.check_rank("policy_loss", "scores.logprobs", scores.logprobs, "T")
     shape = scores.logprobs.shape
     checks.check_shape("policy_loss", "scores.entropy", scores.entropy, "scores.logprobs", shape)

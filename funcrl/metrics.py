@@ -69,11 +69,12 @@ def describe_rollout(
     if rows[0] == 0:
         raise ValueError("describe_rollout expects at least one row, got an empty rollout.")
     lengths = rollout.mask.sum(dim=1).to(torch.float32)
-    groups = [rollout.rewards[rollout.group == index] for index in rollout.group.unique()]
+    total = _wide(rollout.rewards)
+    groups = [total[rollout.group == index] for index in rollout.group.unique()]
     deviations = torch.stack([_deviation(group) for group in groups])
     nonfinite = rollout.mask & ~rollout.behavior_logprobs.isfinite()
     values = {
-        "reward": rollout.rewards.mean(),
+        "reward": total.mean(),
         "reward_std": deviations.mean(),
         "frac_reward_zero_std": (deviations == 0).to(torch.float32).mean(),
         "completions/mean_length": lengths.mean(),
@@ -83,12 +84,17 @@ def describe_rollout(
     }
     for name, named in (rewards or {}).items():
         checks.check_shape("describe_rollout", f"rewards[{name!r}]", named, "rows", rows)
-        values[f"rewards/{name}/mean"] = named.mean()
-        values[f"rewards/{name}/std"] = _deviation(named)
+        values[f"rewards/{name}/mean"] = _wide(named).mean()
+        values[f"rewards/{name}/std"] = _deviation(_wide(named))
     if truncated is not None:
         checks.check_shape("describe_rollout", "truncated", truncated, "rows", rows)
         values["completions/clipped_ratio"] = truncated.to(torch.float32).mean()
     return {name: value.item() for name, value in values.items()}
+
+
+def _wide(rewards: Tensor) -> Tensor:
+    """Return integer or boolean rewards, or low-precision ones, in at least float32."""
+    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def _deviation(rewards: Tensor) -> Tensor:

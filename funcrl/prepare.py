@@ -50,7 +50,7 @@ def top_entropy(fraction: float) -> PrepareFn:
     return prepare
 
 
-def correct(correction: CorrectionFn) -> PrepareFn:
+def recenter(correction: CorrectionFn) -> PrepareFn:
     """Return the function that makes the current policy the one the ratio is taken against.
 
     For several optimizer steps on one rollout, before the first: advantages are multiplied by the
@@ -58,7 +58,8 @@ def correct(correction: CorrectionFn) -> PrepareFn:
     log-probabilities take the place of the generator's (decoupled PPO, arXiv:2110.00641). The
     first step's policy gradient is then what `correction=` in the algorithm gives. From here on
     the metrics under `sampling/`, and the weights of the "+" KL penalties, speak of the policy at
-    this moment and no longer of the generator.
+    this moment and no longer of the generator. As `grpo_step(prepare=...)` it recentres at every
+    step; for several steps call it yourself, once.
 
     Args:
         correction: such as `funcrl.ratios.truncated(3.0)`.
@@ -70,7 +71,7 @@ def correct(correction: CorrectionFn) -> PrepareFn:
         ...     mask=torch.tensor([[False, True]]), behavior_logprobs=torch.tensor([[0.0, -2.0]]),
         ...     advantages=torch.tensor([[0.0, 1.0]]), token_weights=torch.ones(1, 2))
         >>> scores = funcrl.TokenScores(torch.tensor([[0.0, -1.0]]), torch.zeros(1, 2))
-        >>> corrected = funcrl.correct(funcrl.ratios.truncated(2.0))(scores, batch)
+        >>> corrected = funcrl.recenter(funcrl.ratios.truncated(2.0))(scores, batch)
         >>> corrected.advantages, corrected.behavior_logprobs
         (tensor([[0., 2.]]), tensor([[ 0., -1.]]))
     """
@@ -78,7 +79,7 @@ def correct(correction: CorrectionFn) -> PrepareFn:
     def prepare(scores: TokenScores, batch: Rows) -> Rows:
         behavior = batch.behavior_logprobs
         checks.check_shape(
-            "correct", "scores.logprobs", scores.logprobs, "batch.mask", batch.mask.shape
+            "recenter", "scores.logprobs", scores.logprobs, "batch.mask", batch.mask.shape
         )
         kept = batch.mask & behavior.isfinite()
         log_ratio = torch.where(kept, scores.logprobs - behavior, 0.0)

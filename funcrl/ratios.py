@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl import checks, numerics
 from funcrl.types import Absent, CorrectionFn, Ratio, RatioFn
 
-LEVELS = ("token", "sequence")
+_LEVELS = ("token", "sequence")
 
 
 def token(
@@ -56,7 +56,7 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
     Instead of clipping against it, the surrogate's ratio is taken against the current policy,
     where it is 1 and carries the gradient, and a bounded, constant importance weight multiplies
     the advantage: truncated importance sampling. It is meant for one optimizer step a rollout;
-    with several, `funcrl.correct_batch` puts both into the batch once, before the first.
+    with several, `funcrl.recenter` puts both into the batch once, before the first.
 
     Example:
         >>> import torch, funcrl
@@ -127,7 +127,7 @@ def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> Cor
 
 
 def _importance(function: str, level: str) -> CorrectionFn:
-    checks.check_choice(function, "level", level, LEVELS)
+    checks.check_choice(function, "level", level, _LEVELS)
 
     def by_token(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
         del mask, segment_ids

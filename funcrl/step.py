@@ -75,6 +75,9 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
+    _check_arguments(model_fn, algorithm, optimizer, per_sample, prepare)
+    if microbatch is not None:
+        checks.check_count("grpo_step", "microbatch", microbatch)
     algorithm = grpo() if algorithm is None else algorithm
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
@@ -87,8 +90,9 @@ def grpo_step(
 
     def init(params: Params, seed: int = 0) -> TrainState:
         _check_params(params)
-        # Leaves of an nn.Module require grad; a state that did would keep every past step alive.
-        params = tree.map(torch.Tensor.detach, params)
+        # A copy, so that nobody else's update of a module changes the state; detached, because
+        # a state of leaves that require grad would keep every past step alive.
+        params = tree.map(lambda leaf: leaf.detach().clone(), params)
         device = tree.leaves(params)[0].device
         return TrainState(
             params=params,
@@ -103,28 +107,55 @@ def grpo_step(
         if prepare is not None:
             batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
         grads_, loss, token_sums = gradient(state.params, batch)
-        metrics = _report(loss, token_sums, batch)
-        # The same number on every rank, so that the largest is that number.
-        metrics.maxes["grad_norm"] = tree.global_norm(grads_)
-        learning_rate = optim.current_learning_rate(state.opt_state)
-        if not isinstance(learning_rate, tuple):
-            metrics.maxes["learning_rate"] = learning_rate
+        grad_norm = tree.global_norm(grads_)
         updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
         del grads_  # not alive beside the new parameters
-        metrics.maxes["num_skipped_updates"] = opt_state.num_skipped
         params = optim.apply_updates(state.params, updates)
+        # The same number on every rank, so that the largest is that number.
+        replicated = {"grad_norm": grad_norm, "num_skipped_updates": opt_state.num_skipped}
+        learning_rate = optim.current_learning_rate(state.opt_state)
+        if not isinstance(learning_rate, tuple):
+            replicated["learning_rate"] = learning_rate
+        metrics = _report(loss, token_sums, batch, replicated)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)
 
 
-def _report(loss: Tensor, token_sums: Metrics, batch: Rows) -> Metrics:
-    """Return the means over trained tokens, the loss, and what was counted."""
+def _report(
+    loss: Tensor, token_sums: Metrics, batch: Rows, replicated: dict[str, Tensor]
+) -> Metrics:
+    """Return the means over trained tokens, the loss, what was counted, and what is given."""
     finite = batch.behavior_logprobs.isfinite()
     num_tokens = (batch.mask & finite).sum()
     means = token_means(token_sums, num_tokens)
     counts = {"loss": loss, "num_tokens": num_tokens, "num_nonfinite_logprobs": (~finite).sum()}
-    return Metrics(means.sums | counts, dict(means.maxes))
+    return Metrics(means.sums | counts, means.maxes | replicated)
+
+
+def _check_arguments(
+    model_fn: Any, algorithm: Any, optimizer: Any, per_sample: Any, prepare: Any
+) -> None:
+    """Refuse what would fail only in the first update, or not at all."""
+    if isinstance(model_fn, torch.nn.Module):
+        raise TypeError(
+            "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
+            f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
+        )
+    checks.check_callable("grpo_step", "model_fn", model_fn, "a function (params, sample)")
+    if not isinstance(algorithm, Algorithm | None):
+        raise TypeError(
+            f"grpo_step expects algorithm to be an Algorithm such as funcrl.grpo(), "
+            f"got {algorithm!r}."
+        )
+    if not isinstance(optimizer, GradientTransformation | None):
+        raise TypeError(
+            f"grpo_step expects optimizer to be a GradientTransformation such as "
+            f"funcrl.optim.adamw(1e-6), got {optimizer!r}."
+        )
+    for name, value in (("per_sample", per_sample), ("prepare", prepare)):
+        if value is not None:
+            checks.check_callable("grpo_step", name, value, "a function")
 
 
 def _check_params(params: Params) -> None:

@@ -34,22 +34,31 @@ def centered(rewards: Tensor, group: Tensor, i: int) -> Tensor:
     return rewards[i] - mean([rewards[j] for j in members(group, i)])
 
 
+def scaled_by_batch(rewards: Tensor, group: Tensor, i: int, eps: float = 1e-6) -> Tensor:
+    center = mean(list(rewards))
+    deviation = (sum((r - center) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    return centered(rewards, group, i) / (deviation + eps)
+
+
 def left_out(rewards: Tensor, group: Tensor, i: int) -> Tensor:
     return rewards[i] - mean([rewards[j] for j in members(group, i) if j != i])
 
 
 def ppo(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    bounded = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
-    return min(ratio * advantage, bounded * advantage)
-
-
-def ppo_differentiable(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """The same by cases, so that the gradient of each case is plain."""
+    """min(r A, clip(r) A) by cases, so that the gradient of each case is plain."""
     if advantage > 0 and ratio > 1 + high:
         return (1 + high) * advantage
     if advantage < 0 and ratio < 1 - low:
         return (1 - low) * advantage
     return ratio * advantage
+
+
+def k1(logprob: Tensor, ref: Tensor) -> Tensor:
+    return logprob - ref
+
+
+def k2(logprob: Tensor, ref: Tensor) -> Tensor:
+    return (logprob - ref) ** 2 / 2
 
 
 def k3(logprob: Tensor, ref: Tensor) -> Tensor:
@@ -78,15 +87,29 @@ class Inputs:
         return self.logprobs.sum() * 0
 
 
-def grpo(x: Inputs, low=0.2, high=0.2, kl=0.0, entropy=0.0) -> Tensor:
+def grpo(
+    x: Inputs, low=0.2, high=0.2, kl=0.0, entropy=0.0, estimator=k3, advantage=standardized
+) -> Tensor:
     objective = x.zero()
     for i in x.sequences:
-        advantage = standardized(x.rewards, x.group, i)
         for t in x.rows[i]:
-            term = ppo_differentiable(x.ratio(i, t), advantage, low, high)
-            term = term - kl * k3(x.logprobs[i, t], x.ref[i, t]) + entropy * x.entropy[i, t]
+            term = ppo(x.ratio(i, t), advantage(x.rewards, x.group, i), low, high)
+            term = term - kl * estimator(x.logprobs[i, t], x.ref[i, t]) + entropy * x.entropy[i, t]
             objective = objective + term / len(x.rows[i]) / len(x.sequences)
     return -objective
+
+
+def grpo_with_kl_gradient(x: Inputs, kl: float, estimator) -> Tensor:
+    """Costs ratio * estimate, with the gradient ratio * (log pi - log ref) * grad log pi."""
+    cost = x.zero()
+    for i in x.sequences:
+        for t in x.rows[i]:
+            ratio = x.ratio(i, t).detach()
+            value = estimator(x.logprobs[i, t], x.ref[i, t]).detach()
+            slope = (x.logprobs[i, t] - x.ref[i, t]).detach()
+            moving = slope * (x.logprobs[i, t] - x.logprobs[i, t].detach())
+            cost = cost + kl * ratio * (value + moving) / len(x.rows[i]) / len(x.sequences)
+    return grpo(x) + cost
 
 
 def dr_grpo(x: Inputs, length=512.0) -> Tensor:
@@ -94,48 +117,49 @@ def dr_grpo(x: Inputs, length=512.0) -> Tensor:
     for i in x.sequences:
         advantage = centered(x.rewards, x.group, i)
         for t in x.rows[i]:
-            term = ppo_differentiable(x.ratio(i, t), advantage, 0.2, 0.2)
+            term = ppo(x.ratio(i, t), advantage, 0.2, 0.2)
             objective = objective + term / length / len(x.sequences)
     return -objective
 
 
-def dapo(x: Inputs) -> Tensor:
+def dapo(x: Inputs, dual=float("inf"), advantage=standardized) -> Tensor:
     objective = x.zero()
     for i in x.sequences:
-        advantage = standardized(x.rewards, x.group, i)
+        own = advantage(x.rewards, x.group, i)
         for t in x.rows[i]:
-            objective = objective + ppo_differentiable(x.ratio(i, t), advantage, 0.2, 0.28)
+            bounded = own < 0 and x.ratio(i, t) > dual
+            term = dual * own if bounded else ppo(x.ratio(i, t), own, 0.2, 0.28)
+            objective = objective + term
     return -objective / x.num_tokens
 
 
-def gspo(x: Inputs, low=3e-4, high=4e-4) -> Tensor:
+def gspo(x: Inputs, low=3e-4, high=4e-4, advantage=standardized) -> Tensor:
     objective = x.zero()
     for i in x.sequences:
         log_ratio = sum(x.logprobs[i, t] - x.behavior[i, t] for t in x.rows[i])
         ratio = torch.exp(log_ratio / len(x.rows[i]))
-        advantage = standardized(x.rewards, x.group, i)
-        objective = objective + ppo_differentiable(ratio, advantage, low, high)
+        objective = objective + ppo(ratio, advantage(x.rewards, x.group, i), low, high)
     return -objective / len(x.sequences)
 
 
-def cispo(x: Inputs, low=1.0, high=4.0) -> Tensor:
+def cispo(x: Inputs, low=1.0, high=4.0, advantage=standardized) -> Tensor:
     objective = x.zero()
     for i in x.sequences:
-        advantage = standardized(x.rewards, x.group, i)
+        own = advantage(x.rewards, x.group, i)
         for t in x.rows[i]:
             weight = min(max(x.ratio(i, t).item(), 1 - low), 1 + high)
-            objective = objective + weight * advantage * x.logprobs[i, t]
+            objective = objective + weight * own * x.logprobs[i, t]
     return -objective / x.num_tokens
 
 
-def sapo(x: Inputs, positive=1.0, negative=1.05) -> Tensor:
+def sapo(x: Inputs, positive=1.0, negative=1.05, advantage=standardized) -> Tensor:
     objective = x.zero()
     for i in x.sequences:
-        advantage = standardized(x.rewards, x.group, i)
-        tau = positive if advantage > 0 else negative
+        own = advantage(x.rewards, x.group, i)
+        tau = positive if own > 0 else negative
         for t in x.rows[i]:
             gate = 1 / (1 + torch.exp(-tau * (x.ratio(i, t) - 1))) * 4 / tau
-            objective = objective + gate * advantage / len(x.rows[i]) / len(x.sequences)
+            objective = objective + gate * own / len(x.rows[i]) / len(x.sequences)
     return -objective
 
 
@@ -161,7 +185,7 @@ def dual_clip(x: Inputs, c=3.0) -> Tensor:
         advantage = standardized(x.rewards, x.group, i)
         for t in x.rows[i]:
             ratio = x.ratio(i, t)
-            term = ppo_differentiable(ratio, advantage, 0.2, 0.2)
+            term = ppo(ratio, advantage, 0.2, 0.2)
             if advantage < 0 and ratio > c:
                 term = c * advantage
             objective = objective + term / len(x.rows[i]) / len(x.sequences)

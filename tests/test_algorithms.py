@@ -19,6 +19,16 @@ PAPERS = {
     ),
     "grpo, clip-higher": (funcrl.grpo(clip=(0.1, 0.3)), lambda x: oracles.grpo(x, 0.1, 0.3)),
     "grpo, dual clip": (funcrl.grpo(dual_clip=1.3), lambda x: oracles.dual_clip(x, 1.3)),
+    "grpo, by sequence": (
+        funcrl.grpo(level="sequence", clip=(0.05, 0.1)),
+        lambda x: oracles.gspo(x, 0.05, 0.1),
+    ),
+    "dapo, dual clip": (funcrl.dapo(dual_clip=1.3), lambda x: oracles.dapo(x, dual=1.3)),
+    "dr_grpo, its length": (funcrl.dr_grpo(length=7), lambda x: oracles.dr_grpo(x, 7.0)),
+    "sapo, its temperatures": (
+        funcrl.sapo(temperature=(0.5, 3.0)),
+        lambda x: oracles.sapo(x, 0.5, 3.0),
+    ),
     "dr_grpo": (funcrl.dr_grpo(), oracles.dr_grpo),
     "dapo": (funcrl.dapo(), oracles.dapo),
     "gspo": (funcrl.gspo(), oracles.gspo),
@@ -29,6 +39,24 @@ PAPERS = {
     "rloo": (funcrl.rloo(), oracles.rloo),
     "reinforce": (funcrl.reinforce(), oracles.reinforce),
 }
+for _name in ("grpo", "dapo", "gspo", "cispo", "sapo"):
+    for _scale, _advantage in (("none", oracles.centered), ("batch", oracles.scaled_by_batch)):
+        PAPERS[f"{_name}, scaled by {_scale}"] = (
+            getattr(funcrl, _name)(scale_rewards=_scale),
+            lambda x, name=_name, advantage=_advantage: getattr(oracles, name)(
+                x, advantage=advantage
+            ),
+        )
+for _estimator in ("k1", "k2", "k3"):
+    PAPERS[f"grpo, {_estimator}"] = (
+        funcrl.grpo(kl=0.3, kl_estimator=_estimator),
+        lambda x, name=_estimator: oracles.grpo(x, kl=0.3, estimator=getattr(oracles, name)),
+    )
+for _estimator in ("k1", "k3"):
+    PAPERS[f"grpo, {_estimator}+"] = (
+        funcrl.grpo(kl=0.3, kl_estimator=f"{_estimator}+"),
+        lambda x, name=_estimator: oracles.grpo_with_kl_gradient(x, 0.3, getattr(oracles, name)),
+    )
 for _level in ("token", "sequence"):
     for _bound in ("truncated", "masked"):
         PAPERS[f"grpo, {_bound} by {_level}"] = (
@@ -189,6 +217,46 @@ def test_clip_of_hand_computed_numbers():
     assert metrics.sums["entropy"] == 6
 
 
+def clip_metrics(algorithm, ratio, advantages):
+    count = len(ratio)
+    logprobs = torch.tensor([1.0, *ratio], dtype=torch.float64).log() - 3
+    sample = funcrl.Batch(
+        tokens=torch.zeros(count + 1, dtype=torch.int64),
+        positions=torch.arange(count + 1),
+        mask=torch.arange(count + 1) > 0,
+        behavior_logprobs=torch.full((count + 1,), -3.0, dtype=torch.float64),
+        advantages=torch.tensor([0.0, *advantages], dtype=torch.float64),
+        token_weights=torch.ones(count + 1, dtype=torch.float64),
+    )
+    scores = funcrl.TokenScores(logprobs, torch.zeros_like(logprobs))
+    sums = funcrl.policy_loss(algorithm, scores, sample)[1].sums
+    return [sums[f"clip_ratio/{side}_mean"].item() for side in ("low", "high", "region")]
+
+
+def test_clip_metrics_by_hand():
+    # PPO stops a gradient only on the side that the advantage pushes to: 0.5 at A < 0 is low,
+    # 1.5 at A > 0 is high (twice), 0.5 at A > 0 and 4 at A < 0 are neither.
+    ratio, advantages = [0.5, 1.5, 1.5, 0.5, 4.0], [-1.0, 1.0, 1.0, 1.0, -1.0]
+    assert clip_metrics(funcrl.grpo(), ratio, advantages) == [1, 2, 3]
+    # Dual clip stops the last one, too.
+    assert clip_metrics(funcrl.grpo(dual_clip=3.0), ratio, advantages) == [1, 3, 4]
+    # CISPO bounds the weight whatever the advantage: below 0.9 twice, above 1.1 three times.
+    assert clip_metrics(funcrl.cispo(clip=(0.1, 0.1)), ratio, advantages) == [2, 3, 5]
+    assert clip_metrics(funcrl.sapo(), ratio, advantages) == [0, 0, 0]
+
+
+def test_the_reported_kl_is_the_estimator():
+    case = random_case(0)
+    for name in ("k1", "k2", "k3"):
+        algorithm = funcrl.grpo(kl=0.1, kl_estimator=name)
+        step = funcrl.grpo_step(table_model, algorithm=algorithm)
+        _, metrics = step(step.init(case.params), batch_of(case, algorithm))
+        values = getattr(funcrl.losses, name)
+        mask = case.rollout.mask
+        expected = values(case.params["logprobs"][mask], case.ref_logprobs[mask]).mean()
+        assert abs(metrics.sums["kl"] - expected) <= 1e-14
+
+
 def test_kl_of_hand_computed_numbers():
     # pi = 1/2, ref = 1/4: k1 = log 2, k2 = (log 2)^2 / 2, k3 = 1/2 - 1 + log 2.
     logprobs, ref = torch.tensor([0.5]).double().log(), torch.tensor([0.25]).double().log()
@@ -199,7 +267,9 @@ def test_kl_of_hand_computed_numbers():
 
 
 def test_tunables_are_refused_by_name():
-    with pytest.raises(TypeError, match="dapo expects its own arguments or kl, .* got 'beta'"):
+    with pytest.raises(
+        TypeError, match="dapo expects the arguments of its signature or kl, .* got 'beta'"
+    ):
         funcrl.dapo(beta=0.1)
     with pytest.raises(ValueError, match="kl_estimator to be one of 'k1'.*got 'k9'"):
         funcrl.grpo(kl_estimator="k9")
@@ -211,6 +281,12 @@ def test_tunables_are_refused_by_name():
         funcrl.grpo(dual_clip=1.0)
     with pytest.raises(ValueError, match="0.0 <= low <= 1.0, got -0.1"):
         funcrl.grpo(clip=(-0.1, 0.2))
+    with pytest.raises(TypeError, match="grpo expects clip to be a pair of numbers, got 0.2"):
+        funcrl.grpo(clip=0.2)
+    with pytest.raises(TypeError, match="sapo expects temperature to be a pair of numbers"):
+        funcrl.sapo(temperature=(1.0, 2.0, 3.0))
+    with pytest.raises(TypeError, match="rloo expects correction to be a function such as"):
+        funcrl.rloo(correction=3.0)
     case, algorithm = random_case(), funcrl.grpo(kl=0.1)
     batch = funcrl.collate(case.rollout, algorithm)
     with pytest.raises(ValueError, match="expects ref_logprobs in the batch"):

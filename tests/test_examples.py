@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import pytest
 
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import first_policy
 
 
+@pytest.mark.slow
 def test_the_first_policy_learns(tmp_path):
     config = first_policy.Config(steps=60, learning_rate=2e-3, out=tmp_path)
     history = first_policy.main(config)

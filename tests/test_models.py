@@ -228,6 +228,26 @@ def test_packed_rows_need_a_model_that_takes_attend():
         funcrl.logprob_fn(model)({"weight": torch.zeros(11, 11)}, row)
 
 
+def test_the_temperature_is_that_of_sampling():
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    sample = funcrl.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
+    logits = funcrl.functional(model)(params, *sample)
+    got = funcrl.logprob_fn(model, temperature=2.0)(params, sample)
+    expected = (logits[:-1] / 2).log_softmax(-1).gather(-1, sample.tokens[1:, None]).squeeze(-1)
+    assert torch.allclose(got.logprobs[1:], expected, atol=1e-14)
+
+
+def test_initial_deviations():
+    model = funcrl.models.Transformer(funcrl.models.TransformerConfig(num_layers=2))
+    params = funcrl.init_params(model, seed=0)
+    # 128 x 128 normal numbers: their deviation is within 5 / sqrt(2 * 16384) = 2.8% of the true.
+    assert params["blocks.0.attention.q.weight"].std().item() == pytest.approx(0.02, rel=0.03)
+    for name in ("attention.o", "mlp.down"):
+        leaf = params[f"blocks.1.{name}.weight"]
+        assert leaf.std().item() == pytest.approx(0.02 / 2, rel=0.03)
+
+
 def test_configs_are_refused():
     config = funcrl.models.TransformerConfig
     with pytest.raises(ValueError, match="num_kv_heads to divide num_heads=4, got 3"):

@@ -80,22 +80,27 @@ def test_sgd_equals_torch(options):
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torch(adjust, nesterov):
-    # torch iterates in bfloat16 as well: the same operations on the same bits. One step at a
-    # time, because a last-bit difference before a rounding to bfloat16 need not stay small.
+    # torch iterates in bfloat16 as well: the same operations on the same bits. Both start each
+    # step from the same parameters, because a last bit before a rounding to bfloat16 can grow;
+    # the running means are each one's own over all 20 steps.
     params = start()
     tx = optim.muon(0.02, adjust=adjust, nesterov=nesterov)
-    for step in range(5):
+    state = tx.init(params)
+    leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+    reference = torch.optim.Muon(
+        list(leaves.values()), lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov
+    )
+    for step in range(20):
         grads = gradients(step, params)
-        leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
-        reference = torch.optim.Muon(
-            list(leaves.values()), lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov
-        )
         for name, leaf in leaves.items():
             leaf.grad = grads[name]
         reference.step()
-        updates, _ = tx.update(grads, tx.init(params), params)
+        updates, state = tx.update(grads, state, params)
         params = optim.apply_updates(params, updates)
         check_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-12)
+        with torch.no_grad():
+            for name, leaf in leaves.items():
+                leaf.copy_(params[name])
 
 
 def test_newton_schulz_orthogonalizes():
@@ -137,6 +142,9 @@ def test_weight_decay_mask():
         updates, _ = tx.update(zero, tx.init(params), params)
         assert updates["w"].item() == pytest.approx(-0.05)
         assert updates["b"].item() == 0.0
+        tx = optim.sgd(0.5, weight_decay=0.1, mask=mask)
+        updates, _ = tx.update(zero, tx.init(params), params)
+        assert (updates["w"].item(), updates["b"].item()) == (pytest.approx(-0.05), 0.0)
     with pytest.raises(ValueError, match="masked expects trees of one structure, got 'b'"):
         optim.masked(optim.sgd(0.1), {"w": True}).init(params)
 
@@ -291,7 +299,11 @@ def test_refusals():
         optim.apply_updates({"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)})
     with pytest.raises(ValueError, match="adjust to be one of 'original', 'match_rms_adamw'"):
         optim.muon(0.1, adjust="best")
-    with pytest.raises(ValueError, match="warmup expects steps > 0"):
+    with pytest.raises(ValueError, match="trace expects 0.0 <= momentum <= 1.0, got 2.0"):
+        optim.sgd(0.1, momentum=2.0)
+    with pytest.raises(ValueError, match="cosine expects 0.0 <= initial <= inf, got -1"):
+        optim.cosine(-1, 0.0, 5)
+    with pytest.raises(ValueError, match="warmup expects steps to be an integer above 0"):
         optim.warmup(0, then=optim.constant(1.0))
 
 

@@ -33,6 +33,7 @@ MODULES = {
     "surrogates": surrogates, "tree": tree,
 }  # fmt: skip
 
+torch.manual_seed(0)  # the inputs below
 CASE = random_case(1)
 ROLLOUT, TABLE, REF = CASE
 BATCH = tiny_batch()
@@ -119,7 +120,7 @@ TABLE_OF_CALLS = {
     "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
     "grads.num_rows": (lambda b: grads.num_rows("f", b), (BATCH,)),
     "grads.split_rows": (lambda b: list(grads.split_rows("f", b, 4)), (BATCH,)),
-    "correct": (funcrl.correct(ratios.truncated(2.0)), (SCORES, COLLATED)),
+    "recenter": (funcrl.recenter(ratios.truncated(2.0)), (SCORES, COLLATED)),
     "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
     "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
@@ -200,6 +201,10 @@ TABLE_OF_CALLS = {
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),
     "checks.check_dtype": (lambda x: checks.check_dtype("f", "x", x, torch.float64), (T[0],)),
+    "checks.check_floating": (lambda x: checks.check_floating("f", "x", x), (T[0],)),
+    "checks.check_finite": (lambda: checks.check_finite("f", "x", 1.0), ()),
+    "checks.check_count": (lambda: checks.check_count("f", "x", 1), ()),
+    "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),
     "checks.check_positive": (lambda: checks.check_positive("f", "x", 1.0), ()),
     "checks.check_range": (lambda: checks.check_range("f", "x", 1.0, 0.0, 2.0), ()),
     "checks.check_choice": (lambda: checks.check_choice("f", "x", 1, (1, 2)), ()),

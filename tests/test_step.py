@@ -285,6 +285,13 @@ def test_parameters_of_a_module_do_not_tie_steps_together():
     assert not any(leaf.requires_grad for leaf in tree.leaves((state, metrics)))
 
 
+def cell_model(params, sample):
+    """Each token is the number of its cell in the table, wherever it lies."""
+    return funcrl.TokenScores(
+        *(params[name].reshape(-1).index_select(0, sample.tokens) for name in table_params(BATCH))
+    )
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_packing_does_not_change_the_loss(name):
     """A table that a packed row reads by its own indices: the same tokens, laid end to end."""
@@ -293,11 +300,6 @@ def test_packing_does_not_change_the_loss(name):
     rows, length = case.rollout.mask.shape
     cells = torch.arange(rows * length).reshape(rows, length)
     rollout = case.rollout._replace(tokens=cells)
-
-    def cell_model(params, sample):
-        return funcrl.TokenScores(
-            *(params[n].reshape(-1).index_select(0, sample.tokens) for n in ("logprobs", "entropy"))
-        )
 
     step = funcrl.grpo_step(cell_model, algorithm=algorithm, optimizer=optim.sgd(1.0))
     state = step.init(case.params)
@@ -311,19 +313,107 @@ def test_packing_does_not_change_the_loss(name):
         funcrl.grpo_step(cell_model, per_sample=lambda g: g)(state, packed)
 
 
-def test_prepare_corrects_once_for_several_steps():
-    """The first step after `correct` is that of `correction=`; later ratios are against it."""
-    correction = funcrl.ratios.truncated(1.1)
+CORRECTION = funcrl.ratios.masked(1.5, floor=0.5, level="sequence")
+
+
+def holed_case():
+    """A rollout with one generator value missing, and junk for the policy outside the mask."""
     case = random_case(5)
-    corrected = funcrl.grpo(correction=correction)
+    row, t = [int(x) for x in case.rollout.mask.nonzero()[2]]
+    behavior = case.rollout.behavior_logprobs.clone()
+    behavior[row, t] = torch.nan
+    outside = ~case.rollout.mask
+    params = {name: leaf.masked_fill(outside, -50.0) for name, leaf in case.params.items()}
+    return case._replace(rollout=case.rollout._replace(behavior_logprobs=behavior), params=params)
+
+
+def test_recentering_gives_the_first_step_of_a_correction():
+    case = holed_case()
+    corrected = funcrl.grpo(correction=CORRECTION)
     inside = funcrl.grpo_step(table_model, algorithm=corrected, optimizer=optim.sgd(1.0))
     before = funcrl.grpo_step(
-        table_model, optimizer=optim.sgd(1.0), prepare=funcrl.correct(correction)
+        table_model, optimizer=optim.sgd(1.0), prepare=funcrl.recenter(CORRECTION)
     )
     batch = funcrl.collate(case.rollout, corrected)
     expected, _ = inside(inside.init(case.params), batch)
-    got, _ = before(before.init(case.params), batch)
+    got, metrics = before(before.init(case.params), batch)
     assert close(got, expected, 1e-14)
+    assert not equal(got.params, case.params)
+    assert metrics.sums["num_nonfinite_logprobs"] == 1
+    assert metrics.sums["sampling/importance_sampling_ratio/mean"] == 1
+
+
+def test_recentering_a_packed_batch_goes_by_segments():
+    case = holed_case()
+    rows, length = case.rollout.mask.shape
+    rollout = case.rollout._replace(tokens=torch.arange(rows * length).reshape(rows, length))
+    step = funcrl.grpo_step(
+        cell_model, optimizer=optim.sgd(1.0), prepare=funcrl.recenter(CORRECTION)
+    )
+    state = step.init(case.params)
+    expected, _ = step(state, funcrl.collate(rollout, funcrl.grpo()))
+    got, _ = step(state, funcrl.pack(rollout, funcrl.grpo(), length=17))
+    assert close(got, expected, 1e-14)
+
+
+def test_top_entropy_leaves_the_penalty_alone():
+    """Only the policy gradient of the other tokens goes; weights and KL stay."""
+    case = random_case(6)
+    algorithm = funcrl.grpo(kl=0.1)
+    batch = funcrl.collate(case.rollout, algorithm, case.ref_logprobs)
+    scores = funcrl.TokenScores(case.params["logprobs"], case.params["entropy"])
+    prepared = funcrl.top_entropy(0.3)(scores, batch)
+    assert torch.equal(prepared.token_weights, batch.token_weights)
+    assert 0 < (prepared.advantages != 0).sum() < (batch.advantages != 0).sum()
+    step = funcrl.grpo_step(table_model, algorithm=algorithm, prepare=funcrl.top_entropy(0.0))
+    _, metrics = step(step.init(case.params), batch)
+    kl = funcrl.losses.k3(case.params["logprobs"][batch.mask], case.ref_logprobs[batch.mask])
+    expected = 0.1 * (kl * batch.token_weights[batch.mask]).sum()
+    assert abs(metrics.sums["loss"] - expected) <= 1e-14
+
+
+def test_a_batch_that_collate_did_not_make():
+    """Its weights are its maker's affair, but no NaN comes through, and it is counted."""
+    batch = funcrl.collate(random_case(3).rollout, funcrl.grpo())
+    row, t = [int(x) for x in batch.mask.nonzero()[0]]
+    behavior = batch.behavior_logprobs.clone()
+    behavior[row, t] = torch.inf
+    mask = batch.mask.clone()
+    mask[row, t] = False
+    step = funcrl.grpo_step(table_model, optimizer=optim.sgd(1.0))
+    state = step.init(random_case(3).params)
+    got, metrics = step(state, batch._replace(behavior_logprobs=behavior))
+    expected, _ = step(state, batch._replace(mask=mask))
+    assert equal(got, expected)
+    assert metrics.sums["num_tokens"] == mask.sum()
+    assert metrics.sums["num_nonfinite_logprobs"] == 1
+
+
+def test_the_state_is_a_copy():
+    module = torch.nn.Linear(2, 2)
+    state = funcrl.grpo_step(table_model).init(dict(module.named_parameters()))
+    before = tree.map(torch.clone, state)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert equal(state, before)
+
+
+def test_bad_arguments_are_refused_at_once():
+    with pytest.raises(TypeError, match="got the module Linear; make one by funcrl.logprob_fn"):
+        funcrl.grpo_step(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="algorithm to be an Algorithm such as funcrl.grpo"):
+        funcrl.grpo_step(MODEL_FN, algorithm=funcrl.dapo)
+    with pytest.raises(TypeError, match="optimizer to be a GradientTransformation such as"):
+        funcrl.grpo_step(MODEL_FN, optimizer=torch.optim.AdamW)
+    with pytest.raises(TypeError, match="per_sample to be a function, got 1.0"):
+        funcrl.grpo_step(MODEL_FN, per_sample=1.0)
+    with pytest.raises(TypeError, match="prepare to be a function, got 0.2"):
+        funcrl.grpo_step(MODEL_FN, prepare=0.2)
+    step = funcrl.grpo_step(lambda params, sample: params["norm.weight"])
+    with pytest.raises(
+        TypeError, match=r"scores to be TokenScores\(logprobs, entropy\), .* Tensor"
+    ):
+        step(step.init(PARAMS), BATCH)
 
 
 def test_bad_batches_are_refused_by_name():
@@ -347,7 +437,9 @@ def test_bad_batches_are_refused_by_name():
         step.init({"w": torch.zeros(2, device="meta")})
     with pytest.raises(ValueError, match="got none for 'norm.weight'"):
         step(step.init({k: v for k, v in PARAMS.items() if k != "norm.weight"}), BATCH)
-    with pytest.raises(ValueError, match="summed_gradient expects microbatch > 0, got 0"):
+    with pytest.raises(
+        ValueError, match="grpo_step expects microbatch to be an integer above 0, got 0"
+    ):
         funcrl.grpo_step(MODEL_FN, microbatch=0)
 
 
@@ -366,6 +458,11 @@ def test_bad_rollouts_are_refused_by_name():
         funcrl.collate(funcrl.Rollout(*(field[:0] for field in rollout)), funcrl.grpo())
     with pytest.raises(ValueError, match="rollout.rewards of the shape of rollout's rows"):
         funcrl.collate(rollout._replace(rewards=rollout.rewards[:3]), funcrl.grpo())
+    skewed = funcrl.grpo(weight=lambda mask, dtype: torch.ones((), dtype=dtype))
+    with pytest.raises(ValueError, match=r"algorithm.weight\(...\) of the shape of rollout.mask"):
+        funcrl.collate(rollout, skewed)
+    with pytest.raises(TypeError, match="rollout.tokens of torch.int64, got torch.float32"):
+        funcrl.collate(rollout._replace(tokens=rollout.tokens.float()), funcrl.grpo())
     with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
         funcrl.pack(rollout, funcrl.grpo(), length=3)
     with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):

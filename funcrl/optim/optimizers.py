@@ -95,7 +95,6 @@ def sgd(
         >>> tx.update({"w": torch.ones(1)}, tx.init({"w": torch.ones(1)}), {"w": torch.ones(1)})[0]
         {'w': tensor([-0.5000])}
     """
-    checks.check_range("sgd", "momentum", momentum, 0.0, 1.0)
     if nesterov and not momentum:
         raise ValueError(f"sgd(nesterov=True) expects momentum > 0, got {momentum}.")
     links = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
@@ -205,6 +204,8 @@ def trace(
         {'w': tensor([1.5000])}
     """
 
+    checks.check_range("trace", "momentum", momentum, 0.0, 1.0)
+
     def init(params: Params) -> TraceState:
         return TraceState(tree.zeros_like(params, moment_dtype))
 
@@ -288,6 +289,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
         >>> funcrl.optim.newton_schulz(torch.diag(torch.tensor([9.0, 1.0]))).diagonal() > 0.6
         tensor([True, True])
     """
+    checks.check_rank("newton_schulz", "matrix", matrix, "MN")
     a, b, c = 3.4445, -4.7750, 2.0315
     # On the side of the smaller Gram matrix.
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix

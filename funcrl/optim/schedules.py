@@ -20,6 +20,7 @@ def constant(value: float) -> Schedule:
         >>> funcrl.optim.constant(0.5)(torch.tensor(3))
         tensor(0.5000, dtype=torch.float64)
     """
+    checks.check_range("constant", "value", value, 0.0, math.inf)
     return lambda count: torch.full_like(count, value, dtype=torch.float64)
 
 
@@ -31,7 +32,7 @@ def linear(initial: float, final: float, steps: int) -> Schedule:
         >>> funcrl.optim.linear(1.0, 0.0, steps=4)(torch.tensor(1))
         tensor(0.7500, dtype=torch.float64)
     """
-    checks.check_positive("linear", "steps", steps)
+    _check_line("linear", initial, final, steps)
     return lambda count: initial + (final - initial) * _progress(count, steps)
 
 
@@ -45,7 +46,7 @@ def cosine(initial: float, final: float, steps: int) -> Schedule:
         >>> funcrl.optim.cosine(1.0, 0.0, steps=4)(torch.tensor(2))
         tensor(0.5000, dtype=torch.float64)
     """
-    checks.check_positive("cosine", "steps", steps)
+    _check_line("cosine", initial, final, steps)
 
     def schedule(count: Tensor) -> Tensor:
         return final + (initial - final) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
@@ -64,13 +65,19 @@ def warmup(steps: int, then: Schedule) -> Schedule:
         >>> [schedule(torch.tensor(count)).item() for count in range(5)]
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    checks.check_positive("warmup", "steps", steps)
+    checks.check_count("warmup", "steps", steps)
 
     def schedule(count: Tensor) -> Tensor:
         rising = then(torch.zeros_like(count)) * _progress(count + 1, steps + 1)
         return torch.where(count < steps, rising, then((count - steps).clamp(min=0)))
 
     return schedule
+
+
+def _check_line(function: str, initial: float, final: float, steps: int) -> None:
+    checks.check_range(function, "initial", initial, 0.0, math.inf)
+    checks.check_range(function, "final", final, 0.0, math.inf)
+    checks.check_count(function, "steps", steps)
 
 
 def _progress(count: Tensor, steps: int) -> Tensor:
