@@ -17,8 +17,8 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     step counts it as `num_nonfinite_logprobs`. Numbers are kept in at least float32.
 
     Args:
-        rollout: B = N prompts x G samples, padded on the right; nothing predicts a row's first
-            token, so it cannot be in the mask.
+        rollout: B = N prompts x G samples, padded on the right. `logprob_fn` cannot score a row's
+            first token; only a `model_fn` that can (a bandit's, say) may have it in the mask.
         algorithm: whose `advantage` and `weight` to use.
         ref_logprobs: [B, T] of the reference model, for a KL penalty; finite inside the mask.
 
@@ -34,7 +34,6 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
                 [ 0.0000,  0.5000,  0.0000]])
     """
     _check_rollout("collate", rollout)
-    _check_prompts("collate", rollout)
     _check_reference("collate", rollout, ref_logprobs)
     dtype = torch.promote_types(rollout.behavior_logprobs.dtype, torch.float32)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
@@ -191,15 +190,6 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(
             f"{function} expects finite rewards, got {rollout.rewards[row].item()} in row {row}."
-        )
-
-
-def _check_prompts(function: str, rollout: Rollout) -> None:
-    if rollout.mask[:, 0].any():
-        row = int(rollout.mask[:, 0].nonzero()[0])
-        raise ValueError(
-            f"{function} expects a prompt of at least one token, got a mask that starts at "
-            f"position 0 in row {row}; nothing predicts a row's first token."
         )
 
 

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
-from funcrl.types import Absent, Algorithm, Metrics, Penalty, PenaltyFn, TokenScores
+from funcrl.types import (
+    Absent,
+    Algorithm,
+    Metrics,
+    Penalty,
+    PenaltyFn,
+    Surrogate,
+    TokenScores,
+)
 
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
@@ -195,36 +203,50 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     """
     _check_sample(scores, sample)
     kept = sample.mask & sample.behavior_logprobs.isfinite()
-    nothing = torch.zeros_like(scores.logprobs)
-    # Selected before any arithmetic, so that junk outside the mask reaches neither pass.
-    inside = TokenScores(*(torch.where(kept, field, nothing) for field in scores))
-    behavior = torch.where(kept, sample.behavior_logprobs, nothing)
-    reference = sample.ref_logprobs
-    if not isinstance(reference, tuple):
-        reference = torch.where(kept, reference, nothing)
-    advantages = torch.where(kept, sample.advantages, nothing)
-    weights = torch.where(kept, sample.token_weights, nothing)
-
-    ratio = algorithm.ratio(inside.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
-    surrogate = algorithm.surrogate(inside.logprobs, ratio.ratio, advantages * ratio.correction)
-    penalized = algorithm.penalty(inside, behavior, reference)
+    scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
+    ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
+    surrogate = algorithm.surrogate(scores.logprobs, ratio.ratio, advantages * ratio.correction)
+    penalized = algorithm.penalty(scores, behavior, reference)
     loss = (weights * (penalized.cost - surrogate.objective)).sum()
+    return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
 
-    difference = (inside.logprobs - behavior).detach()
+
+def _inside(
+    kept: Tensor, scores: TokenScores, sample: Any
+) -> tuple[TokenScores, Tensor, Tensor, Tensor, Tensor | Absent]:
+    """Return everything with 0 outside the mask, so that junk there reaches neither pass."""
+    nothing = torch.zeros_like(scores.logprobs)
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(kept, values, nothing)
+
+    reference = sample.ref_logprobs
+    return (
+        TokenScores(select(scores.logprobs), select(scores.entropy)),
+        select(sample.behavior_logprobs),
+        select(sample.advantages),
+        select(sample.token_weights),
+        reference if isinstance(reference, tuple) else select(reference),
+    )
+
+
+def _token_metrics(
+    kept: Tensor, scores: TokenScores, behavior: Tensor, surrogate: Surrogate, penalized: Penalty
+) -> Metrics:
+    """Return sums over the tokens inside the mask; everything given is 0 outside it."""
+    difference = (scores.logprobs - behavior).detach()
     low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
     token_values = {
-        "entropy": inside.entropy.detach(),
-        "clip_ratio/low_mean": low.to(loss.dtype),
-        "clip_ratio/high_mean": high.to(loss.dtype),
-        "clip_ratio/region_mean": (low | high).to(loss.dtype),
+        "entropy": scores.entropy.detach(),
+        "clip_ratio/low_mean": low.to(difference.dtype),
+        "clip_ratio/high_mean": high.to(difference.dtype),
+        "clip_ratio/region_mean": (low | high).to(difference.dtype),
         "sampling/sampling_logp_difference/mean": difference.abs(),
-        "sampling/importance_sampling_ratio/mean": torch.where(
-            kept, numerics.exp_ratio(difference), nothing
-        ),
+        "sampling/importance_sampling_ratio/mean": numerics.exp_ratio(difference) * kept,
     }
     if not isinstance(penalized.kl, tuple):
         token_values["kl"] = penalized.kl
-    return loss, Metrics(
+    return Metrics(
         sums={name: values.sum() for name, values in token_values.items()},
         maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
     )

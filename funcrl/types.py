@@ -18,7 +18,8 @@ class TokenScores(NamedTuple):
     """What a `model_fn` returns for one sample.
 
     `logprobs[t]` scores `tokens[t]` given `tokens[:t]`, and `entropy[t]` is that of the
-    distribution it was drawn from; position 0 has no prediction and is always masked.
+    distribution it was drawn from; a language model has no prediction for position 0, which
+    therefore stays out of the mask.
     """
 
     logprobs: Tensor  # [T]
