@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from funcrl import checks
 from funcrl.types import Params
 
 _DROPOUTS = (
@@ -137,6 +138,7 @@ def _check_params(kind: str, params: Params, shapes: dict[str, torch.Size]) -> N
     for name, shape in shapes.items():
         if name not in params:
             raise ValueError(f"functional expects all parameters of {kind}, got none for {name!r}.")
+        checks.check_tensor("functional", repr(name), params[name])
         if params[name].shape != shape:
             raise ValueError(
                 f"functional expects {name!r} of shape {list(shape)}, "

@@ -34,8 +34,9 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     checks.check_rank("token_scores", "logits", logits, "TV")
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
     checks.check_positive("token_scores", "temperature", temperature)
-    predictions = logits[:-1] if temperature == 1.0 else logits[:-1] / temperature
     wide = torch.promote_types(logits.dtype, torch.float32)
+    # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
+    predictions = logits[:-1] if temperature == 1.0 else logits[:-1].to(wide) / temperature
     log_softmax = torch.log_softmax(predictions, dim=-1, dtype=wide)
     chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
     start = chosen.new_zeros(1)

@@ -67,7 +67,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `ref/pi - 1 - log(ref/pi)` per token, never negative: the KL of the GRPO paper.
 
-    As a loss its expected gradient is that of KL(ref, pi), not of KL(pi, ref).
+    As a loss its expected gradient is that of KL(ref, pi), not of KL(pi, ref). The exponent is
+    held at 20, so that one token cannot overflow the batch.
 
     Args:
         logprobs: [T], of the policy.
@@ -80,7 +81,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     log_ratio = _log_ratio("k3", logprobs, ref_logprobs)
     # expm1 keeps the digits of small differences, where k3 is about log_ratio^2 / 2.
-    return torch.expm1(-log_ratio) + log_ratio
+    return torch.expm1((-log_ratio).clamp(max=numerics.MAX_LOG_RATIO)) + log_ratio
 
 
 def as_loss(estimator: EstimatorFn) -> KLCostFn:
@@ -101,7 +102,7 @@ def as_loss(estimator: EstimatorFn) -> KLCostFn:
 
 
 def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
-    """Return a cost with the estimator's value and the gradient of KL(pi, ref).
+    """Return a cost with the estimator's expected value and the gradient of KL(pi, ref).
 
         stop_gradient(pi / pi_behavior) * (stop_gradient(estimate - k2) + k2)
 

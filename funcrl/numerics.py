@@ -10,7 +10,8 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
     A generator may report a log-probability of -100 or -9999 for a token that the trainer finds
     likely. Its ratio would overflow to infinity, and one such token would make the whole batch's
-    gradient NaN. At e^20 every clip is long active; beyond it the gradient is 0.
+    gradient NaN. At e^20 every clip that bounds that side is long active; beyond it the
+    gradient is 0.
 
     Example:
         >>> import torch

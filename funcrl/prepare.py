@@ -76,6 +76,9 @@ def recenter(correction: CorrectionFn) -> PrepareFn:
         (tensor([[0., 2.]]), tensor([[ 0., -1.]]))
     """
 
+    kind = "a function such as funcrl.ratios.truncated(3.0)"
+    checks.check_callable("recenter", "correction", correction, kind)
+
     def prepare(scores: TokenScores, batch: Rows) -> Rows:
         behavior = batch.behavior_logprobs
         checks.check_shape(

@@ -86,6 +86,12 @@ def test_k3_keeps_its_digits_near_zero():
     assert value == pytest.approx(5e-9, rel=0.3)
 
 
+def test_k3_does_not_overflow():
+    gradient = grad(lambda x: losses.k3(x, torch.tensor([0.0])).sum())(torch.tensor([-200.0]))
+    assert gradient.isfinite()
+    assert losses.k3(torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()
+
+
 def test_a_custom_estimator_is_used_and_reported():
     def absolute(logprobs, ref_logprobs):
         return (logprobs - ref_logprobs).abs()

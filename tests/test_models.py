@@ -135,6 +135,8 @@ def test_low_precision_logits_are_scored_in_float32():
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     scores = funcrl.token_scores(logits, torch.arange(5))
     assert scores.logprobs.dtype == torch.float32
+    cold = funcrl.token_scores(logits, torch.arange(5), temperature=0.7)
+    assert torch.equal(cold[0], funcrl.token_scores(logits.float(), torch.arange(5), 0.7)[0])
     assert torch.equal(scores.logprobs, funcrl.token_scores(logits.float(), torch.arange(5))[0])
 
 
@@ -254,7 +256,9 @@ def test_configs_are_refused():
         config(num_heads=4, num_kv_heads=3)
     with pytest.raises(ValueError, match="an even head_width, got 7"):
         config(head_width=7)
-    with pytest.raises(ValueError, match="TransformerConfig expects width > 0, got 0"):
+    with pytest.raises(
+        ValueError, match="TransformerConfig expects width to be an integer above 0, got 0"
+    ):
         config(width=0)
     with pytest.raises(ValueError, match="token_scores expects temperature > 0, got 0"):
         funcrl.token_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0)

@@ -194,7 +194,7 @@ def test_nonfinite_behavior_logprobs_leave_numerator_and_denominator(name, bad):
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "sapo"])
 @pytest.mark.parametrize("options", [{}, {"kl": 0.1, "kl_estimator": "k3+"}])
 def test_a_very_unlikely_token_does_not_stop_training(name, options):
-    """Finite, but e^9998 overflows: the ratio is held at e^20, and only that token is affected."""
+    """Finite, but e^9998 overflows: the ratio is held at e^20."""
     algorithm = getattr(funcrl, name)(**options)
     case = random_case(2, dtype=torch.float32)
     row, t = [int(x) for x in case.rollout.mask.nonzero()[0]]
@@ -372,21 +372,23 @@ def test_top_entropy_leaves_the_penalty_alone():
     assert abs(metrics.sums["loss"] - expected) <= 1e-14
 
 
-def test_a_batch_that_collate_did_not_make():
-    """Its weights are its maker's affair, but no NaN comes through, and it is counted."""
-    batch = funcrl.collate(random_case(3).rollout, funcrl.grpo())
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("prepare", [None, funcrl.recenter(funcrl.ratios.truncated(3.0))])
+def test_a_batch_that_collate_did_not_make(bad, prepare):
+    """Its weights are its maker's affair, but the token is left out, and it is counted."""
+    case = random_case(3)
+    batch = funcrl.collate(case.rollout, funcrl.grpo())
     row, t = [int(x) for x in batch.mask.nonzero()[0]]
-    behavior = batch.behavior_logprobs.clone()
-    behavior[row, t] = torch.inf
-    mask = batch.mask.clone()
-    mask[row, t] = False
-    step = funcrl.grpo_step(table_model, optimizer=optim.sgd(1.0))
-    state = step.init(random_case(3).params)
+    behavior, mask = batch.behavior_logprobs.clone(), batch.mask.clone()
+    behavior[row, t], mask[row, t] = bad, False
+    step = funcrl.grpo_step(table_model, optimizer=optim.sgd(1.0), prepare=prepare)
+    state = step.init(case.params)
     got, metrics = step(state, batch._replace(behavior_logprobs=behavior))
-    expected, _ = step(state, batch._replace(mask=mask))
+    expected, other = step(state, batch._replace(mask=mask))
     assert equal(got, expected)
-    assert metrics.sums["num_tokens"] == mask.sum()
     assert metrics.sums["num_nonfinite_logprobs"] == 1
+    counted = other.sums | {"num_nonfinite_logprobs": torch.tensor(1)}
+    assert equal(metrics, other._replace(sums=counted))
 
 
 def test_a_bandit_is_a_policy_of_one_token():

@@ -50,17 +50,10 @@ class TransformerConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "width",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_width",
-            "mlp_width",
-            "rope_theta",
-            "norm_eps",
-        ):
+        counts = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width")
+        for name in (*counts, "mlp_width"):
+            checks.check_count("TransformerConfig", name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps"):
             checks.check_positive("TransformerConfig", name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

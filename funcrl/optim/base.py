@@ -114,7 +114,9 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
     """Return `inner` that changes nothing when a gradient or its result is not finite, and counts.
 
-    The choice is made by `where` on the device: no synchronisation, and it can be traced.
+    The result is the updates and the inner state; a leaf whose float32 sum overflows counts as not
+    finite, too. The choice is made by `where` on the device: no synchronisation, and it can be
+    traced.
 
     Example:
         >>> import torch, funcrl

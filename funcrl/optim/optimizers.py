@@ -249,7 +249,7 @@ def scale_by_muon(
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"scale_by_muon expects 0 <= momentum < 1, got {momentum}.")
-    checks.check_positive("scale_by_muon", "steps", steps)
+    checks.check_count("scale_by_muon", "steps", steps)
     shape_scale = checks.choose("scale_by_muon", "adjust", adjust, _SHAPE_SCALES)
 
     def init(params: Params) -> ScaleByMuonState:
