@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from funcrl import checks
+from funcrl import checks, numerics
 from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout
 
 
@@ -35,10 +35,10 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     """
     _check_rollout("collate", rollout)
     _check_reference("collate", rollout, ref_logprobs)
-    dtype = torch.promote_types(rollout.behavior_logprobs.dtype, torch.float32)
+    dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = rollout.mask & behavior.isfinite()
-    rewards = rollout.rewards.to(torch.promote_types(rollout.rewards.dtype, torch.float32))
+    rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
     advantages = algorithm.advantage(rewards, rollout.group).to(dtype)
     checks.check_shape(
         "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from funcrl import checks, tree
+from funcrl import checks, numerics, tree
 from funcrl.types import LossFn, Metrics, Params, Tree
 
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
@@ -331,7 +331,7 @@ def _sum_gradients(parts: Iterator[Gradient]) -> Gradient:
         del part
         # Leaf by leaf, each freed as soon as it is added: two gradients are alive, not three.
         for index in range(len(totals)):
-            wide = torch.promote_types(dtypes[index], torch.float32)
+            wide = numerics.at_least_float32(dtypes[index])
             totals[index] = totals[index].to(wide) + added[index]
             added[index] = None
     totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]

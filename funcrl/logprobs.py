@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from funcrl import checks, ops
+from funcrl import checks, numerics, ops
 from funcrl.functional import functional
 from funcrl.grads import split_rows
 from funcrl.types import ModelFn, Params, TokenScores
@@ -34,7 +34,7 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     checks.check_rank("token_scores", "logits", logits, "TV")
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
     checks.check_positive("token_scores", "temperature", temperature)
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = numerics.at_least_float32(logits.dtype)
     # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
     predictions = logits[:-1] if temperature == 1.0 else logits[:-1].to(wide) / temperature
     log_softmax = torch.log_softmax(predictions, dim=-1, dtype=wide)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from funcrl import checks
+from funcrl import checks, numerics
 from funcrl.types import Metrics, NamedRewards, Rollout
 
 
@@ -94,7 +94,7 @@ def describe_rollout(
 
 def _wide(rewards: Tensor) -> Tensor:
     """Return integer or boolean rewards, or low-precision ones, in at least float32."""
-    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return rewards.to(numerics.at_least_float32(rewards.dtype))
 
 
 def _deviation(rewards: Tensor) -> Tensor:

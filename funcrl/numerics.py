@@ -1,8 +1,21 @@
 """Arithmetic that needs a bound, in one place so that there is one bound."""
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums and small differences are safe: `dtype`, or float32.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import numerics
+        >>> numerics.at_least_float32(torch.bfloat16), numerics.at_least_float32(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:

@@ -94,3 +94,9 @@ def table_params(batch: funcrl.Batch) -> dict[str, Tensor]:
         "logprobs": batch.behavior_logprobs.clone(),
         "entropy": torch.ones_like(batch.behavior_logprobs),
     }
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two trees of tensors have the same bits."""
+    pairs = zip(funcrl.tree.leaves(a), funcrl.tree.leaves(b), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)

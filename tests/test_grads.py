@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import tiny_batch, tiny_model
+from cases import equal, tiny_batch, tiny_model
 from torch.func import grad, vmap
 
 import funcrl
@@ -26,10 +26,6 @@ def aux_loss_fn(params, sample):
 
 def largest_difference(a, b) -> float:
     return max(tree.leaves(tree.map(lambda x, y: (x - y).abs().max().item(), a, b)))
-
-
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
 def batch_loss(params):

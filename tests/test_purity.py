@@ -127,6 +127,7 @@ TABLE_OF_CALLS = {
     "ops.attend_segments": (
         lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),
+    "numerics.at_least_float32": (lambda: numerics.at_least_float32(torch.float16), ()),
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
     "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 3))),

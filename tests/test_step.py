@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import random_case, table_model, table_params, tiny_batch, tiny_model
+from cases import equal, random_case, table_model, table_params, tiny_batch, tiny_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
@@ -12,10 +12,6 @@ MODEL = tiny_model()
 MODEL_FN = funcrl.logprob_fn(MODEL)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
 BATCH = tiny_batch()
-
-
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
 def close(a, b, tolerance) -> bool:

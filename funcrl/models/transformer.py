@@ -12,7 +12,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from funcrl import checks, rng
+from funcrl import checks, numerics, rng
 from funcrl.ops import AttendFn, attend_causal
 from funcrl.types import Params
 
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` normalised over its last axis."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(numerics.at_least_float32(x.dtype))
         scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return scaled.to(x.dtype) * self.weight
 
@@ -210,7 +210,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
         tensor([[-2.,  1.]])
     """
     cos, sin = rotation
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    first, second = x.to(numerics.at_least_float32(x.dtype)).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl import checks, tree
+from funcrl import checks, numerics, tree
 from funcrl.types import GradientTransformation, Params, Tree
 
 # Either a tree of bools like the parameters, or a function of a leaf's path and the leaf.
@@ -234,7 +234,7 @@ def zero_count(params: Params) -> Tensor:
 def _all_finite(values: Tree) -> Tensor:
     """Return [] bool; one sum a leaf, because NaN and infinity stay in it: no copy, one kernel."""
     floating = [leaf for leaf in tree.leaves(values) if leaf.is_floating_point()]
-    sums = [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in floating]
+    sums = [leaf.sum(dtype=numerics.at_least_float32(leaf.dtype)) for leaf in floating]
     return torch.stack(sums).isfinite().all()
 
 
