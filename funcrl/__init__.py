@@ -9,6 +9,8 @@ from funcrl import (
     advantages,
     aggregation,
     checks,
+    config,
+    generators,
     grads,
     losses,
     metrics,
@@ -20,12 +22,16 @@ from funcrl import (
     ratios,
     rewards,
     rng,
+    rollouts,
+    runs,
     surrogates,
+    tasks,
     tree,
     types,
 )
 from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
-from funcrl.batching import collate, drop_zero_variance, mask_truncated, pack
+from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
+from funcrl.checkpoint import restore, save
 from funcrl.functional import functional
 from funcrl.grads import (
     GradientMoments,
@@ -41,6 +47,8 @@ from funcrl.losses import policy_loss
 from funcrl.models import init_params
 from funcrl.prepare import recenter, top_entropy
 from funcrl.step import grpo_step
+from funcrl.supervised import warm_start
+from funcrl.train import build, train
 from funcrl.types import (
     Algorithm,
     Batch,
@@ -71,14 +79,17 @@ __all__ = [
     "TrainState",
     "advantages",
     "aggregation",
+    "build",
     "checks",
     "cispo",
     "clip_per_sample",
     "collate",
+    "config",
     "dapo",
     "dr_grpo",
     "drop_zero_variance",
     "functional",
+    "generators",
     "gradient_moments",
     "grads",
     "grpo",
@@ -89,6 +100,7 @@ __all__ = [
     "losses",
     "mask_truncated",
     "metrics",
+    "minibatches",
     "models",
     "noise_scale",
     "numerics",
@@ -102,14 +114,21 @@ __all__ = [
     "ratios",
     "recenter",
     "reinforce",
+    "restore",
     "rewards",
     "rloo",
     "rng",
+    "rollouts",
+    "runs",
     "sapo",
+    "save",
     "score",
     "surrogates",
+    "tasks",
     "token_scores",
     "top_entropy",
+    "train",
     "tree",
     "types",
+    "warm_start",
 ]

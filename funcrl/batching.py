@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from funcrl import checks, numerics
+from funcrl import checks, numerics, rng, tree
 from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout
 
 
@@ -119,6 +119,41 @@ def pack(
         segment_ids=segment_ids.to(rollout.mask.device),
         ref_logprobs=() if isinstance(reference, tuple) else gather(reference),
     )
+
+
+def minibatches(batch: Batch, algorithm: Algorithm, count: int, seed: int) -> list[Batch]:
+    """Return the batch's rows in `count` shares, in an order drawn from the seed.
+
+    Advantages stay those of the whole batch; weights are made anew, so that each share's loss is
+    normalised over that share.
+
+    Args:
+        batch: of B rows.
+        algorithm: whose `weight` to use.
+        count: how many shares; at most B.
+        seed: of the order. One share is the batch itself.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(4, 2, dtype=torch.int64), group=torch.zeros(4).long(),
+        ...     mask=torch.ones(4, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(4, 2),
+        ...     rewards=torch.arange(4.0), policy_version=torch.zeros(4, dtype=torch.int64))
+        >>> batch = funcrl.collate(rollout, funcrl.grpo())
+        >>> [part.token_weights.sum() for part in funcrl.minibatches(batch, funcrl.grpo(), 2, 0)]
+        [tensor(1.), tensor(1.)]
+    """
+    rows = batch.tokens.shape[0]
+    checks.check_range("minibatches", "count", count, 1, rows)
+    if count == 1:
+        return [batch]
+    order = torch.randperm(rows, generator=rng.generator(seed)).to(batch.tokens.device)
+    parts = []
+    for share in order.tensor_split(count):
+        part: Batch = tree.map(lambda leaf, share=share: leaf[share], batch)
+        weights = algorithm.weight(part.mask, dtype=batch.token_weights.dtype)
+        parts.append(part._replace(token_weights=weights))
+    return parts
 
 
 def drop_zero_variance(rollout: Rollout) -> Rollout:

@@ -1,29 +1,163 @@
-"""The command line: `funcrl bench step`; every option is a field of a config dataclass."""
+"""The command line: every option is a field of a config dataclass."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
 
-from tyro.conf import OmitArgPrefixes
+import yaml
+from tyro.conf import OmitArgPrefixes, arg
 from tyro.extras import SubcommandApp
 
+from funcrl import memory, report, runs
+from funcrl import tasks as task_module
 from funcrl.bench import StepBenchConfig, bench_step, describe_machine, format_rows
+from funcrl.checkpoint import CheckpointError
+from funcrl.config import TrainConfig, from_plain, to_plain
+from funcrl.logging import view_for
+from funcrl.models import shape
+from funcrl.record import free_folder
+from funcrl.rollouts import RewardError
+from funcrl.train import train as run_training
 
-app = SubcommandApp()
-bench = SubcommandApp()
-app.command(bench, name="bench")
+# What a user can mend; anything else is a bug, and keeps its traceback.
+_EXPECTED = (ValueError, OSError, ImportError, CheckpointError, RewardError)
 
 
-@bench.command(name="step")
-def step(config: OmitArgPrefixes[StepBenchConfig] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
-    """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
-    rows = bench_step(config)
-    print(format_rows(rows, describe_machine(config.device)))
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which a scheduler sends before it kills: treated like Ctrl-C."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name."""
-    app.cli(
-        prog="funcrl",
-        description="RL post-training of language models as pure functions.",
-        args=sys.argv[1:] if args is None else args,
-    )
+    """Run the command that the arguments name; exit with 0, 1 (failed), 2 (usage), 130 or 143."""
+    args = sys.argv[1:] if args is None else list(args)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        _app(_base_config(args), args).cli(
+            prog="funcrl",
+            description="RL post-training of language models as pure functions.",
+            args=args,
+        )
+    except Terminated:
+        sys.exit(143)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except _EXPECTED as error:
+        if "FUNCRL_TRACEBACK" in os.environ:
+            raise
+        print(f"funcrl: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
+    """Return the commands; `base` holds the defaults of `funcrl train`."""
+    app, bench = SubcommandApp(), SubcommandApp()
+    app.command(bench, name="bench")
+
+    @app.command(name="train")
+    def _train(
+        options: Annotated[TrainConfig, arg(name="")] = base,
+        config: Path | None = None,
+        resume: Path | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        """Train a policy with reinforcement learning: the whole loop, on this machine.
+
+        Args:
+            options: what to train, and how.
+            config: a YAML file of options, as a run's config.yaml; those given here come first.
+            resume: the folder of a run to go on with, with its options; those given here come
+                first.
+            dry_run: print the resolved configuration and the memory it needs, and stop.
+        """
+        del config  # it has set the defaults, before the line was read
+        if dry_run:
+            print(_describe(options))
+            return
+        _run(options, resume is not None, ["funcrl", *args])
+
+    @app.command(name="report")
+    def _report(
+        runs_: Annotated[tuple[Path, ...], arg(name="runs")], /, out: Path | None = None
+    ) -> None:
+        """Write a page about a run, or one that compares several.
+
+        Args:
+            runs_: folders of runs.
+            out: where a comparison goes: a folder, `comparison` beside the first run when left out.
+        """
+        if len(runs_) == 1:
+            print(report.write_report(runs_[0]))
+        else:
+            print(report.write_comparison(runs_, out or runs_[0].parent / "comparison"))
+
+    @bench.command(name="step")
+    def _step(config: OmitArgPrefixes[StepBenchConfig] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
+        """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
+        rows = bench_step(config)
+        print(format_rows(rows, describe_machine(config.device)))
+
+    return app
+
+
+def _base_config(args: Sequence[str]) -> TrainConfig:
+    """Return the options of `--resume RUN` or `--config FILE`: the defaults of all others."""
+    run, file = _value(args, "--resume"), _value(args, "--config")
+    if args[:1] != ["train"] or (run is None and file is None):
+        return TrainConfig()
+    if run is not None and file is not None:
+        raise ValueError("train expects --resume or --config, got both.")
+    path = Path(file) if file is not None else Path(str(run)) / runs.CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"train expects YAML in {path}, got {error}.") from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
+    config = from_plain(TrainConfig, values or {})
+    return config if run is None else replace(config, run_dir=Path(run))
+
+
+def _value(args: Sequence[str], name: str) -> str | None:
+    """Return what follows an option, before tyro reads the line: the file sets its defaults."""
+    for place, text in enumerate(args):
+        if text == name and place + 1 < len(args):
+            return args[place + 1]
+        if text.startswith(f"{name}="):
+            return text.partition("=")[2]
+    return None
+
+
+def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
+    if config.run_dir is None:
+        name = config.task.rpartition(":")[2]
+        config = replace(config, run_dir=free_folder(Path("runs"), name))
+    trained = run_training(config, view=view_for(sys.stdout), resume=resume, command=command)
+    first, last = trained.history[0], trained.history[-1]
+    if "eval/accuracy" in first and "eval/accuracy" in last:
+        print(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
+    print(f"funcrl report {config.run_dir} makes a page of it.")
+
+
+def _describe(config: TrainConfig) -> str:
+    """Return the resolved configuration and the memory that it needs, as YAML."""
+    task = task_module.load(config.task)
+    prompts = task.prompts(config.seed, 0, config.num_prompts)
+    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
+    model = shape(config.model, task.tokenizer.vocab_size)
+    estimate = memory.estimate_memory(config, model, longest)
+    needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
+    needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
+    facts: dict[str, Any] = {"num_parameters": memory.num_params(model), "memory": needs}
+    return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    del signal_number, frame
+    raise Terminated

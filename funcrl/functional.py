@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+Bound = TypeVar("Bound", bound=nn.Module)
+
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 
 
@@ -83,6 +85,35 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         return result
 
     return apply
+
+
+def bind(module: Bound, params: Params) -> Bound:
+    """Return a copy of the module whose weights are `params` themselves, by reference.
+
+    For code that only runs forward, again and again: a call costs a module's call, where
+    `functional` checks and swaps all parameters. The tensors do not require gradients.
+
+    Args:
+        module: any module; it is not changed.
+        params: every parameter by name, tied ones once, as for `functional`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.functional import bind
+        >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}
+        >>> module = bind(torch.nn.Linear(2, 1), params)
+        >>> module.weight.data_ptr() == params["weight"].data_ptr()
+        True
+    """
+    named = dict(module.named_parameters())
+    _check_params(type(module).__name__, params, {name: leaf.shape for name, leaf in named.items()})
+    _check_extra(type(module).__name__, params, set(named), {})
+    # deepcopy takes what the memo has for an id, so tied parameters stay tied.
+    memo: dict[int, Any] = {
+        id(leaf): nn.Parameter(params[name].detach(), requires_grad=False)
+        for name, leaf in named.items()
+    }
+    return copy.deepcopy(module, memo)
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

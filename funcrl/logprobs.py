@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from funcrl import checks, numerics, ops
+from funcrl import checks, numerics, ops, tree
 from funcrl.functional import functional
 from funcrl.grads import split_rows
 from funcrl.types import ModelFn, Params, TokenScores
@@ -43,7 +43,13 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     return TokenScores(torch.cat([start, chosen]), torch.cat([start, ops.entropy(log_softmax)]))
 
 
-def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
+def logprob_fn(
+    model: nn.Module,
+    temperature: float = 1.0,
+    *,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a module `model(tokens, positions) -> logits`.
 
     Args:
@@ -51,26 +57,42 @@ def logprob_fn(model: nn.Module, temperature: float = 1.0) -> ModelFn:
             `funcrl.models.Transformer`; only its structure is used, never its weights. For the
             rows of a `PackedBatch` it must take `attend`, as `Transformer` does.
         temperature: that of sampling.
+        chunk: tokens whose logits are alive at a time, forward and backward, so that [T, V] never
+            is; all when left out. The model must take `head`, as `Transformer` does.
+        dtype: to compute in: one cast of the parameters, and the gradient is that of the
+            parameters as they are. Theirs when left out.
 
     Example:
         >>> import torch, funcrl
         >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8)
         >>> model = funcrl.models.Transformer(config)
         >>> sample = funcrl.types.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
-        >>> funcrl.logprob_fn(model)(funcrl.init_params(model, seed=0), sample).logprobs.shape
+        >>> params = funcrl.init_params(model, seed=0)
+        >>> funcrl.logprob_fn(model, chunk=2)(params, sample).logprobs.shape
         torch.Size([3])
     """
     checks.check_positive("logprob_fn", "temperature", temperature)
+    if chunk is not None:
+        checks.check_count("logprob_fn", "chunk", chunk)
     apply = functional(model)
 
     def model_fn(params: Params, sample: Any) -> TokenScores:
+        options: dict[str, Any] = {}
         segment_ids = getattr(sample, "segment_ids", ())
-        if isinstance(segment_ids, tuple):
-            logits = apply(params, sample.tokens, sample.positions)
-        else:
-            attend = ops.attend_segments(segment_ids)
-            logits = apply(params, sample.tokens, sample.positions, attend=attend)
-        return token_scores(logits, sample.tokens, temperature)
+        if not isinstance(segment_ids, tuple):
+            options["attend"] = ops.attend_segments(segment_ids)
+        if dtype is not None:
+            params = tree.cast(params, dtype)
+        if chunk is None:
+            logits = apply(params, sample.tokens, sample.positions, **options)
+            return token_scores(logits, sample.tokens, temperature)
+
+        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return ops.linear_scores(hidden[:-1], weight, sample.tokens[1:], temperature, chunk)
+
+        logprobs, entropy = apply(params, sample.tokens, sample.positions, head=scores, **options)
+        start = logprobs.new_zeros(1)
+        return TokenScores(torch.cat([start, logprobs]), torch.cat([start, entropy]))
 
     return model_fn
 

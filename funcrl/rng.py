@@ -4,8 +4,10 @@ import operator
 from typing import SupportsIndex
 
 import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def fold_in(seed: SupportsIndex, *data: SupportsIndex) -> int:
@@ -48,6 +50,28 @@ def generator(
     return torch.Generator(device=device).manual_seed(fold_in(seed, *data))
 
 
+def uniform(seeds: Tensor, count: int) -> Tensor:
+    """Return numbers in [0, 1), [B, count]: row b's t-th is made from `fold_in(seeds[b], t)`.
+
+    A row's numbers are a function of its seed alone, and the same on every device.
+
+    Args:
+        seeds: [B] int64, not negative.
+        count: how many numbers a row.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import rng
+        >>> rows = rng.uniform(torch.tensor([3, 4]), count=2)
+        >>> rows.shape, bool(rows[1, 0] == (rng.fold_in(4, 0) >> 10) / 2**53)
+        (torch.Size([2, 2]), True)
+    """
+    index = torch.arange(count, dtype=torch.int64, device=seeds.device)
+    mixed = _splitmix64_tensor(seeds[:, None] ^ _splitmix64_tensor(index))
+    # 53 of fold_in's 63 bits: all that a float64 below 1 can hold.
+    return _shift_right(mixed, 11).to(torch.float64) * 2.0**-53
+
+
 def _index(name: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
@@ -56,7 +80,24 @@ def _index(name: str, value: SupportsIndex) -> int:
 
 
 def _splitmix64(value: int) -> int:
-    z = (value + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (value + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
     return z ^ (z >> 31)
+
+
+def _splitmix64_tensor(value: Tensor) -> Tensor:
+    """The same in int64, whose sums and products wrap like those of 64 bits without a sign."""
+    z = value + _signed(_GOLDEN)
+    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Shift zeros in from the left; `>>` alone would repeat the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)

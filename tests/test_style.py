@@ -15,8 +15,10 @@ LAYERS = [
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
      "metrics", "batching", "prepare", "functional", "optim", "ops"},
     {"algorithms", "logprobs", "collectives", "graph", "models"},
-    {"step"},
-    {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report"},
+    {"step", "runs"},
+    {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
+     "memory"},
+    {"record"},
     {"train", "evaluate", "bench"},
     {"cli"},
 ]  # fmt: skip

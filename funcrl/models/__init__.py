@@ -1,17 +1,30 @@
 """The network definition, and parameters for it."""
 
+from funcrl.models.shapes import SHAPES, shape
 from funcrl.models.transformer import (
+    MLP,
+    Attention,
+    HeadFn,
+    Linear,
     Transformer,
     TransformerConfig,
     init_params,
     rotary_angles,
+    rotary_factors,
     rotate,
 )
 
 __all__ = [
+    "MLP",
+    "SHAPES",
+    "Attention",
+    "HeadFn",
+    "Linear",
     "Transformer",
     "TransformerConfig",
     "init_params",
     "rotary_angles",
+    "rotary_factors",
     "rotate",
+    "shape",
 ]

@@ -2,19 +2,24 @@
 
 Layers take one sample, or any leading batch axes; letters: T tokens, D width, H query heads,
 K key heads, C head width, V vocabulary. The module is built on the meta device and holds no
-weights; parameters are a separate flat dictionary.
+weights; parameters are a separate flat dictionary. It is written once and told the rest: the
+arithmetic is `ops`, who sees whom is `attend`, what is made of the last layer is `head`.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from funcrl import checks, numerics, rng
-from funcrl.ops import AttendFn, attend_causal
+from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
 from funcrl.types import Params
+
+# (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
+HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class TransformerConfig:
         rope_theta: the base of the rotary embedding.
         norm_eps: added to the mean square in RMSNorm.
         tied: whether the output projection is the embedding.
+        context_length: the longest sample, prompt and completion, that a generator makes.
     """
 
     vocab_size: int = 512
@@ -48,10 +54,11 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tied: bool = True
+    context_length: int = 4096
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width")
-        for name in (*counts, "mlp_width"):
+        for name in (*counts, "mlp_width", "context_length"):
             checks.check_count("TransformerConfig", name, getattr(self, name))
         for name in ("rope_theta", "norm_eps"):
             checks.check_positive("TransformerConfig", name, getattr(self, name))
@@ -67,70 +74,87 @@ class TransformerConfig:
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight`, in at least float32."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
+        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` normalised over its last axis."""
-        wide = x.to(numerics.at_least_float32(x.dtype))
-        scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return scaled.to(x.dtype) * self.weight
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """`x W^T + b`, the product by `ops.linear`."""
+
+    def __init__(self, width: int, out: int, bias: bool, ops: Ops) -> None:
+        super().__init__(width, out, bias=bias)
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projection [..., out]."""
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `attend` says who sees whom."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
         self.config = c = config
-        self.q = nn.Linear(c.width, c.num_heads * c.head_width, bias=c.qkv_bias)
-        self.k = nn.Linear(c.width, c.num_kv_heads * c.head_width, bias=c.qkv_bias)
-        self.v = nn.Linear(c.width, c.num_kv_heads * c.head_width, bias=c.qkv_bias)
-        self.o = nn.Linear(c.num_heads * c.head_width, c.width, bias=False)
-        self.q_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_width, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.ops = ops
+        self.q = Linear(c.width, c.num_heads * c.head_width, c.qkv_bias, ops)
+        self.k = Linear(c.width, c.num_kv_heads * c.head_width, c.qkv_bias, ops)
+        self.v = Linear(c.width, c.num_kv_heads * c.head_width, c.qkv_bias, ops)
+        self.o = Linear(c.num_heads * c.head_width, c.width, False, ops)
+        self.q_norm = RMSNorm(c.head_width, c.norm_eps, ops) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_width, c.norm_eps, ops) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
-        """Return attention's output [..., T, D] under a rotation [2, ..., T, C / 2]."""
-        heads = "... t (h c) -> ... h t c"
-        c = self.config.head_width
-        q = rotate(self.q_norm(rearrange(self.q(x), heads, c=c)), rotation)
-        k = rotate(self.k_norm(rearrange(self.k(x), heads, c=c)), rotation)
-        v = rearrange(self.v(x), heads, c=c)
-        shared = self.config.num_heads // self.config.num_kv_heads
-        k, v = (repeat(part, "... k t c -> ... (k g) t c", g=shared) for part in (k, v))
-        out: Tensor = self.o(rearrange(attend(q, k, v), "... h t c -> ... t (h c)"))
+        """Return attention's output [..., T, D] under a rotation [2, ..., 1, T, C]."""
+        maps = [(part.weight, part.bias) for part in (self.q, self.k, self.v)]
+        q, k, v = (self._heads(part) for part in self.ops.project(x, maps))
+        c = self.config
+        turned = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=-3), rotation)
+        q, k = turned.split([c.num_heads, c.num_kv_heads], dim=-3)
+        attended = attend(q, k, v)
+        out: Tensor = self.o(attended.transpose(-2, -3).flatten(-2))
         return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return [..., T, H C] as [..., H, T, C]."""
+        return x.unflatten(-1, (-1, self.config.head_width)).transpose(-2, -3)
 
 
 class MLP(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.mlp_width, bias=False)
-        self.up = nn.Linear(config.width, config.mlp_width, bias=False)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+        self.gate = Linear(config.width, config.mlp_width, False, ops)
+        self.up = Linear(config.width, config.mlp_width, False, ops)
+        self.down = Linear(config.mlp_width, config.width, False, ops)
+        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the gated projection [..., T, D]."""
-        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        maps = [(part.weight, None) for part in (self.gate, self.up)]
+        out: Tensor = self.down(self.ops.swiglu(*self.ops.project(x, maps)))
         return out
 
 
 class Block(nn.Module):
     """Attention and MLP, each on a normalised residual stream."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config)
+        self.attention_norm = RMSNorm(config.width, config.norm_eps, ops)
+        self.attention = Attention(config, ops)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps, ops)
+        self.mlp = MLP(config, ops)
 
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return the residual stream [..., T, D] after the block."""
@@ -142,11 +166,15 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer, `model(tokens, positions) -> logits`, without weights of its own.
 
-    Who sees whom is a third argument of the call, `attend`: a causal sample when left out,
-    `funcrl.ops.attend_segments(segment_ids)` for a packed row.
+    Two more arguments of the call are functions. `attend` says who sees whom: a causal sample when
+    left out, `funcrl.ops.attend_segments(segment_ids)` for a packed row, a sequence with one
+    function a layer where layers differ, as on a cache. `head` is called with the last layer's
+    output [..., T, D] and the output matrix [V, D], and its result is the model's: all logits when
+    left out.
 
     Args:
         config: its shape.
+        ops: the arithmetic, "native" for torch's own, or a `funcrl.ops.Ops`.
 
     Example:
         >>> import torch, funcrl
@@ -156,30 +184,38 @@ class Transformer(nn.Module):
         >>> apply = funcrl.functional(model)
         >>> apply(params, torch.tensor([1, 2, 3]), torch.arange(3)).shape
         torch.Size([3, 7])
+        >>> apply(params, torch.tensor([1, 2]), torch.arange(2), head=lambda x, w: x).shape
+        torch.Size([2, 8])
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: str | Ops = "native") -> None:
         super().__init__()
         self.config = config
+        self.ops = chosen = choose_ops("Transformer", ops)
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-            self.norm = RMSNorm(config.width, config.norm_eps)
-            self.unembed = nn.Linear(config.width, config.vocab_size, bias=False)
+            self.blocks = nn.ModuleList(Block(config, chosen) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config.width, config.norm_eps, chosen)
+            self.unembed = Linear(config.width, config.vocab_size, False, chosen)
         if config.tied:
             self.unembed.weight = self.embed.weight
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: AttendFn = attend_causal
-    ) -> Tensor:
-        """Return logits [..., T, V]; `logits[t]` predicts the token after `tokens[t]`."""
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: AttendFn | Sequence[AttendFn] = attend_causal,
+        head: HeadFn | None = None,
+    ) -> Any:
+        """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
+        layers = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.embed(tokens)
         angles = rotary_angles(positions, self.config.head_width, self.config.rope_theta)
-        rotation = torch.stack([angles.cos(), angles.sin()]).unsqueeze(-3)  # the same for all heads
-        for block in self.blocks:
-            x = block(x, rotation, attend)
-        logits: Tensor = self.unembed(self.norm(x))
-        return logits
+        rotation = rotary_factors(angles).unsqueeze(-3)  # the same for all heads
+        for block, attend_fn in zip(self.blocks, layers, strict=True):
+            x = block(x, rotation, attend_fn)
+        x = self.norm(x)
+        return self.unembed(x) if head is None else head(x, self.unembed.weight)
 
 
 def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
@@ -196,23 +232,38 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
     return positions[..., None].to(torch.float32) * frequencies
 
 
+def rotary_factors(angles: Tensor) -> Tensor:
+    """Return what `rotate` multiplies with, [2, ..., C]: cosines, and sines with their signs.
+
+    Args:
+        angles: [..., C / 2], one for each pair.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.models.rotary_factors(torch.zeros(1))
+        tensor([[1., 1.],
+                [-0., 0.]])
+    """
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
+
+
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return `x` [..., T, C] with each pair (i, i + C/2) turned by its angle (arXiv:2104.09864).
 
     Args:
         x: [..., T, C].
-        rotation: [2, ..., T, C / 2], the cosine and the sine of each angle.
+        rotation: [2, ..., T, C], as `rotary_factors` makes it.
 
     Example:
         >>> import torch, funcrl
-        >>> quarter_turn = torch.tensor([[[0.0]], [[1.0]]])
+        >>> quarter_turn = torch.tensor([[[0.0, 0.0]], [[-1.0, 1.0]]])
         >>> funcrl.models.rotate(torch.tensor([[1.0, 2.0]]), quarter_turn)
         tensor([[-2.,  1.]])
     """
     cos, sin = rotation
-    first, second = x.to(numerics.at_least_float32(x.dtype)).chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
+    wide = x.to(numerics.at_least_float32(x.dtype))
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def init_params(

@@ -4,28 +4,31 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-# (q [..., H, T, C], k [..., H, T, C], v [..., H, T, C]) -> [..., H, T, C]
+# (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return softmax attention in which a token sees itself and what came before.
 
+    Query head h reads key head h // (H / K): grouped-query attention (arXiv:2305.13245).
+
     Args:
-        q: [..., T, C].
-        k: [..., T, C].
-        v: [..., T, C].
+        q: [..., H, T, C].
+        k: [..., K, T, C].
+        v: [..., K, T, C].
 
     Example:
         >>> import torch, funcrl
-        >>> v = torch.tensor([[1.0], [3.0]])
-        >>> funcrl.ops.attend_causal(torch.zeros(2, 1), torch.zeros(2, 1), v)
-        tensor([[1.],
-                [2.]])
+        >>> q, k, v = torch.zeros(2, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[1.0], [3.0]]])
+        >>> funcrl.ops.attend_causal(q, k, v).squeeze(-1)
+        tensor([[1., 2.],
+                [1., 2.]])
     """
-    return _attend(q, k, v, _future(q))
+    return attend_hidden(q, k, v, _future(q))
 
 
 def attend_segments(segment_ids: Tensor) -> AttendFn:
@@ -37,21 +40,42 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
     Example:
         >>> import torch, funcrl
         >>> attend = funcrl.ops.attend_segments(torch.tensor([0, 0, 1]))
-        >>> zero, v = torch.zeros(3, 1), torch.tensor([[1.0], [3.0], [8.0]])
-        >>> attend(zero, zero, v)
-        tensor([[1.],
-                [2.],
-                [8.]])
+        >>> zero, v = torch.zeros(1, 3, 1), torch.tensor([[[1.0], [3.0], [8.0]]])
+        >>> attend(zero, zero, v).squeeze(-1)
+        tensor([[1., 2., 8.]])
     """
     others = segment_ids[:, None] != segment_ids[None, :]
-    return lambda q, k, v: _attend(q, k, v, _future(q) | others)
+    return lambda q, k, v: attend_hidden(q, k, v, _future(q) | others)
+
+
+def attend_hidden(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Return softmax attention in which query t does not see key s where `hidden[t, s]`.
+
+        softmax(q k^T / sqrt(C)) v
+
+    Args:
+        q: [..., H, T, C].
+        k: [..., K, S, C].
+        v: [..., K, S, C].
+        hidden: [..., T, S] bool, over the axes before the heads; no row may be all True.
+
+    Example:
+        >>> import torch, funcrl
+        >>> zero, v = torch.zeros(1, 2, 1), torch.tensor([[[1.0], [3.0]]])
+        >>> hidden = torch.tensor([[False, True], [True, False]])
+        >>> funcrl.ops.attend_hidden(zero, zero, v, hidden).squeeze(-1)
+        tensor([[1., 3.]])
+    """
+    num_kv_heads, length = k.shape[-3], q.shape[-2]
+    # The queries of one key head as rows of one product: nothing is repeated.
+    q = rearrange(q, "... (k g) t c -> ... k (g t) c", k=num_kv_heads)
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
+    scores = rearrange(scores, "... k (g t) s -> ... k g t s", t=length)
+    scores = scores.masked_fill(hidden[..., None, None, :, :], -torch.inf)
+    weights = rearrange(torch.softmax(scores, dim=-1), "... k g t s -> ... k (g t) s")
+    return rearrange(weights @ v, "... k (g t) c -> ... (k g) t c", t=length)
 
 
 def _future(q: Tensor) -> Tensor:
     length = q.shape[-2]
     return torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v

@@ -1,0 +1,319 @@
+"""Configuration: frozen dataclasses that refuse bad values, and how they are read and written."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from funcrl import checks
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
+
+    num_samples: int = 1
+    """Completions of each prompt: the group that an advantage compares."""
+    max_tokens: int = 64
+    """A completion ends here at the latest."""
+    min_tokens: int = 0
+    """A stop token is not drawn, and a stop string not looked for, before so many tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens (ties at the last place included); 0 for all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that make up this probability."""
+    min_p: float = 0.0
+    """Only tokens at least this probability times that of the most likely one."""
+    stop_tokens: tuple[int, ...] = ()
+    """Drawing one of these ends a completion; it is the completion's last token."""
+    stop: tuple[str, ...] = ()
+    """A completion ends as soon as its text contains one of these strings."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "max_tokens"):
+            checks.check_count("Sampling", name, getattr(self, name))
+        checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
+        checks.check_range("Sampling", "temperature", self.temperature, 0.0, float("inf"))
+        checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
+        checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
+        checks.check_positive("Sampling", "top_p", self.top_p)
+        checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
+        if "" in self.stop:
+            raise ValueError("Sampling expects stop strings of at least one character, got ''.")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The policy gradient; see docs/algorithms.md."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
+    """Which one; its clipping is its paper's."""
+    kl: float = 0.0
+    """Coefficient of the KL penalty to the policy before the first step (TRL's beta)."""
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Which estimate of the KL divergence."""
+    entropy: float = 0.04
+    """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers."""
+    max_importance: float | None = None
+    """Truncate importance weights of the generator's log-probabilities here; none when left out."""
+
+    def __post_init__(self) -> None:
+        checks.check_range("AlgorithmConfig", "kl", self.kl, 0.0, float("inf"))
+        checks.check_finite("AlgorithmConfig", "entropy", self.entropy)
+        if self.max_importance is not None:
+            checks.check_positive("AlgorithmConfig", "max_importance", self.max_importance)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW after clipping to a global norm."""
+
+    learning_rate: float = 1e-3
+    """At its highest; a pretrained model wants 1e-6 to 1e-5."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up; linear and cosine end at 0 with the last step."""
+    warmup: int = 20
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm"):
+            checks.check_positive("OptimizerConfig", name, getattr(self, name))
+        for name in ("warmup", "weight_decay"):
+            checks.check_range("OptimizerConfig", name, getattr(self, name), 0, float("inf"))
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on the task's own answers first, since a random policy earns no reward."""
+
+    steps: int = 400
+    """At most; 0 for none."""
+    accuracy: float = 0.3
+    """Stop as soon as so many held-out prompts are answered rightly."""
+    every: int = 10
+    """Steps between two looks at the accuracy."""
+    num_prompts: int = 64
+    """Answers a step."""
+    learning_rate: float = 1e-3
+    """Of AdamW."""
+
+    def __post_init__(self) -> None:
+        checks.check_range("WarmStartConfig", "steps", self.steps, 0, float("inf"))
+        checks.check_range("WarmStartConfig", "accuracy", self.accuracy, 0.0, 1.0)
+        for name in ("every", "num_prompts"):
+            checks.check_count("WarmStartConfig", name, getattr(self, name))
+        checks.check_positive("WarmStartConfig", "learning_rate", self.learning_rate)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
+
+    every: int = 25
+    """Steps between two evaluations; 0 for none."""
+    num_prompts: int = 100
+    """At most."""
+    temperature: float = 0.0
+    """0 takes the most likely tokens."""
+
+    def __post_init__(self) -> None:
+        checks.check_range("EvaluationConfig", "every", self.every, 0, float("inf"))
+        checks.check_count("EvaluationConfig", "num_prompts", self.num_prompts)
+        checks.check_range("EvaluationConfig", "temperature", self.temperature, 0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept to resume from; the last step is always saved."""
+
+    every: int = 50
+    """Steps between two checkpoints."""
+    keep_last: int = 3
+    """How many of the newest stay."""
+    keep_best: int = 1
+    """How many of those with the highest accuracy stay besides."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep_last"):
+            checks.check_count("CheckpointConfig", name, getattr(self, name))
+        checks.check_range("CheckpointConfig", "keep_best", self.keep_best, 0, float("inf"))
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down besides metrics.jsonl."""
+
+    completions_every: int = 25
+    """Steps between two looks at completions."""
+    num_completions: int = 8
+    """How many then."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where metrics go as well; each must be installed."""
+
+    def __post_init__(self) -> None:
+        for name in ("completions_every", "num_completions"):
+            checks.check_count("LogConfig", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a policy with reinforcement learning: the whole loop, from nothing, on this machine."""
+
+    run_dir: Path | None = None
+    """Where everything goes; the first free runs/TASK-1, -2, ... when left out."""
+    steps: int = 800
+    """Rollouts to train on."""
+    seed: int = 0
+    """Of the weights, the prompts and every draw."""
+    task: str = "sum_digits"
+    """A built-in task, or one's own as file.py:Name or module:Name."""
+    model: str = "micro"
+    """The shape of the policy: micro, tiny, small, smollm2-135m or qwen3-0.6b."""
+    generator: Literal["sampler"] = "sampler"
+    """What draws completions."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in; the parameters and their updates stay float32."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out. Bits depend on it."""
+    num_prompts: int = 64
+    """Prompts in a rollout."""
+    num_generations: int = 8
+    """Completions of each prompt: the group."""
+    num_iterations: int = 1
+    """Passes over a rollout."""
+    num_minibatches: int = 1
+    """Updates a pass, each on its share of the rollout."""
+    microbatch: int | None = None
+    """Samples differentiated at a time: less memory, the same update; all when left out."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits are alive at a time."""
+    slots: int = 512
+    """Samples drawn at a time by the sampler."""
+    drop_zero_variance: bool = True
+    """Leave out groups whose rewards are all equal: they cost time and teach nothing."""
+    mask_truncated: bool = False
+    """Learn nothing from completions that were cut off."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Factors of the task's rewards, such as `correct 1.0 format 0.2`; the task's when left out."""
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """When a reward raises or is not finite: stop the run, or leave the sample out and count it."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=8))
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "num_prompts", "num_generations", "num_iterations",
+                     "num_minibatches", "logprob_chunk", "slots"):  # fmt: skip
+            checks.check_count("train", f"--{name.replace('_', '-')}", getattr(self, name))
+        for name in ("microbatch", "threads"):
+            if getattr(self, name) is not None:
+                checks.check_count("train", f"--{name}", getattr(self, name))
+        checks.check_range("train", "--seed", self.seed, 0, 2**63 - 1)
+        if self.num_generations < 2 and self.algorithm.name != "reinforce":
+            raise ValueError(
+                f"train expects --num-generations of at least 2, so that a group can be compared, "
+                f"got {self.num_generations}."
+            )
+        rows = self.num_prompts * self.num_generations
+        if rows % self.num_minibatches:
+            raise ValueError(
+                f"train expects --num-minibatches to divide num_prompts * num_generations "
+                f"= {rows}, got {self.num_minibatches}."
+            )
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries of what YAML can write.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.to_plain(config.CheckpointConfig())
+        {'every': 50, 'keep_last': 3, 'keep_best': 1}
+    """
+    return {part.name: _plain(getattr(config, part.name)) for part in dataclasses.fields(config)}
+
+
+def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") -> Config:
+    """Return the configuration of nested dictionaries; what they leave out has its default.
+
+    Args:
+        kind: a dataclass.
+        values: option -> value.
+        path: where `values` stand, for errors.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.from_plain(config.CheckpointConfig, {"every": 5}).every
+        5
+        >>> config.from_plain(config.CheckpointConfig, {"evry": 5})
+        Traceback (most recent call last):
+        ValueError: CheckpointConfig has no option 'evry'; did you mean 'every'?
+    """
+    hints = typing.get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            close = difflib.get_close_matches(str(name), hints, n=1)
+            hint = f"; did you mean {path + close[0]!r}?" if close else "."
+            raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
+    return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value)
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(hint: Any, value: Any, path: str) -> Any:
+    """Return a value read from YAML as the type of its option, or say what was expected."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return from_plain(hint, value, f"{path}.")
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _typed(next(kind for kind in arguments if kind is not type(None)), value, path)
+    if origin is Literal:
+        checks.check_choice("train", path, value, arguments)
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(arguments[0], part, path) for part in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _typed(arguments[1], part, path) for name, part in value.items()}
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        return _number(value, path)  # YAML reads 1e-6 as a string
+    if not (isinstance(hint, type) and type(value) is hint):
+        name = getattr(hint, "__name__", str(hint))
+        raise ValueError(f"train expects {path} to be of type {name}, got {value!r}.")
+    return value
+
+
+def _number(text: str, path: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"train expects {path} to be a number, got {text!r}.") from None

@@ -1,0 +1,233 @@
+"""Many samples drawn together: prompts enter while others are under way, finished ones leave."""
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl import numerics, rng
+from funcrl.config import Sampling
+from funcrl.generators.cache import empty_cache, extend, prefill
+from funcrl.generators.draw import draw, sampling_logprobs
+from funcrl.models import Transformer
+
+DecodeFn: TypeAlias = Callable[[list[int]], str]
+Prompts: TypeAlias = Sequence[Sequence[int]]
+
+# Padded prompt tokens in one forward pass, so that its activations stay bounded.
+_PREFILL_TOKENS = 16384
+
+
+class Drawn(NamedTuple):
+    """One sample, growing while it is drawn."""
+
+    prompt: int  # its index
+    tokens: list[int]
+    logprobs: list[float]
+    policy_logprobs: list[float]
+
+
+class Batch:
+    """The samples under way, one a slot: the first `active` rows of every tensor.
+
+    A sample that ends gives its slot to the last one, so that the rows stay without gaps and a
+    finished sample costs nothing.
+    """
+
+    def __init__(
+        self,
+        network: Transformer,
+        prompts: Prompts,
+        sampling: Sampling,
+        seed: int,
+        decode: DecodeFn | None,
+        slots: int,
+    ) -> None:
+        self.network, self.prompts, self.sampling, self.decode = network, prompts, sampling, decode
+        self.seeds = sample_seeds(prompts, sampling.num_samples, seed)
+        weight = network.norm.weight
+        group = sampling.num_samples
+        slots = min(max(slots, group), group * len(prompts))
+        # The last token of a sample is never fed back.
+        longest = max(map(len, prompts)) + sampling.max_tokens - 1
+        self.places = min(longest, network.config.context_length)
+        self.cache = empty_cache(network, slots, self.places, weight)
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=weight.device)
+        self.positions = torch.zeros_like(self.tokens)  # where the token in `tokens` stands
+        self.counts = torch.zeros_like(self.tokens)  # tokens drawn so far
+        self.uniforms = torch.zeros(
+            slots, sampling.max_tokens, dtype=torch.float64, device=weight.device
+        )
+        self.stop_tokens = torch.tensor(
+            sampling.stop_tokens, dtype=torch.int64, device=weight.device
+        )
+        self.waiting = deque(range(len(prompts)))
+        self.slots = slots
+        self.samples: list[int] = []  # which sample is in each active slot
+        self.drawn = [Drawn(row // group, [], [], []) for row in range(group * len(prompts))]
+        self.reasons = [""] * len(self.drawn)
+
+    def run(self) -> None:
+        """Draw every sample to its end."""
+        while self.waiting or self.samples:
+            entering = self._entering()
+            if entering:
+                start = len(self.samples)
+                logits = self._enter(entering)
+            else:
+                start = 0
+                logits = self._extend()
+            self._draw(logits, start)
+            self._leave(start)
+
+    def _entering(self) -> list[int]:
+        """Take the prompts that there is room for; a group enters as a whole."""
+        room = (self.slots - len(self.samples)) // self.sampling.num_samples
+        entering: list[int] = []
+        longest = 0
+        while self.waiting and len(entering) < room:
+            longest = max(longest, len(self.prompts[self.waiting[0]]))
+            if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
+                break
+            entering.append(self.waiting.popleft())
+        return entering
+
+    def _enter(self, entering: list[int]) -> Tensor:
+        """Run the prompts once, share what they leave with their samples; logits of each sample."""
+        group, device = self.sampling.num_samples, self.tokens.device
+        lengths = torch.tensor([len(self.prompts[index]) for index in entering])
+        width = int(lengths.max())
+        padded = [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in entering]
+        lengths = lengths.to(device)
+        prefix = prefill(self.network, torch.tensor(padded, device=device), lengths)
+        start = len(self.samples)
+        self.samples += [index * group + k for index in entering for k in range(group)]
+        rows = slice(start, len(self.samples))
+        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+            self.cache.keys[layer, rows, :, :width] = keys.repeat_interleave(group, dim=0)
+            self.cache.values[layer, rows, :, :width] = values.repeat_interleave(group, dim=0)
+        # One before the place of the first drawn token: `_draw` moves on.
+        self.positions[rows] = (lengths - 1).repeat_interleave(group)
+        self.counts[rows] = 0
+        seeds = torch.tensor([self.seeds[sample] for sample in self.samples[rows]], device=device)
+        self.uniforms[rows] = rng.uniform(seeds, self.sampling.max_tokens)
+        return prefix.logits.repeat_interleave(group, dim=0)
+
+    def _extend(self) -> Tensor:
+        rows = slice(len(self.samples))
+        longest = max(self._length(sample) for sample in self.samples) - 1
+        return extend(self.network, self.cache, self.tokens[rows], self.positions[rows], longest)
+
+    def _draw(self, logits: Tensor, start: int) -> None:
+        """Draw the next token of the samples from slot `start` on."""
+        rows = slice(start, len(self.samples))
+        sampling = self.sampling
+        logits = logits.to(numerics.at_least_float32(logits.dtype))
+        allowed = logits
+        if sampling.min_tokens and sampling.stop_tokens:
+            early = self.counts[rows, None] < sampling.min_tokens
+            forbidden = early & torch.isin(
+                torch.arange(logits.shape[1], device=logits.device), self.stop_tokens
+            )
+            allowed = logits.masked_fill(forbidden, -torch.inf)
+        logprobs = sampling_logprobs(allowed, sampling)
+        numbers = self.uniforms[rows].gather(1, self.counts[rows, None]).squeeze(1)
+        tokens = draw(logprobs, numbers)
+        chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        if draws_from_policy(sampling):
+            raw = chosen
+        else:
+            raw = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        self.tokens[rows] = tokens
+        self.positions[rows] += 1
+        self.counts[rows] += 1
+        columns = zip(tokens.tolist(), chosen.tolist(), raw.tolist(), strict=True)
+        for sample, (token, logprob, policy_logprob) in zip(
+            self.samples[rows], columns, strict=True
+        ):
+            drawn = self.drawn[sample]
+            drawn.tokens.append(token)
+            drawn.logprobs.append(logprob)
+            drawn.policy_logprobs.append(policy_logprob)
+
+    def _leave(self, start: int) -> None:
+        """Free the slots of the samples that have ended, from the last one down."""
+        for slot in reversed(range(start, len(self.samples))):
+            reason = self._reason(self.samples[slot])
+            if reason:
+                self.reasons[self.samples[slot]] = reason
+                self._move_last_to(slot)
+
+    def _move_last_to(self, slot: int) -> None:
+        last = len(self.samples) - 1
+        if slot != last:
+            filled = slice(self._length(self.samples[last]) - 1)
+            for part in self.cache:
+                part[:, slot, :, filled] = part[:, last, :, filled]
+            for values in (self.tokens, self.positions, self.counts, self.uniforms):
+                values[slot] = values[last]
+            self.samples[slot] = self.samples[last]
+        self.samples.pop()
+
+    def _length(self, sample: int) -> int:
+        drawn = self.drawn[sample]
+        return len(self.prompts[drawn.prompt]) + len(drawn.tokens)
+
+    def _reason(self, sample: int) -> str:
+        """Return why the sample ends here, "" when it goes on."""
+        tokens, sampling = self.drawn[sample].tokens, self.sampling
+        if tokens[-1] in sampling.stop_tokens or self._has_stop_string(tokens):
+            return "stop"
+        full = self._length(sample) >= self.network.config.context_length
+        return "length" if full or len(tokens) == sampling.max_tokens else ""
+
+    def _has_stop_string(self, tokens: list[int]) -> bool:
+        sampling = self.sampling
+        if self.decode is None or not sampling.stop or len(tokens) < sampling.min_tokens:
+            return False
+        # A character is at most four bytes, and a token at least one of them.
+        tail = self.decode(tokens[-4 * max(map(len, sampling.stop)) :])
+        return any(stop in tail for stop in sampling.stop)
+
+
+def draws_from_policy(sampling: Sampling) -> bool:
+    """Return whether the sampling distribution is the policy itself.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.generators.batch import draws_from_policy
+        >>> draws_from_policy(funcrl.generators.Sampling(top_p=0.9))
+        False
+    """
+    return (
+        sampling.temperature == 1
+        and sampling.top_k == 0
+        and sampling.top_p == 1
+        and sampling.min_p == 0
+        and sampling.min_tokens == 0
+    )
+
+
+def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
+    """Return the seed of each sample, group-major: of the prompt's tokens, not of its place.
+
+    The k-th copy of a prompt goes on where the one before ended, so that copies differ.
+
+    Example:
+        >>> from funcrl.generators.batch import sample_seeds
+        >>> alone = sample_seeds([[1, 2]], num_samples=2, seed=0)
+        >>> sample_seeds([[7], [1, 2]], num_samples=2, seed=0)[2:] == alone
+        True
+    """
+    seen: Counter[bytes] = Counter()
+    seeds = []
+    for prompt in prompts:
+        content = ",".join(map(str, prompt)).encode()
+        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+        first = seen[content] * num_samples
+        seen[content] += 1
+        seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
+    return seeds

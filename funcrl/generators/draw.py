@@ -1,0 +1,97 @@
+"""From logits to tokens: the sampling distribution, and a draw that depends on its row alone."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcrl import checks, numerics
+from funcrl.config import Sampling
+
+# Sorting a vocabulary is slow, and the nucleus is nearly always within the most likely few.
+_LIKELY = 1024
+
+
+def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probabilities [B, V] of the distribution that `sampling` draws from.
+
+    Temperature, then top-k, then top-p of what is left, then min-p, then normalised: -inf for what
+    is left out. At temperature 0 the most likely token (the first of equals) has them all.
+
+    Args:
+        logits: [B, V].
+        sampling: whose temperature, top_k, top_p and min_p to use.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> sampling = funcrl.generators.Sampling(top_k=2)
+        >>> funcrl.generators.sampling_logprobs(logits, sampling).exp()
+        tensor([[0.6250, 0.3750, 0.0000]])
+    """
+    checks.check_rank("sampling_logprobs", "logits", logits, "BV")
+    wide = logits.to(numerics.at_least_float32(logits.dtype))
+    if sampling.temperature == 0:
+        best = wide.argmax(dim=-1, keepdim=True)
+        return torch.full_like(wide, -torch.inf).scatter(-1, best, 0.0)
+    if sampling.temperature != 1:
+        wide = wide / sampling.temperature
+    logprobs = torch.log_softmax(wide, dim=-1)
+    for smallest in _thresholds(sampling):
+        # A log-probability below its row's threshold is out; the rest is normalised again.
+        kept = logprobs.masked_fill(logprobs < smallest(logprobs), -torch.inf)
+        logprobs = torch.log_softmax(kept, dim=-1)
+    return logprobs
+
+
+def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Return a token a row [B], by inverting the cumulative distribution.
+
+    The first token at which the cumulative probability exceeds `uniform`: a function of its own row
+    and number, so that no neighbour in the batch matters. A token of probability 0 is never drawn.
+
+    Args:
+        logprobs: [B, V], normalised.
+        uniform: [B] in [0, 1), float64.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logprobs = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(3, 3)
+        >>> uniform = torch.tensor([0.0, 0.79, 0.81], dtype=torch.float64)
+        >>> funcrl.generators.draw(logprobs, uniform)
+        tensor([0, 1, 2])
+    """
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    # Rounding leaves the total near 1, not at it; scaled, the last token keeps its whole share.
+    target = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:
+    found: list[Callable[[Tensor], Tensor]] = []
+    if sampling.top_k > 0:
+        found.append(lambda logprobs: _kth_largest(logprobs, sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(lambda logprobs: _nucleus_edge(logprobs, sampling.top_p))
+    if sampling.min_p > 0:
+        # log_softmax moves all log-probabilities of a row alike, so the gap to the best stays.
+        gap = torch.tensor(sampling.min_p, dtype=torch.float64).log().item()
+        found.append(lambda logprobs: logprobs.amax(dim=-1, keepdim=True) + gap)
+    return found
+
+
+def _kth_largest(logprobs: Tensor, k: int) -> Tensor:
+    return logprobs.topk(min(k, logprobs.shape[-1]), dim=-1).values[:, -1:]
+
+
+def _nucleus_edge(logprobs: Tensor, top_p: float) -> Tensor:
+    """Return the smallest log-probability of the shortest prefix, most likely first, of mass p."""
+    vocabulary = logprobs.shape[-1]
+    ordered = logprobs.topk(min(_LIKELY, vocabulary), dim=-1).values
+    mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
+    if ordered.shape[-1] < vocabulary and bool((mass[:, -1] < top_p).any()):
+        ordered = logprobs.sort(dim=-1, descending=True).values
+        mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
+    # A token is in while the mass before it is below p; the first always is.
+    count = (mass - ordered.exp() < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, count - 1)

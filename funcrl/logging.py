@@ -1,0 +1,379 @@
+"""What a run shows while it runs: a live view or plain lines, and trackers."""
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN = {
+    "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
+    "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm",
+}  # fmt: skip
+
+
+class Completion(NamedTuple):
+    """One completion to look at."""
+
+    step: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    rewards: dict[str, float]
+    finish_reason: str
+    policy_version: int
+
+
+class View(Protocol):
+    """What shows a run on the screen."""
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Begin, with `done` of `total` steps behind."""
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Show a finished step."""
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+class Tracker(Protocol):
+    """Where metrics go besides the run's own files."""
+
+    def log(self, row: Row) -> None:
+        """Write a step's metrics."""
+
+    def completions(self, rows: Sequence[Completion]) -> None:
+        """Write a table of completions."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+def view_for(stream: TextIO) -> View:
+    """Return the live view for a terminal, and plain lines for anything else.
+
+    Example:
+        >>> import io
+        >>> from funcrl.logging import PlainView, view_for
+        >>> isinstance(view_for(io.StringIO()), PlainView)
+        True
+    """
+    return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
+
+
+class PlainView:
+    """A line every few seconds, without control characters: for a file or a pipe.
+
+    Args:
+        stream: to write to.
+        every: seconds between two lines; first, last and evaluated steps always have one.
+    """
+
+    def __init__(self, stream: TextIO, every: float = 5.0) -> None:
+        self._stream, self._every = stream, every
+        self._pace = _Pace(0, 0)
+        self._last = -math.inf
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Print the title."""
+        self._pace = _Pace(total, done)
+        self._print(title)
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Print the step's numbers when it is time."""
+        del completion
+        self._pace.tick(row)
+        now = time.monotonic()
+        ends = row["step"] in (1, self._pace.total) or "eval/accuracy" in row
+        if not ends and now - self._last < self._every:
+            return
+        self._last = now
+        numbers = [f"{label} {_number(row[name]):>6}" for name, label in _SHOWN.items()
+                   if name in row]  # fmt: skip
+        width = len(str(self._pace.total))
+        head = f"step {row['step']:>{width}}/{self._pace.total}"
+        self._print("  ".join([head, *numbers, f"left {self._pace.left()}"]))
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Flush."""
+        self._stream.flush()
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class LiveView:
+    """A panel at the bottom of the terminal: progress, numbers, a sample completion.
+
+    Args:
+        console: rich's, for the terminal to draw on.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._pace = _Pace(0, 0)
+        self._title = ""
+        self._rewards: list[float] = []
+        self._accuracy: float | None = None
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Draw the empty panel."""
+        self._title, self._pace = title, _Pace(total, done)
+        self._live.start()
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Draw the step."""
+        self._pace.tick(row)
+        if row.get("reward") is not None:
+            self._rewards.append(row["reward"])
+        self._accuracy = row.get("eval/accuracy", self._accuracy)
+        parts: list[Any] = [self._progress(row), self._numbers(row)]
+        if completion is not None:
+            parts.append(self._completion(completion))
+        title = Text(self._title, overflow="ellipsis", no_wrap=True)
+        self._live.update(Panel(Group(*parts), title=title, title_align="left"), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print the line above the panel."""
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        """Leave the last panel where it is, and give the cursor back."""
+        self._live.stop()
+
+    def _progress(self, row: Row) -> Progress:
+        progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]} left  {task.fields[speed]}"),
+            console=self._console, expand=True,
+        )  # fmt: skip
+        speed = f"{_number(row.get('step_time'))} s/step"
+        progress.add_task(
+            "", total=self._pace.total, completed=row["step"], left=self._pace.left(), speed=speed
+        )
+        return progress
+
+    def _numbers(self, row: Row) -> Table:
+        known = {**row, "eval/accuracy": self._accuracy}
+        shown = [(label, known[name]) for name, label in _SHOWN.items()
+                 if known.get(name) is not None]  # fmt: skip
+        if row.get("step_time") and row.get("num_tokens"):
+            shown.append(("tokens/s", row["num_tokens"] / row["step_time"]))
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_row(*(Text(label, style="dim", no_wrap=True) for label, _ in shown))
+        table.add_row(*(Text(_number(value), style="bold", no_wrap=True) for _, value in shown))
+        room = max(self._console.width - 12, 10)
+        grid = Table.grid(expand=True)
+        grid.add_row(table)
+        grid.add_row(Text("reward ", style="dim") + Text(sparkline(self._rewards, room)))
+        return grid
+
+    def _completion(self, completion: Completion) -> Text:
+        """As text and not as markup: a completion may contain anything."""
+        room = 3 * max(self._console.width - 4, 10)
+        text = Text("\n")
+        text.append(_visible(completion.prompt, room), style="cyan")
+        text.append(_visible(completion.completion, room), style="bold")
+        return text.append(f"   reward {_number(completion.reward)}", style="dim")
+
+
+class _Pace:
+    """How long the steps take, and so what is left."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self._done, self._first = total, done, done
+        self._started = time.monotonic()
+
+    def tick(self, row: Row) -> None:
+        self._done = int(row["step"])
+
+    def left(self) -> str:
+        steps = self._done - self._first
+        if steps <= 0:
+            return "?"
+        each = (time.monotonic() - self._started) / steps
+        seconds = round(each * (self.total - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as bars between their lowest and highest, the last `width` of them.
+
+    Example:
+        >>> from funcrl.logging import sparkline
+        >>> sparkline([0.0, 0.5, 1.0], width=8)
+        '▁▅█'
+    """
+    shown = [value for value in values if math.isfinite(value)][-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    scale = (len(_BARS) - 1) / span if span else 0.0
+    return "".join(_BARS[math.floor((value - low) * scale + 0.5)] for value in shown)
+
+
+def tracker(
+    name: TrackerName,
+    run: Path,
+    config: Mapping[str, Any],
+    first_step: int = 0,
+    on_error: Callable[[str], None] = print,
+) -> Tracker:
+    """Return a tracker; one that fails later is reported once and does not stop the run.
+
+    Args:
+        name: "tensorboard" (writes RUN/tensorboard), "wandb" or "trackio".
+        run: the run's folder, which names it.
+        config: the resolved configuration.
+        first_step: the steps before it are written already: a resumed run.
+        on_error: told the first failure.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.logging import tracker
+        >>> board = tracker("tensorboard", pathlib.Path(tempfile.mkdtemp()), {})
+        >>> board.log({"step": 1, "loss": 0.5})
+        >>> board.close()
+    """
+    kinds: dict[str, Callable[..., Tracker]] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _Wandb,
+        "trackio": _Trackio,
+    }
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"train expects {name} to be installed for --log.trackers {name}: pip install {name}."
+        ) from error
+    return _Careful(name, kinds[name](run, config, first_step), on_error)
+
+
+class _Careful:
+    """A tracker whose failures are told once and counted."""
+
+    def __init__(self, name: str, inner: Tracker, on_error: Callable[[str], None]) -> None:
+        self._name, self._inner, self._on_error = name, inner, on_error
+        self.num_failures = 0
+
+    def log(self, row: Row) -> None:
+        self._try(lambda: self._inner.log(row))
+
+    def completions(self, rows: Sequence[Completion]) -> None:
+        self._try(lambda: self._inner.completions(rows))
+
+    def close(self) -> None:
+        self._try(self._inner.close)
+        if self.num_failures > 1:
+            self._on_error(f"{self._name} failed {self.num_failures} times.")
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            self.num_failures += 1
+            if self.num_failures == 1:
+                self._on_error(
+                    f"{self._name} failed ({type(error).__name__}: {error}); training goes on, and "
+                    f"metrics.jsonl has every number."
+                )
+
+
+class _TensorBoard:
+    def __init__(self, run: Path, config: Mapping[str, Any], first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
+        self._writer.add_text("config", "\n".join(f"    {k}: {v}" for k, v in config.items()), 0)
+
+    def log(self, row: Row) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def completions(self, rows: Sequence[Completion]) -> None:
+        for number, row in enumerate(rows):
+            text = f"{row.prompt}{row.completion}\n\nreward {row.reward}"
+            self._writer.add_text(f"completions/{number}", text, row.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run: Path, config: Mapping[str, Any], first_step: int) -> None:
+        del first_step  # wandb itself leaves out steps that it has
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
+            project="funcrl", name=run.name, id=run.name, resume="allow", dir=str(run),
+            config=dict(config),
+        )  # fmt: skip
+
+    def log(self, row: Row) -> None:
+        self._run.log(_numbers(row), step=row["step"])
+
+    def completions(self, rows: Sequence[Completion]) -> None:
+        columns = list(Completion._fields)
+        data = [[str(value) if isinstance(value, dict) else value for value in row] for row in rows]
+        table = self._wandb.Table(columns=columns, data=data)
+        self._run.log({"completions": table}, step=rows[0].step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, run: Path, config: Mapping[str, Any], first_step: int) -> None:
+        del first_step
+        self._trackio = importlib.import_module("trackio")
+        self._trackio.init(project="funcrl", name=run.name, config=dict(config), resume="allow")
+
+    def log(self, row: Row) -> None:
+        self._trackio.log(_numbers(row), step=row["step"])
+
+    def completions(self, rows: Sequence[Completion]) -> None:
+        texts = {f"completions/{n}": f"{r.prompt}{r.completion}" for n, r in enumerate(rows)}
+        self._trackio.log(texts, step=rows[0].step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items()
+            if name != "step" and isinstance(value, int | float)}  # fmt: skip
+
+
+def _number(value: Any) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _visible(text: str, room: int) -> str:
+    """Return text with control characters escaped, cut to its room."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return shown if len(shown) <= room else shown[: room - 1] + "…"

@@ -1,0 +1,87 @@
+"""What a configuration will need: bytes, estimated before anything is loaded."""
+
+from typing import NamedTuple
+
+from funcrl.config import TrainConfig
+from funcrl.models import TransformerConfig
+
+_FLOAT = 4
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of a run's parts; generation and training do not overlap in time."""
+
+    parameters: int
+    optimizer: int  # AdamW's two moments
+    activations: int  # of one micro-batch, kept for its backward pass
+    logits: int  # of one chunk of tokens
+    gradients: int
+    next_state: int  # new parameters and moments beside the old: an update is pure
+    cache: int  # keys and values of the samples under way
+
+    @property
+    def peak(self) -> int:
+        """The largest of the three phases: generate, differentiate, update."""
+        resident = self.parameters + self.optimizer
+        differentiate = self.activations + self.logits + self.gradients
+        return resident + max(self.cache, differentiate, self.gradients + self.next_state)
+
+
+def num_params(config: TransformerConfig) -> int:
+    """Return the number of parameters of a shape.
+
+    Example:
+        >>> import funcrl
+        >>> config = funcrl.models.shape("micro", vocab_size=13)
+        >>> model = funcrl.models.Transformer(config)
+        >>> counted = sum(leaf.numel() for leaf in model.parameters())
+        >>> funcrl.memory.num_params(config) == counted
+        True
+    """
+    c = config
+    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+    attention = 2 * c.width * heads + 2 * c.width * kv
+    attention += (heads + 2 * kv) * c.qkv_bias + 2 * c.head_width * c.qk_norm
+    block = attention + 3 * c.width * c.mlp_width + 2 * c.width
+    return c.num_layers * block + c.width + c.vocab_size * c.width * (1 if c.tied else 2)
+
+
+def estimate_memory(
+    config: TrainConfig, shape: TransformerConfig, prompt_tokens: int
+) -> MemoryEstimate:
+    """Return what training with this configuration needs.
+
+    Args:
+        config: the run's.
+        shape: the model's.
+        prompt_tokens: of the longest prompt.
+
+    Example:
+        >>> import funcrl
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> estimate = funcrl.memory.estimate_memory(funcrl.config.TrainConfig(), shape, 8)
+        >>> estimate.optimizer == 2 * estimate.parameters
+        True
+    """
+    c, params = shape, _FLOAT * num_params(shape)
+    compute = 2 if config.dtype == "bfloat16" else _FLOAT
+    length = prompt_tokens + config.sampling.max_tokens
+    all_rows = config.num_prompts * config.num_generations // config.num_minibatches
+    rows = min(config.microbatch or all_rows, all_rows)
+    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+    # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
+    # squared and scaled), the projections before and after rotation, and the gated MLP; scores and
+    # weights of attention are a row of `length` a head.
+    block = 8 * c.width + 3 * heads + 4 * kv + (4 * heads if c.qk_norm else 0) + 4 * c.mlp_width
+    block += 3 * c.num_heads * length
+    copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
+    slots = min(config.slots, config.num_prompts * config.num_generations)
+    return MemoryEstimate(
+        parameters=params,
+        optimizer=2 * params,
+        activations=rows * length * c.num_layers * block * compute + copies,
+        logits=4 * min(config.logprob_chunk, rows * length) * c.vocab_size * _FLOAT,
+        gradients=params,
+        next_state=3 * params,
+        cache=2 * c.num_layers * kv * slots * length * compute,
+    )

@@ -1,0 +1,36 @@
+"""Shapes by name, for `--model`."""
+
+from dataclasses import replace
+
+from funcrl import checks
+from funcrl.models.transformer import TransformerConfig
+
+SHAPES: dict[str, TransformerConfig] = {
+    "micro": TransformerConfig(
+        width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
+    ),
+    "tiny": TransformerConfig(),
+    "small": TransformerConfig(
+        width=384, num_layers=8, num_heads=6, num_kv_heads=2, head_width=64, mlp_width=1024
+    ),
+    "smollm2-135m": TransformerConfig(
+        width=576, num_layers=30, num_heads=9, num_kv_heads=3, head_width=64, mlp_width=1536,
+        qk_norm=False, rope_theta=100_000.0, norm_eps=1e-5, context_length=8192,
+    ),
+    "qwen3-0.6b": TransformerConfig(
+        width=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_width=128, mlp_width=3072,
+        rope_theta=1_000_000.0, context_length=40_960,
+    ),
+}  # fmt: skip
+
+
+def shape(name: str, vocab_size: int) -> TransformerConfig:
+    """Return the named shape for a vocabulary.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.models.shape("micro", vocab_size=13).width
+        64
+    """
+    checks.check_choice("shape", "--model", name, SHAPES)
+    return replace(SHAPES[name], vocab_size=vocab_size)

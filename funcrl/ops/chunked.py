@@ -1,0 +1,132 @@
+"""Scores of tokens from the last layer's output, some tokens' logits at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from funcrl import checks, numerics
+
+
+def linear_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [T] of targets under `softmax(hidden W^T / temperature)`, and
+    entropies [T].
+
+    No more than [chunk, V] is alive at a time: the backward pass computes each chunk's logits
+    anew. In a batch under `vmap` the chunk is of the whole batch's tokens, and the gradient of one
+    shared weight is accumulated in one [V, D]. It has a first derivative only.
+
+    Args:
+        hidden: [T, D]; `hidden[t]` predicts `targets[t]`.
+        weight: [V, D].
+        targets: [T] int64.
+        temperature: that of sampling.
+        chunk: tokens at a time.
+
+    Example:
+        >>> import torch, funcrl
+        >>> hidden, weight = torch.zeros(3, 4), torch.zeros(2, 4)
+        >>> funcrl.ops.linear_scores(hidden, weight, torch.tensor([0, 1, 1]), chunk=2)
+        (tensor([-0.6931, -0.6931, -0.6931]), tensor([0.6931, 0.6931, 0.6931]))
+    """
+    checks.check_rank("linear_scores", "hidden", hidden, "TD")
+    checks.check_rank("linear_scores", "weight", weight, "VD")
+    checks.check_shape("linear_scores", "targets", targets, "hidden's first axis", hidden.shape[:1])
+    checks.check_positive("linear_scores", "temperature", temperature)
+    checks.check_count("linear_scores", "chunk", chunk)
+    logprobs, entropy, _ = _LinearScores.apply(  # type: ignore[no-untyped-call]  # (torch's own)
+        hidden, weight, targets, temperature, chunk
+    )
+    return logprobs, entropy
+
+
+class _LinearScores(torch.autograd.Function):
+    """The op; its third result, the log-normaliser, is kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns = []
+        for rows in _chunks(hidden.shape[0], chunk):
+            logits = _logits(hidden[rows], weight, temperature)
+            normaliser = torch.logsumexp(logits, dim=-1)
+            chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            logprobs = logits - normaliser[:, None]
+            del logits
+            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+            columns.append((chosen - normaliser, entropy, normaliser))
+        if not columns:
+            empty = _logits(hidden, weight, temperature).sum(dim=-1)
+            return empty, empty.clone(), empty.clone()
+        logprob, entropy, normaliser = (torch.cat(parts) for parts in zip(*columns, strict=True))
+        return logprob, entropy, normaliser
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, weight, targets, ctx.temperature, ctx.chunk = inputs
+        _, entropy, normaliser = output
+        ctx.mark_non_differentiable(normaliser)
+        ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Any) -> Any:
+        hidden, weight, targets, entropy, normaliser = ctx.saved_tensors
+        wide = grad_logprob.dtype
+        grad_hidden = []
+        # Of the hidden's kind, so that it has a batch axis wherever the sums into it have one.
+        grad_weight = hidden.new_zeros(weight.shape, dtype=wide)
+        for rows in _chunks(hidden.shape[0], ctx.chunk):
+            logits = _logits(hidden[rows], weight, ctx.temperature)
+            logprobs = logits - normaliser[rows, None]
+            del logits
+            # d logprob = onehot - p and d entropy = -p (log p + H); -inf is a p of 0.
+            finite = logprobs.clamp(min=torch.finfo(wide).min)
+            outer = finite.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+            outer = outer.add_(grad_logprob[rows, None]).mul_(logprobs.exp_()).neg_()
+            outer = outer.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
+            outer = (outer / ctx.temperature).to(hidden.dtype)
+            grad_hidden.append(outer @ weight)
+            if wide == hidden.dtype:
+                grad_weight.addmm_(outer.mT, hidden[rows])  # no second [V, D] for the product
+            else:
+                grad_weight += (outer.mT @ hidden[rows]).to(wide)
+        whole = torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden)
+        return whole, grad_weight.to(weight.dtype), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], hidden: Tensor, weight: Tensor, targets: Tensor,
+        temperature: float, chunk: int,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
+        size = info.batch_size
+        hidden, weight, targets = (
+            leaf if at is None else leaf.movedim(at, 0)
+            for leaf, at in zip((hidden, weight, targets), in_dims[:3], strict=True)
+        )
+        hidden = hidden if in_dims[0] is not None else hidden.expand(size, *hidden.shape)
+        targets = targets if in_dims[2] is not None else targets.expand(size, *targets.shape)
+        if in_dims[1] is None:
+            rows = hidden.flatten(0, 1), weight, targets.flatten(0, 1)
+            results = _LinearScores.apply(*rows, temperature, chunk)  # type: ignore[no-untyped-call]  # (torch's own)
+            return tuple(part.view(targets.shape) for part in results), (0, 0, 0)
+        each = [
+            _LinearScores.apply(*row, temperature, chunk)  # type: ignore[no-untyped-call]  # (torch's own)
+            for row in zip(hidden, weight, targets, strict=True)
+        ]
+        return tuple(torch.stack(parts) for parts in zip(*each, strict=True)), (0, 0, 0)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Return fresh logits in at least float32, widened before they are divided."""
+    logits = (hidden @ weight.mT).to(numerics.at_least_float32(hidden.dtype))
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _chunks(length: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, length, chunk))

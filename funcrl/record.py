@@ -1,0 +1,219 @@
+"""What a run leaves behind: its folder, its metrics, its checkpoints; and how it is taken up."""
+
+import json
+import platform
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from funcrl import config as configs
+from funcrl import runs
+from funcrl.checkpoint import CheckpointError, Checkpoints, restore, save
+from funcrl.config import TrainConfig
+from funcrl.logging import Completion, Tracker, View, tracker
+from funcrl.types import Params, TrainState
+
+_REFERENCE = "reference"
+
+
+class Progress(NamedTuple):
+    """A whole number of steps: what a run goes on from, replaced as one."""
+
+    step: int
+    state: TrainState
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl, step 0 first
+
+
+class Record:
+    """The folder of a run and everything that is written to it.
+
+    Args:
+        config: whose `run_dir` is the folder.
+        title: shown above the run.
+        view: shows the run; nothing when left out.
+        resume: the folder holds a run to go on with; otherwise it must not hold one.
+        command: what started the run, for environment.json.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        title: str,
+        view: View | None,
+        resume: bool,
+        command: Sequence[str] = (),
+    ) -> None:
+        if config.run_dir is None:
+            raise ValueError("train expects config.run_dir, got none.")
+        self.folder = config.run_dir
+        _check_folder(self.folder, resume)
+        self._progress: Progress | None = None
+        self._config, self._title, self._view, self._command = config, title, view, command
+        self._checkpoints = Checkpoints(
+            self.folder / runs.CHECKPOINTS,
+            config.checkpoint.keep_last,
+            config.checkpoint.keep_best,
+        )
+        self._trackers: list[Tracker] = []
+        self._saved = -1
+
+    @property
+    def progress(self) -> Progress:
+        """The last finished step."""
+        if self._progress is None:
+            raise RuntimeError("Record expects begin or resumed first.")
+        return self._progress
+
+    def resumed(self, like: TrainState) -> int | None:
+        """Take up the newest good checkpoint and return its step; None if there is none."""
+        found = self._checkpoints.newest(like, on_skip=self.note)
+        if found is None:
+            return None
+        self._saved = found.step
+        history = found.extra["history"]
+        lines = self.folder / runs.METRICS
+        lines.unlink(missing_ok=True)
+        runs.append_lines(lines, history)
+        runs.keep_until(self.folder / runs.COMPLETIONS, found.step)
+        self._start(Progress(found.step, found.state, history))
+        self.note(f"Resumed {self.folder} after step {found.step}.")
+        return found.step
+
+    def begin(self, state: TrainState, row: dict[str, Any]) -> None:
+        """Write down the state before the first step."""
+        for name in (runs.METRICS, runs.COMPLETIONS):  # of a life that never got to a checkpoint
+            (self.folder / name).unlink(missing_ok=True)
+        self._start(Progress(0, state, [row]))
+        runs.append_lines(self.folder / runs.METRICS, [row])
+        self.save()
+
+    def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
+        """Write down a finished step, and show it; `seen` are completions to keep."""
+        self._progress = Progress(row["step"], state, [*self.progress.history, row])
+        runs.append_lines(self.folder / runs.METRICS, [row])
+        runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
+        for each in self._trackers:
+            each.log(row)
+            if seen:
+                each.completions(seen)
+        if self._view is not None:
+            self._view.step(row, seen[0] if seen else None)
+        last = row["step"] == self._config.steps
+        if last or row["step"] % self._config.checkpoint.every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Begin a checkpoint of the last finished step."""
+        step, state, history = self.progress
+        score = history[-1].get("eval/accuracy")
+        self._checkpoints.save(step, state, {"step": step, "history": history}, score)
+        self._saved = step
+
+    def save_unsaved(self) -> None:
+        """Save what an interruption would lose, and say where."""
+        if self._progress is None:
+            return  # not even begun
+        try:
+            if self._saved < self._progress.step:
+                self.save()
+            self._checkpoints.wait()
+        except CheckpointError as error:
+            self.note(str(error))
+            return
+        self.note(
+            f"Saved step {self._progress.step} in {self.folder / runs.CHECKPOINTS}; "
+            f"go on with: funcrl train --resume {shlex.quote(str(self.folder))}"
+        )
+
+    def reference(self, params: Params) -> Params:
+        """Return the policy of step 0, which a KL penalty holds on to, saving it at step 0."""
+        path = self.folder / _REFERENCE
+        if self.progress.step == 0:
+            save(path, params)
+            return params
+        found, _ = restore(path, like=params)
+        return dict(found)
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        if self._view is not None:
+            self._view.note(text)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and let go of the screen and the trackers."""
+        try:
+            self._checkpoints.close()
+        finally:
+            for each in self._trackers:
+                each.close()
+            if self._view is not None:
+                self._view.close()
+
+    def _start(self, progress: Progress) -> None:
+        """Write down the configuration, and open what shows the run."""
+        config = self._config
+        plain = configs.to_plain(config)
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        runs.write_whole(self.folder / runs.CONFIG, text)
+        facts = json.dumps(_environment(self._command), indent=1)
+        runs.write_whole(self.folder / runs.ENVIRONMENT, facts + "\n")
+        self._trackers = [
+            tracker(name, self.folder, plain, progress.step, self.note)
+            for name in config.log.trackers
+        ]
+        if self._view is not None:
+            self._view.start(f"{self._title} in {self.folder}", config.steps, progress.step)
+        self._progress = progress
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """Return the first of `parent/name-1`, `parent/name-2`, ... that is not there.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.record import free_folder
+        >>> free_folder(pathlib.Path(tempfile.mkdtemp()), "sum_digits").name
+        'sum_digits-1'
+    """
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    holds_run = (folder / runs.CONFIG).exists()
+    if resume and not holds_run:
+        raise FileNotFoundError(
+            f"train expects --resume to name the folder of a run, got {folder} without a "
+            f"{runs.CONFIG}."
+        )
+    if not resume and (holds_run or (folder / runs.METRICS).exists()):
+        raise FileExistsError(
+            f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
+            f"--resume {folder}, or choose another."
+        )
+
+
+def _environment(command: Sequence[str]) -> dict[str, str]:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": f"{model}, {torch.get_num_threads()} threads",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(command),
+    }
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+    return {name: value for name, value in facts.items() if value}

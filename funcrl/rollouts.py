@@ -1,0 +1,197 @@
+"""From prompts to a rollout: generate, read, reward."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl import checks, rewards
+from funcrl.config import Sampling
+from funcrl.types import Generator, Prompt, Rollout, Samples, Task, Tokenizer
+
+
+class RewardError(ValueError):
+    """A reward that raised, or that is not a finite number."""
+
+
+class Completed(NamedTuple):
+    """Prompts and their completions: everything of length B is group-major."""
+
+    prompts: list[Prompt]  # [B], each prompt once for each of its samples
+    prompt_tokens: list[list[int]]  # [B]
+    samples: Samples
+    texts: list[str]  # [B], without the end token and from a stop string on
+    group_size: int
+
+
+class Graded(NamedTuple):
+    """What completions are worth."""
+
+    rewards: dict[str, Tensor]  # name -> [B], each reward function's own
+    total: Tensor  # [B], weighted; NaN where there is none
+    errors: list[str]  # what went wrong, one for each NaN of `total`
+
+
+def complete(
+    task: Task, generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+) -> Completed:
+    """Return `sampling.num_samples` completions of each prompt, ended by the task's end token.
+
+    Args:
+        task: whose tokenizer to use.
+        generator: with parameters pushed.
+        prompts: N of them.
+        sampling: how to draw; the tokenizer's end token is added to its stop tokens.
+        seed: of the draws.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> prompts = task.prompts(seed=0, start=0, count=2)
+        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
+        >>> len(funcrl.rollouts.complete(task, sampler, prompts, sampling, seed=0).texts)
+        6
+    """
+    if not prompts:
+        raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
+    tokenizer = task.tokenizer
+    tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
+    ends = tuple(dict.fromkeys((*sampling.stop_tokens, tokenizer.end)))
+    samples = generator.generate(tokens, replace(sampling, stop_tokens=ends), seed)
+    group = sampling.num_samples
+    return Completed(
+        prompts=[prompt for prompt in prompts for _ in range(group)],
+        prompt_tokens=[row for row in tokens for _ in range(group)],
+        samples=samples,
+        texts=_read(samples, tokenizer, ends, sampling.stop),
+        group_size=group,
+    )
+
+
+def grade(
+    task: Task,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    weights: Mapping[str, float] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+) -> Graded:
+    """Return every completion's rewards, and their weighted sum.
+
+    Args:
+        task: whose `reward` to call.
+        prompts: [B].
+        texts: [B].
+        weights: name -> factor; the task's `reward_weights`, or 1 each, when left out.
+        on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
+            "skip" gives that completion no total.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> prompt = funcrl.tasks.Prompt("1+2=", "3")
+        >>> funcrl.rollouts.grade(task, [prompt, prompt], ["3", "4"]).total
+        tensor([1., 0.])
+    """
+    checks.check_choice("grade", "on_error", on_error, ("stop", "skip"))
+    rows: list[Mapping[str, float]] = []
+    errors: list[str] = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        row, error = _reward(task, prompt, text)
+        if error:
+            if on_error == "stop":
+                raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
+            errors.append(error)
+        rows.append(row)
+    good = [row for row in rows if row]
+    if not good:
+        raise RewardError(f"grade expects at least one reward, got only errors: {errors[0]}")
+    names = list(good[0])
+    for row in good:
+        if set(row) != set(names):
+            raise RewardError(
+                f"grade expects the same rewards for every completion, got {sorted(names)} and "
+                f"{sorted(row)} from the task {task.name!r}."
+            )
+    nan = float("nan")
+    parts = {name: torch.tensor([float(row.get(name, nan)) for row in rows]) for name in names}
+    failed = torch.tensor([not row for row in rows])
+    kept = {name: values[~failed] for name, values in parts.items()}
+    total = torch.full((len(rows),), nan)
+    factors = weights or getattr(task, "reward_weights", None)
+    total[~failed] = rewards.weighted_sum(kept, dict(factors) if factors else None)
+    return Graded(parts, total, errors)
+
+
+def to_rollout(completed: Completed, total: Tensor) -> Rollout:
+    """Return the rollout of graded completions; those without a reward are left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
+        >>> completed = funcrl.rollouts.complete(
+        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
+        >>> total = torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 1.0])
+        >>> funcrl.rollouts.to_rollout(completed, total).group
+        tensor([0, 0, 1, 1, 1])
+    """
+    samples = completed.samples
+    device = samples.tokens.device
+    rows = total.isfinite().nonzero().squeeze(-1).tolist()
+    lengths = samples.mask.sum(dim=1).tolist()
+    width = max(len(completed.prompt_tokens[row]) + lengths[row] for row in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
+    logprobs = samples.logprobs.new_zeros(len(rows), width)
+    for place, row in enumerate(rows):
+        prompt = torch.tensor(completed.prompt_tokens[row], device=device)
+        sampled = slice(len(prompt), len(prompt) + lengths[row])
+        tokens[place, : len(prompt)] = prompt
+        tokens[place, sampled] = samples.tokens[row, : lengths[row]]
+        mask[place, sampled] = True
+        logprobs[place, sampled] = samples.logprobs[row, : lengths[row]]
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        behavior_logprobs=logprobs,
+        rewards=total[rows].to(device),
+        group=torch.tensor([row // completed.group_size for row in rows], device=device),
+        policy_version=torch.full((len(rows),), samples.policy_version, device=device),
+    )
+
+
+def _read(
+    samples: Samples, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str]
+) -> list[str]:
+    """Return the completions' text, cut before what ended them."""
+    lengths = samples.mask.sum(dim=1).tolist()
+    texts = []
+    for row, length in zip(samples.tokens.tolist(), lengths, strict=True):
+        tokens = row[:length]
+        text = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
+        found = [text.index(string) for string in stop if string in text]
+        texts.append(text[: min(found)] if found else text)
+    return texts
+
+
+def _reward(task: Task, prompt: Prompt, text: str) -> tuple[Mapping[str, float], str]:
+    """Return a completion's rewards, or none and what went wrong."""
+    asked = f"for the completion {text[:80]!r} of {prompt.text[:80]!r}"
+    try:
+        row = dict(task.reward(prompt, text))
+    except Exception as error:
+        return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {asked}."
+    if not row:
+        return {}, f"The reward of {task.name!r} is empty {asked}."
+    for name, value in row.items():
+        if not torch.tensor(float(value)).isfinite():
+            return {}, f"The reward {name!r} of {task.name!r} is {value} {asked}."
+    return row, ""

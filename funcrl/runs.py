@@ -1,0 +1,126 @@
+"""The folder of a run: the names of its files, and lines that survive a crash.
+
+RUN/config.yaml         the resolved configuration
+RUN/environment.json    machine, versions, command
+RUN/metrics.jsonl       one JSON object a step
+RUN/completions.jsonl   one JSON object a logged completion
+RUN/checkpoints/        what `funcrl.restore` reads
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line; numbers that JSON cannot write become null.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> runs.append_lines(path, [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}])
+        >>> runs.read_lines(path)
+        [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': None}]
+    """
+    text = "".join(_line(row) for row in rows)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none when there is no file.
+
+    A last line that a crash cut off is left out. A broken line before it means that something
+    else wrote here, and is an error that names the line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"step": 1}\\n{"step": 2, "lo')
+        >>> runs.read_lines(path)
+        [{'step': 1}]
+    """
+    if not path.exists():
+        return []
+    # A line counts once its end is written; a cut may fall inside a character.
+    *whole, _ = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"read_lines expects one JSON object a line, got {line[:60]!r} in line {number} "
+                f"of {path}."
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"read_lines expects JSON objects, got {line[:60]!r} in line {number} of {path}."
+            )
+        rows.append(row)
+    return rows
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> runs.append_lines(path, [{"step": 1}, {"step": 2}])
+        >>> runs.keep_until(path, 1)
+        >>> runs.read_lines(path)
+        [{'step': 1}]
+    """
+    if path.exists():
+        rows = [row for row in read_lines(path) if row["step"] <= step]
+        write_whole(path, "".join(_line(row) for row in rows))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old text or the new one, never a part.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
+        >>> runs.write_whole(path, "steps: 3")
+        >>> path.read_text()
+        'steps: 3'
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(row), ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with NaN and infinities, which JSON does not have, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,64 @@
+"""The embedded default: add up a few digits."""
+
+from collections.abc import Mapping, Sequence
+
+from funcrl import checks, rng
+from funcrl.tasks.tokenizers import CharTokenizer
+from funcrl.types import Prompt, Tokenizer
+
+# One prompt in so many is never trained on.
+_HELD_OUT = 10
+
+
+class SumDigits:
+    """`4+7+2=` is to be answered by `13`.
+
+    A tenth of all prompts is held out for evaluation: which ones, is a hash of their digits.
+
+    Args:
+        digits: how many to add.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits(digits=3)
+        >>> task.reward(funcrl.tasks.Prompt("4+7+2=", "13"), "13")
+        {'correct': 1.0}
+    """
+
+    name = "sum_digits"
+    accuracy = "correct"
+
+    def __init__(self, digits: int = 3) -> None:
+        checks.check_range("SumDigits", "digits", digits, 2, 9)
+        self.digits = digits
+        self.tokenizer: Tokenizer = CharTokenizer("0123456789+=")
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return prompts that are not held out, drawn evenly."""
+        return [self._draw(seed, index) for index in range(start, start + count)]
+
+    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
+        """Return 1 for the sum and 0 for anything else."""
+        return {"correct": float(completion == prompt.answer)}
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return held-out prompts, spread over all of them by the order of their hashes."""
+        held_out = [number for number in range(10**self.digits) if _is_held_out(number)]
+        held_out.sort(key=lambda number: rng.fold_in(1, number))
+        return [self._ask(number) for number in held_out[:count]]
+
+    def _draw(self, seed: int, index: int) -> Prompt:
+        attempt = 0
+        while True:
+            number = rng.fold_in(seed, index, attempt) % 10**self.digits
+            if not _is_held_out(number):
+                return self._ask(number)
+            attempt += 1
+
+    def _ask(self, number: int) -> Prompt:
+        digits = f"{number:0{self.digits}d}"
+        return Prompt("+".join(digits) + "=", str(sum(map(int, digits))))
+
+
+def _is_held_out(number: int) -> bool:
+    return rng.fold_in(0, number) % _HELD_OUT == 0

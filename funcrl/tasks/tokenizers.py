@@ -1,0 +1,42 @@
+"""Tokenizers that need no file."""
+
+from funcrl import checks
+
+
+class CharTokenizer:
+    """One token a character of an alphabet; token 0 ends a completion.
+
+    Args:
+        alphabet: every character that may occur, each once.
+
+    Example:
+        >>> import funcrl
+        >>> tokenizer = funcrl.tasks.CharTokenizer("ab ")
+        >>> tokenizer.encode("ba"), tokenizer.decode([2, 1, 0]), tokenizer.vocab_size
+        ([2, 1], 'ba', 4)
+    """
+
+    end = 0
+
+    def __init__(self, alphabet: str) -> None:
+        checks.check_count("CharTokenizer", "the alphabet's length", len(alphabet))
+        twice = [char for char in alphabet if alphabet.count(char) > 1]
+        if twice:
+            raise ValueError(f"CharTokenizer expects each character once, got {twice[0]!r} twice.")
+        self.vocab_size = len(alphabet) + 1
+        self._tokens = {char: index for index, char in enumerate(alphabet, start=1)}
+        self._chars = ["", *alphabet]
+
+    def encode(self, text: str) -> list[int]:
+        """Return one token for each character."""
+        unknown = [char for char in text if char not in self._tokens]
+        if unknown:
+            raise ValueError(
+                f"CharTokenizer.encode expects characters of {''.join(self._chars)!r}, "
+                f"got {unknown[0]!r} in {text!r}."
+            )
+        return [self._tokens[char] for char in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the characters; the end token has none."""
+        return "".join(self._chars[token] for token in tokens)

@@ -1,0 +1,348 @@
+"""The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from funcrl import algorithms, metrics, optim, ratios, rng
+from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
+from funcrl.config import OptimizerConfig, Sampling, TrainConfig
+from funcrl.generators import Sampler
+from funcrl.logging import Completion, View
+from funcrl.logprobs import logprob_fn, score
+from funcrl.models import Transformer, init_params, shape
+from funcrl.record import Record
+from funcrl.rollouts import Completed, Graded, complete, grade, to_rollout
+from funcrl.step import grpo_step
+from funcrl.supervised import warm_start
+from funcrl.tasks import load
+from funcrl.types import (
+    Absent,
+    Algorithm,
+    Generator,
+    GradientTransformation,
+    Metrics,
+    ModelFn,
+    Params,
+    Rollout,
+    Sample,
+    Step,
+    Task,
+    TrainState,
+)
+
+# What the run's seed is folded with, so that no two uses draw the same numbers.
+_WEIGHTS, _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(6)
+
+
+class Parts(NamedTuple):
+    """What a configuration comes to."""
+
+    task: Task
+    model: Transformer
+    model_fn: ModelFn
+    algorithm: Algorithm
+    step: Step
+    generator: Generator
+    sampling: Sampling
+
+
+class Rolled(NamedTuple):
+    """One step's completions, what they are worth, and how long it took."""
+
+    completed: Completed
+    graded: Graded
+    rollout: Rollout
+    numbers: dict[str, float]
+
+
+class Trained(NamedTuple):
+    """What a run came to."""
+
+    state: TrainState
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl
+
+
+def train(
+    config: TrainConfig,
+    *,
+    task: Task | None = None,
+    view: View | None = None,
+    resume: bool = False,
+    command: Sequence[str] = (),
+) -> Trained:
+    """Return the state and the metrics of a run, which `config.run_dir` holds as well.
+
+    Everything that is drawn comes from `config.seed` and the number of the step, so that a run
+    that was stopped, at any moment and by whatever, goes on to the same bits.
+
+    Args:
+        config: the whole configuration; its `run_dir` must be given.
+        task: in place of the one that `config.task` names.
+        view: shows the run; nothing when left out.
+        resume: go on with the run in `config.run_dir`.
+        command: what started the run, for its environment.json.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
+        >>> config = TrainConfig(
+        ...     run_dir=pathlib.Path(tempfile.mkdtemp()) / "run", steps=2, num_prompts=2,
+        ...     num_generations=2, warm_start=WarmStartConfig(steps=1),
+        ...     evaluation=EvaluationConfig(num_prompts=2))
+        >>> [row["step"] for row in funcrl.train(config).history]
+        [0, 1, 2]
+    """
+    started = time.perf_counter()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    parts = build(config, task)
+    record = Record(config, parts.task.name, view, resume, command)
+    try:
+        params = init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
+        if record.resumed(parts.step.init(params, config.seed)) is None:
+            _begin(config, parts, params, record, started)
+        _loop(config, parts, record)
+    except BaseException:
+        record.save_unsaved()
+        raise
+    finally:
+        record.close()
+        parts.generator.close()
+    return Trained(record.progress.state, record.progress.history)
+
+
+def build(config: TrainConfig, task: Task | None = None) -> Parts:
+    """Return the task, the model, the step and the generator of a configuration.
+
+    Args:
+        config: the whole configuration.
+        task: in place of the one that `config.task` names.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
+        64
+    """
+    task = load(config.task) if task is None else task
+    model = Transformer(shape(config.model, task.tokenizer.vocab_size))
+    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+    sampling = replace(config.sampling, num_samples=config.num_generations)
+    temperature = sampling.temperature or 1.0
+    model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
+    algorithm = _algorithm(config)
+    updates = config.steps * config.num_iterations * config.num_minibatches
+    optimizer = _optimizer(config.optimizer, updates)
+    step = grpo_step(
+        model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
+    )
+    decode = task.tokenizer.decode
+    generator = Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
+    return Parts(task, model, model_fn, algorithm, step, generator, sampling)
+
+
+def _begin(
+    config: TrainConfig, parts: Parts, params: Params, record: Record, started: float
+) -> None:
+    """Warm the policy up, measure it, and write that down as step 0."""
+    row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
+    if config.warm_start.steps:
+        clock = time.perf_counter()
+        params, numbers = warm_start(
+            parts.model_fn,
+            params,
+            parts.task,
+            config.warm_start,
+            rng.fold_in(config.seed, _WARM_START),
+            lambda params: _accuracy(config, parts, params, 0).get("eval/accuracy", 0.0),
+        )
+        row |= numbers | {"time/warm_start": time.perf_counter() - clock}
+        record.note(
+            f"Warm start: accuracy {row['warm_start/accuracy']:.2f} after "
+            f"{row['warm_start/steps']} supervised steps."
+        )
+    if config.evaluation.every:
+        row |= _accuracy(config, parts, params, 0)
+    record.begin(parts.step.init(params, config.seed), row)
+
+
+def _loop(config: TrainConfig, parts: Parts, record: Record) -> None:
+    """Run the steps that are left."""
+    begun = record.progress
+    reference = record.reference(begun.state.params) if config.algorithm.kl else None
+    state = begun.state
+    parts.generator.push(state.params, begun.step)
+    for index in range(begun.step + 1, config.steps + 1):
+        clock = time.perf_counter()
+        rolled = _roll(config, parts, index)
+        row: dict[str, Any] = {"step": index, **rolled.numbers}
+        start = time.perf_counter()
+        state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
+        row |= numbers | {"time/train": time.perf_counter() - start}
+        start = time.perf_counter()
+        parts.generator.push(state.params, index)
+        row["time/push"] = time.perf_counter() - start
+        row["step_time"] = time.perf_counter() - clock
+        every = config.evaluation.every
+        if every and (index % every == 0 or index == config.steps):
+            row |= _accuracy(config, parts, state.params, index)
+        record.advance(state, row, _seen(config, rolled, index))
+
+
+def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
+    """Generate and reward the step's rollout."""
+    start = time.perf_counter()
+    first = (index - 1) * config.num_prompts
+    prompts = parts.task.prompts(rng.fold_in(config.seed, _PROMPTS), first, config.num_prompts)
+    if len(prompts) != config.num_prompts:
+        raise ValueError(
+            f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
+            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
+        )
+    seed = rng.fold_in(config.seed, _DRAWS, index)
+    completed = complete(parts.task, parts.generator, prompts, parts.sampling, seed)
+    generated = time.perf_counter()
+    graded = grade(
+        parts.task,
+        completed.prompts,
+        completed.texts,
+        config.reward_weights,
+        config.on_reward_error,
+    )
+    rollout = to_rollout(completed, graded.total)
+    kept = graded.total.isfinite()
+    named = {
+        name: values[kept].to(rollout.tokens.device) for name, values in graded.rewards.items()
+    }
+    reasons = completed.samples.finish_reasons
+    cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(rollout.tokens.device)
+    numbers = metrics.describe_rollout(rollout, named, cut)
+    if graded.errors:
+        numbers["num_reward_errors"] = len(graded.errors)
+    numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
+    if config.mask_truncated:
+        rollout = mask_truncated(rollout, cut)
+    return Rolled(completed, graded, rollout, numbers)
+
+
+def _update(
+    config: TrainConfig,
+    parts: Parts,
+    state: TrainState,
+    rollout: Rollout,
+    reference: Params | None,
+    index: int,
+) -> tuple[TrainState, dict[str, float]]:
+    """Train on a rollout: every pass over its mini-batches."""
+    if config.drop_zero_variance:
+        rollout = drop_zero_variance(rollout)
+        if not len(rollout.rewards):
+            return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
+    ref_logprobs: torch.Tensor | Absent = ()
+    if reference is not None:
+        positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
+        rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
+        ref_logprobs = score(parts.model_fn, reference, rows, config.microbatch).logprobs
+    batch = collate(rollout, parts.algorithm, ref_logprobs)
+    reports: list[Metrics] = []
+    for iteration in range(config.num_iterations):
+        order = rng.fold_in(config.seed, _ORDER, index, iteration)
+        count = min(config.num_minibatches, batch.tokens.shape[0])
+        for part in minibatches(batch, parts.algorithm, count, order):
+            state, report = parts.step(state, part)
+            reports.append(report)
+    return state, _summary(reports)
+
+
+def _summary(reports: Sequence[Metrics]) -> dict[str, float]:
+    """Return one number a metric: tokens and counts add up, maxima stay, the rest is averaged."""
+    rows = [metrics.to_floats(report) for report in reports]
+    numbers = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name.startswith("num_"):
+            numbers[name] = max(values) if name in reports[0].maxes else sum(values)
+        elif name.endswith("/max"):
+            numbers[name] = max(values)
+        else:
+            numbers[name] = sum(values) / len(values)
+    return numbers
+
+
+def _accuracy(config: TrainConfig, parts: Parts, params: Params, index: int) -> dict[str, float]:
+    """Measure parameters on the held-out prompts; nothing where a task has none."""
+    start = time.perf_counter()
+    prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
+    if not prompts:
+        return {}
+    parts.generator.push(params, index)
+    sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
+    seed = rng.fold_in(config.seed, _EVALUATION)
+    completed = complete(parts.task, parts.generator, prompts, sampling, seed)
+    graded = grade(parts.task, completed.prompts, completed.texts, config.reward_weights)
+    name = getattr(parts.task, "accuracy", "correct")
+    if name not in graded.rewards:
+        raise ValueError(
+            f"train expects the task {parts.task.name!r} to have a reward {name!r}, the mean of "
+            f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
+        )
+    return {
+        "eval/accuracy": graded.rewards[name].mean().item(),
+        "eval/num_prompts": len(prompts),
+        "time/eval": time.perf_counter() - start,
+    }
+
+
+def _seen(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
+    """Return the completions to write down: a few of the first prompts' every so often."""
+    if index != 1 and index % config.log.completions_every and index != config.steps:
+        count = 1  # one to look at
+    else:
+        count = config.log.num_completions
+    completed, graded = rolled.completed, rolled.graded
+    return [
+        Completion(
+            step=index,
+            prompt=completed.prompts[row].text,
+            completion=completed.texts[row],
+            answer=completed.prompts[row].answer,
+            reward=graded.total[row].item(),
+            rewards={name: values[row].item() for name, values in graded.rewards.items()},
+            finish_reason=completed.samples.finish_reasons[row],
+            policy_version=completed.samples.policy_version,
+        )
+        for row in range(min(count, len(completed.texts)))
+    ]
+
+
+def _algorithm(config: TrainConfig) -> Algorithm:
+    options = config.algorithm
+    importance = options.max_importance
+    tunables: dict[str, Any] = {
+        "kl": options.kl,
+        "kl_estimator": options.kl_estimator,
+        "entropy": options.entropy,
+        "correction": None if importance is None else ratios.truncated(importance),
+    }
+    if options.name == "dr_grpo":
+        tunables["length"] = config.sampling.max_tokens
+    made: Algorithm = getattr(algorithms, options.name)(**tunables)
+    return made
+
+
+def _optimizer(config: OptimizerConfig, updates: int) -> GradientTransformation:
+    schedules = {
+        "constant": optim.constant(config.learning_rate),
+        "linear": optim.linear(config.learning_rate, 0.0, updates),
+        "cosine": optim.cosine(config.learning_rate, 0.0, updates),
+    }
+    rate = schedules[config.schedule]
+    if config.warmup:
+        rate = optim.warmup(config.warmup, rate)
+    return optim.chain(
+        optim.clip_by_global_norm(config.max_grad_norm),
+        optim.adamw(rate, weight_decay=config.weight_decay),
+    )
