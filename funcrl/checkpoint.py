@@ -7,17 +7,20 @@ A checkpoint is made under a hidden name and renamed when all of it is on disk: 
 commit. Torn, changed and foreign folders are told by the manifest and its checksums.
 """
 
+import contextlib
 import json
 import math
 import os
+import re
 import shutil
-import sys
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,12 +28,17 @@ from torch import Tensor
 from funcrl import checks, tree
 from funcrl.types import Tree
 
-_FORMAT = "funcrl checkpoint 1"
-_STATE, _MANIFEST = "state", "manifest.json"
+Extra: TypeAlias = Mapping[str, Any] | None
+OnSkip: TypeAlias = Callable[[str], None] | None
+_Manifest: TypeAlias = dict[str, Any]
+
+_FORMAT, _STATE, _MANIFEST = "funcrl checkpoint 2", "state", "manifest.json"
+# What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
+_LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or that cannot be trusted."""
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted: torn, changed, foreign or not there."""
 
 
 class Restored(NamedTuple):
@@ -41,7 +49,7 @@ class Restored(NamedTuple):
     extra: dict[str, Any]
 
 
-def save(path: Path | str, state: Tree, extra: Mapping[str, Any] | None = None) -> None:
+def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
     """Write a checkpoint; when this returns it is on disk, and when it fails nothing is harmed.
 
     Args:
@@ -56,7 +64,7 @@ def save(path: Path | str, state: Tree, extra: Mapping[str, Any] | None = None) 
         >>> funcrl.restore(path, like={"w": torch.zeros(2)})
         ({'w': tensor([1., 1.])}, {'step': 5})
     """
-    _write(Path(path), _to_arrays(state), _describe(state, extra or {}, None))
+    _write(Path(path), _describe(state, extra, None), _to_arrays(state))
 
 
 def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
@@ -64,7 +72,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
 
     Args:
         path: a checkpoint, or a folder of numbered ones such as RUN/checkpoints, of which the
-            newest good one is read.
+            newest good one is read; a warning names each newer one that is broken.
         like: a tree of the same structure, shapes and dtypes, on the devices to restore to.
 
     Example:
@@ -73,9 +81,9 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
         Traceback (most recent call last):
         funcrl.checkpoint.CheckpointError: restore expects a checkpoint, got none at no/such/folder.
     """
-    path = _unreplaced(Path(path))
-    if not (path / _MANIFEST).exists() and _steps(path):
-        found = _newest(path, like, on_skip=None)
+    path = Path(path)
+    if not (path / _MANIFEST).exists() and _numbered(path):
+        found = _newest(path, like, on_skip=lambda reason: warnings.warn(reason, stacklevel=4))
         return found.state, found.extra
     return _read(path, like)
 
@@ -83,8 +91,9 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
 class Checkpoints:
     """A folder of numbered checkpoints, written in the background: the last ones and the best.
 
-    A state is never mutated, so that it can be written while training goes on. A save waits for
-    the one before it, and raises its error if it failed.
+    A state is never mutated, so that it can be written while training goes on; `wait` before the
+    buffers of a state on a CPU are donated. A save waits for the one before it, and raises its
+    error if it failed. One process at a time writes to a folder, and closes it before it ends.
 
     Args:
         folder: made when it is missing.
@@ -98,38 +107,33 @@ class Checkpoints:
         >>> for step in (1, 2, 3):
         ...     checkpoints.save(step, {"w": torch.full((1,), float(step))}, score=1 / step)
         >>> checkpoints.close()
-        >>> checkpoints.steps(), checkpoints.newest(like={"w": torch.zeros(1)}).state
+        >>> checkpoints.steps(), checkpoints.restore_latest(like={"w": torch.zeros(1)}).state
         ([1, 3], {'w': tensor([3.])})
     """
 
-    def __init__(self, folder: Path, keep_last: int = 3, keep_best: int = 1) -> None:
+    def __init__(self, folder: Path | str, keep_last: int = 3, keep_best: int = 1) -> None:
         checks.check_count("Checkpoints", "keep_last", keep_last)
+        checks.check_range("Checkpoints", "keep_best", keep_best, 0, math.inf)
+        self.folder = Path(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe.{os.getpid()}"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".probe.{os.getpid()}"
             probe.mkdir()
             probe.rmdir()
         except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints expects a folder that it can write to, got {folder}: "
-                f"{error.strerror}."
-            ) from error
-        self.folder = folder
+            reason = f"got {folder}: {error.strerror}."
+            raise OSError(f"Checkpoints expects a folder that it can write to, {reason}") from error
         self._keep_last, self._keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def save(
-        self,
-        step: int,
-        state: Tree,
-        extra: Mapping[str, Any] | None = None,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, state: Tree, extra: Extra = None, score: float | None = None) -> None:
         """Begin to write checkpoint number `step`; a score that is not finite counts as none."""
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"Checkpoints.save expects step to be an integer >= 0, got {step!r}.")
         self.wait()
-        arrays, manifest = _to_arrays(state), _describe(state, extra or {}, score)
-        self._pending = self._writer.submit(self._write, step, arrays, manifest)
+        manifest, arrays = _describe(state, extra, score), _to_arrays(state)
+        self._pending = self._writer.submit(self._write, step, manifest, arrays)
 
     def wait(self) -> None:
         """Return when nothing is being written; raise if the last save failed."""
@@ -139,51 +143,60 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, and end the background thread."""
-        try:
+        with self._writer:
             self.wait()
-        finally:
-            self._writer.shutdown()
 
     def steps(self) -> list[int]:
         """Return the numbers of the checkpoints on disk, lowest first."""
-        return _steps(self.folder)
+        found = _numbered(self.folder).items()
+        return [step for step, path in found if (path / _MANIFEST).is_file()]
 
-    def newest(self, like: Tree, on_skip: Callable[[str], None] | None = None) -> Restored | None:
+    def restore_latest(self, like: Tree, on_skip: OnSkip = None) -> Restored | None:
         """Return the newest good checkpoint, None when there is none at all.
 
-        Broken ones are skipped, and `on_skip` told why; if all are broken that is an error.
+        `on_skip` is told of each that is broken, and how; when all are, that is an error.
         """
-        return _newest(self.folder, like, on_skip) if self.steps() else None
+        return _newest(self.folder, like, on_skip) if _numbered(self.folder) else None
 
-    def _write(self, step: int, arrays: dict[str, Any], manifest: dict[str, Any]) -> None:
-        _write(self.folder / str(step), arrays, manifest)
-        self._thin_out()
+    def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> None:
+        _clean_up(self.folder)
+        _write(self.folder / str(step), manifest, arrays)
+        self._thin_out(step)
 
-    def _thin_out(self) -> None:
-        """Delete what neither is new nor good, and what a killed process left behind."""
-        steps = self.steps()
-        scores = {step: _score(self.folder / str(step)) for step in steps}
-        scored = sorted((s for s in steps if scores[s] > -math.inf), key=lambda s: (scores[s], s))
-        kept = {*steps[-self._keep_last :], *scored[len(scored) - self._keep_best :]}
-        for step in steps:
-            if step not in kept:
-                _delete(self.folder / str(step))
-        for left in self.folder.glob(".*"):
-            if not left.name.endswith(".old"):
-                shutil.rmtree(left, ignore_errors=True)
+    def _thin_out(self, newest: int) -> None:
+        """Delete what is neither new nor good, of the checkpoints up to the one just saved.
+
+        Higher numbers are of a life that could not be gone on from, and will be replaced.
+        """
+        scores: dict[int, float | None] = {}
+        for step, path in _numbered(self.folder).items():
+            # One whose manifest is broken has no vote and is left for a person to look at.
+            with contextlib.suppress(CheckpointError):
+                scores[step] = _read_manifest(path)["score"]
+        mine = [step for step in scores if step <= newest]
+        scored = sorted((s for s in mine if scores[s] is not None), key=lambda s: (scores[s], s))
+        kept = {*mine[-self._keep_last :], *scored[max(0, len(scored) - self._keep_best) :]}
+        for step in set(mine) - kept:
+            # Renamed first, so that at no moment a part of it bears its number.
+            gone = self.folder / f".{step}.gone"
+            (self.folder / str(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
-def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+def _numbered(folder: Path) -> dict[int, Path]:
+    """Return where each numbered checkpoint is, good or not, lowest first."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    numbers = {name.removeprefix(".").removesuffix(".old") for name in names}
+    found = sorted(int(name) for name in numbers if re.fullmatch(r"0|[1-9][0-9]*", name))
+    paths = ((step, _unreplaced(folder / str(step))) for step in found)
+    return {step: path for step, path in paths if path.exists()}
 
 
-def _newest(folder: Path, like: Tree, on_skip: Callable[[str], None] | None) -> Restored:
+def _newest(folder: Path, like: Tree, on_skip: OnSkip) -> Restored:
     reasons = []
-    for step in reversed(_steps(folder)):
+    for step, path in reversed(_numbered(folder).items()):
         try:
-            return Restored(step, *_read(folder / str(step), like))
+            return Restored(step, *_read(path, like))
         except CheckpointError as error:
             reasons.append(str(error))
             if on_skip is not None:
@@ -194,54 +207,63 @@ def _newest(folder: Path, like: Tree, on_skip: Callable[[str], None] | None) -> 
 def _to_arrays(state: Tree) -> dict[str, Any]:
     """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
     arrays = {}
-    for index, (path, leaf) in enumerate(zip(tree.paths(state), tree.leaves(state), strict=True)):
-        checks.check_tensor("save", path, leaf)
+    for index, leaf in enumerate(tree.leaves(state)):
         flat = leaf.detach().cpu().contiguous()
         if flat.dtype == torch.bfloat16:
-            import ml_dtypes
-
             arrays[str(index)] = flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         else:
             arrays[str(index)] = flat.numpy()
     return arrays
 
 
-def _describe(state: Tree, extra: Mapping[str, Any], score: float | None) -> dict[str, Any]:
-    leaves = [
-        {"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)
-    ]
+def _describe(state: Tree, extra: Extra, score: float | None) -> _Manifest:
     known = score is not None and math.isfinite(score)
-    # Encoded now, so that what JSON cannot hold is refused here and not in the background.
-    facts = json.loads(json.dumps(dict(extra)))
     return {
-        "format": _FORMAT, "leaves": leaves, "extra": facts, "score": score if known else None,
+        "format": _FORMAT, "leaves": _outline("save", state), "score": score if known else None,
+        # Encoded now, so that what JSON cannot hold is refused here and not in the background.
+        "extra": json.loads(json.dumps(dict(extra or {}))),
     }  # fmt: skip
 
 
-def _write(path: Path, arrays: dict[str, Any], manifest: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+def _outline(function: str, state: Tree) -> list[dict[str, Any]]:
+    outline = []
+    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+        checks.check_tensor(function, path, leaf)
+        outline.append({"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
+    return outline
+
+
+def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
+        # To replace a folder is to delete it: only one that a save has written may go.
+        if path.exists() and not {each.name for each in path.iterdir()} <= {_STATE, _MANIFEST}:
+            raise FileExistsError("a folder with other things in it is there")
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft.mkdir()
+        # Before orbax writes: a tensor that is changed meanwhile is then told by its checksum.
         sums = [_checksum(array) for array in arrays.values()]
         # orbax cannot hold an array without elements; the manifest alone brings it back.
         filled = {name: array for name, array in arrays.items() if array.size}
         if filled:
-            _orbax().save((draft / _STATE).absolute(), filled)
-        _write_synced(draft / _MANIFEST, json.dumps(manifest | {"checksums": sums}))
-        _sync(draft)
+            with _orbax() as checkpointer:
+                checkpointer.save((draft / _STATE).absolute(), filled)
+        text = _encode(manifest | {"checksums": sums, "files": _file_checksums(draft)})
+        (draft / _MANIFEST).write_text(text, encoding="utf-8")
+        # orbax syncs the data that it writes, but neither its metadata nor its folders.
+        for written in [*draft.rglob("*"), draft]:
+            _sync(written)
         _replace(path, draft)
     except Exception as error:
-        shutil.rmtree(draft, ignore_errors=True)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"save could not write {path}: {reason}. Nothing that was saved before is harmed."
-        ) from error
+        raise OSError(f"save could not write {path}: {reason}; older ones are whole.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _replace(path: Path, draft: Path) -> None:
-    """Give the draft its name; an old checkpoint of that name stays readable until then."""
+    """Give the draft its name; an old checkpoint of that name can be restored until then."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -257,99 +279,102 @@ def _unreplaced(path: Path) -> Path:
     return old if not path.exists() and old.exists() else path
 
 
-def _delete(path: Path) -> None:
-    """Delete a checkpoint so that at no moment a part of it bears its name."""
-    hidden = path.with_name(f".{path.name}.deleted")
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _clean_up(folder: Path) -> None:
+    """Remove what killed processes left behind; what they were replacing gets its name back."""
+    for path in folder.iterdir():
+        if _LEFT_OVER.fullmatch(path.name):
+            named = folder / path.name.split(".")[1]
+            if path.suffix == ".old" and not named.exists():
+                path.rename(named)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    path = _unreplaced(path)
     manifest = _read_manifest(path)
-    _check_like(path, manifest["leaves"], like)
+    saved = manifest["leaves"]
+    _check_like(path, saved, _outline("restore", like))
     wanted, unflatten = tree.flatten(like)
-    sizes = [math.prod(leaf["shape"]) for leaf in manifest["leaves"]]
-    try:
-        arrays = _orbax().restore((path / _STATE).absolute()) if any(sizes) else {}
-    except Exception as error:
-        raise CheckpointError(
-            f"restore expects a whole checkpoint, got {path}, whose state cannot be read: "
-            f"{type(error).__name__}."
-        ) from error
+    arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
     leaves = []
-    for index, (leaf, size) in enumerate(zip(wanted, sizes, strict=True)):
-        array = arrays.get(str(index)) if size else np.zeros(0)
-        if size and (array is None or _checksum(array) != manifest["checksums"][index]):
-            raise CheckpointError(
-                f"restore expects a whole checkpoint, got {path}, in which "
-                f"{manifest['leaves'][index]['path']!r} has changed since it was saved."
-            )
-        leaves.append(_to_tensor(array, leaf) if size else torch.empty_like(leaf))
+    for index, leaf in enumerate(wanted):
+        array = arrays.get(str(index), np.zeros(0))
+        if _checksum(array) != manifest["checksums"][index]:
+            raise _broken(path, f"whose {saved[index]['path']!r} is not what was saved")
+        leaves.append(_to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
     return unflatten(leaves), manifest["extra"]
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / _MANIFEST
+def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
+    # The files first: a changed byte in a length would have orbax reserve or read anything.
+    try:
+        changed = sorted(files.items() - _file_checksums(path).items())
+        if not changed:
+            with _orbax() as checkpointer:
+                return dict(checkpointer.restore((path / _STATE).absolute()))
+    except Exception as error:
+        raise _broken(path, f"whose {_STATE} cannot be read, {error!r}") from error
+    raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
+
+
+def _read_manifest(path: Path) -> _Manifest:
     if not path.exists():
         raise CheckpointError(f"restore expects a checkpoint, got none at {path}.")
     try:
-        manifest = json.loads(file.read_bytes())
-        if manifest["format"] == _FORMAT and len(manifest["checksums"]) == len(manifest["leaves"]):
-            return dict(manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"restore expects a checkpoint of funcrl, got {path}, whose {_MANIFEST} is missing or "
-            f"broken."
-        ) from error
-    raise CheckpointError(f"restore expects {_FORMAT!r}, got another format in {file}.")
+        text = (path / _MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)["checkpoint"]
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _broken(path, f"whose {_MANIFEST} is missing, torn or not of funcrl") from error
+    # Writing it again gives the same bytes, unless one of them has changed.
+    if text != _encode(manifest):
+        raise _broken(path, f"whose {_MANIFEST} has changed since it was saved")
+    if version != _FORMAT:
+        raise _broken(path, f"whose format is {version!r} and not {_FORMAT!r}")
+    return dict(manifest)
 
 
-def _check_like(path: Path, leaves: list[dict[str, Any]], like: Tree) -> None:
-    saved = {leaf["path"]: (leaf["shape"], leaf["dtype"]) for leaf in leaves}
-    wanted = {
-        at: (list(leaf.shape), str(leaf.dtype))
-        for at, leaf in zip(tree.paths(like), tree.leaves(like), strict=True)
-    }
-    for at in [*wanted, *saved]:
-        if saved.get(at) != wanted.get(at):
-            raise ValueError(
-                f"restore expects {_say(wanted.get(at))} for {at!r}, got {_say(saved.get(at))} in "
-                f"{path}."
-            )
+def _encode(manifest: _Manifest) -> str:
+    checksum = zlib.crc32(json.dumps(manifest).encode())
+    return json.dumps({"checksum": checksum, "checkpoint": manifest}) + "\n"
 
 
-def _say(leaf: tuple[list[int], str] | None) -> str:
-    return "nothing" if leaf is None else f"{leaf[1]} of shape {leaf[0]}"
+def _broken(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"restore expects a whole checkpoint, got {path}, {what}.")
+
+
+def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    ours, theirs = ({leaf["path"]: leaf for leaf in leaves} for leaves in (wanted, saved))
+    for at in [*ours, *theirs]:
+        want, got = ours.get(at), theirs.get(at)
+        if want != got:
+            raise ValueError(f"restore expects {_say(want)} for {at!r}, got {_say(got)} in {path}.")
+    if saved != wanted:  # two leaves of one path, or another order
+        raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
+
+
+def _say(leaf: dict[str, Any] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf['dtype']} of shape {leaf['shape']}"
 
 
 def _to_tensor(array: Any, like: Tensor) -> Tensor:
-    if like.dtype == torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
-    return torch.from_numpy(array).to(like.device)
+    plain = array.view(np.int16) if like.dtype == torch.bfloat16 else array
+    return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
 
 def _checksum(array: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _score(path: Path) -> float:
-    try:
-        score = _read_manifest(path).get("score")
-    except CheckpointError:
-        return -math.inf  # a broken checkpoint is not among the best
-    return -math.inf if score is None else float(score)
+def _file_checksums(path: Path) -> dict[str, int]:
+    """Return the checksum of each file that orbax wrote into a checkpoint (of 2 GB at most)."""
+    files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
+    return {str(each.relative_to(path)): zlib.crc32(each.read_bytes()) for each in files}
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable; orbax has synced the files that it wrote."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -357,12 +382,14 @@ def _sync(folder: Path) -> None:
 
 
 def _orbax() -> Any:
-    """Return a checkpointer; imported here because it takes seconds, which no other use needs."""
-    fresh = "jax" not in sys.modules
+    """Return a checkpointer."""
+    # Imported here: it takes up to seconds, which `import funcrl` must not cost.
     import jax
     import orbax.checkpoint as ocp
 
-    if fresh:
-        # Nobody else uses jax here, and on a GPU it would take most of the memory for itself.
-        jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]  # (jax's own)
+    # orbax starts jax, which would take most of a GPU's memory although all arrays here are
+    # numpy's. A platform that somebody has chosen stays; a jax that already runs is not affected.
+    config: Any = jax.config
+    if not config.jax_platforms:
+        config.update("jax_platforms", "cpu")
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

@@ -78,6 +78,22 @@ def view_for(stream: TextIO) -> View:
     return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
 
 
+class SilentView:
+    """Shows nothing: a run in a notebook or a test."""
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Show nothing."""
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Show nothing."""
+
+
 class PlainView:
     """A line every few seconds, without control characters: for a file or a pipe.
 

@@ -13,7 +13,7 @@ import yaml
 
 from funcrl import config as configs
 from funcrl import runs
-from funcrl.checkpoint import CheckpointError, Checkpoints, restore, save
+from funcrl.checkpoint import Checkpoints, restore, save
 from funcrl.config import TrainConfig
 from funcrl.logging import Completion, Tracker, View, tracker
 from funcrl.types import Params, TrainState
@@ -33,32 +33,21 @@ class Record:
     """The folder of a run and everything that is written to it.
 
     Args:
-        config: whose `run_dir` is the folder.
+        config: the run's.
+        folder: as `open_folder` gives it.
         title: shown above the run.
-        view: shows the run; nothing when left out.
-        resume: the folder holds a run to go on with; otherwise it must not hold one.
+        view: shows the run.
         command: what started the run, for environment.json.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        title: str,
-        view: View | None,
-        resume: bool,
-        command: Sequence[str] = (),
+        self, config: TrainConfig, folder: Path, title: str, view: View, command: Sequence[str] = ()
     ) -> None:
-        if config.run_dir is None:
-            raise ValueError("train expects config.run_dir, got none.")
-        self.folder = config.run_dir
-        _check_folder(self.folder, resume)
+        self.folder, self.note = folder, view.note
         self._progress: Progress | None = None
         self._config, self._title, self._view, self._command = config, title, view, command
-        self._checkpoints = Checkpoints(
-            self.folder / runs.CHECKPOINTS,
-            config.checkpoint.keep_last,
-            config.checkpoint.keep_best,
-        )
+        kept = config.checkpoint.keep_last, config.checkpoint.keep_best
+        self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         self._trackers: list[Tracker] = []
         self._saved = -1
 
@@ -71,7 +60,7 @@ class Record:
 
     def resumed(self, like: TrainState) -> int | None:
         """Take up the newest good checkpoint and return its step; None if there is none."""
-        found = self._checkpoints.newest(like, on_skip=self.note)
+        found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is None:
             return None
         self._saved = found.step
@@ -101,8 +90,7 @@ class Record:
             each.log(row)
             if seen:
                 each.completions(seen)
-        if self._view is not None:
-            self._view.step(row, seen[0] if seen else None)
+        self._view.step(row, seen[0] if seen else None)
         last = row["step"] == self._config.steps
         if last or row["step"] % self._config.checkpoint.every == 0:
             self.save()
@@ -122,7 +110,7 @@ class Record:
             if self._saved < self._progress.step:
                 self.save()
             self._checkpoints.wait()
-        except CheckpointError as error:
+        except OSError as error:
             self.note(str(error))
             return
         self.note(
@@ -139,11 +127,6 @@ class Record:
         found, _ = restore(path, like=params)
         return dict(found)
 
-    def note(self, text: str) -> None:
-        """Show a line."""
-        if self._view is not None:
-            self._view.note(text)
-
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the screen and the trackers."""
         try:
@@ -151,23 +134,17 @@ class Record:
         finally:
             for each in self._trackers:
                 each.close()
-            if self._view is not None:
-                self._view.close()
+            self._view.close()
 
     def _start(self, progress: Progress) -> None:
         """Write down the configuration, and open what shows the run."""
         config = self._config
-        plain = configs.to_plain(config)
-        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-        runs.write_whole(self.folder / runs.CONFIG, text)
-        facts = json.dumps(_environment(self._command), indent=1)
-        runs.write_whole(self.folder / runs.ENVIRONMENT, facts + "\n")
+        _write_facts(self.folder, config, self._command)
         self._trackers = [
-            tracker(name, self.folder, plain, progress.step, self.note)
+            tracker(name, self.folder, configs.to_plain(config), progress.step, self.note)
             for name in config.log.trackers
         ]
-        if self._view is not None:
-            self._view.start(f"{self._title} in {self.folder}", config.steps, progress.step)
+        self._view.start(f"{self._title} in {self.folder}", config.steps, progress.step)
         self._progress = progress
 
 
@@ -186,7 +163,25 @@ def free_folder(parent: Path, name: str) -> Path:
     return parent / f"{name}-{number}"
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
+def _write_facts(folder: Path, config: TrainConfig, command: Sequence[str]) -> None:
+    plain = configs.to_plain(config)
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    runs.write_whole(folder / runs.CONFIG, text)
+    facts = json.dumps(_environment(command), indent=1)
+    runs.write_whole(folder / runs.ENVIRONMENT, facts + "\n")
+
+
+def open_folder(folder: Path | None, resume: bool) -> Path:
+    """Return a run's folder, which must hold a run to resume, and no run to begin one.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.record import open_folder
+        >>> open_folder(pathlib.Path(tempfile.mkdtemp()) / "new", resume=False).name
+        'new'
+    """
+    if folder is None:
+        raise ValueError("train expects config.run_dir, got none.")
     holds_run = (folder / runs.CONFIG).exists()
     if resume and not holds_run:
         raise FileNotFoundError(
@@ -198,6 +193,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
             f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
             f"--resume {folder}, or choose another."
         )
+    return folder
 
 
 def _environment(command: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from funcrl import checks, rewards
 from funcrl.config import Sampling
-from funcrl.types import Generator, Prompt, Rollout, Samples, Task, Tokenizer
+from funcrl.protocols import Generator, Prompt, Task, Tokenizer
+from funcrl.types import Rollout, Samples
 
 
 class RewardError(ValueError):

@@ -7,8 +7,9 @@ import torch
 from funcrl import algorithms, optim, tree
 from funcrl.batching import collate
 from funcrl.config import WarmStartConfig
+from funcrl.protocols import Prompt, Task
 from funcrl.step import grpo_step
-from funcrl.types import ModelFn, Params, Prompt, Rollout, Task
+from funcrl.types import ModelFn, Params, Rollout
 
 
 def warm_start(

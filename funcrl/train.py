@@ -11,10 +11,11 @@ from funcrl import algorithms, metrics, optim, ratios, rng
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
 from funcrl.config import OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import Sampler
-from funcrl.logging import Completion, View
+from funcrl.logging import Completion, SilentView, View
 from funcrl.logprobs import logprob_fn, score
 from funcrl.models import Transformer, init_params, shape
-from funcrl.record import Record
+from funcrl.protocols import Generator, Task
+from funcrl.record import Record, open_folder
 from funcrl.rollouts import Completed, Graded, complete, grade, to_rollout
 from funcrl.step import grpo_step
 from funcrl.supervised import warm_start
@@ -22,7 +23,6 @@ from funcrl.tasks import load
 from funcrl.types import (
     Absent,
     Algorithm,
-    Generator,
     GradientTransformation,
     Metrics,
     ModelFn,
@@ -30,7 +30,6 @@ from funcrl.types import (
     Rollout,
     Sample,
     Step,
-    Task,
     TrainState,
 )
 
@@ -100,7 +99,8 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     parts = build(config, task)
-    record = Record(config, parts.task.name, view, resume, command)
+    folder = open_folder(config.run_dir, resume)
+    record = Record(config, folder, parts.task.name, view or SilentView(), command)
     try:
         params = init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
         if record.resumed(parts.step.init(params, config.seed)) is None:
@@ -178,6 +178,10 @@ def _loop(config: TrainConfig, parts: Parts, record: Record) -> None:
     for index in range(begun.step + 1, config.steps + 1):
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
+        if rolled.graded.errors:
+            record.note(
+                f"Step {index} left out {len(rolled.graded.errors)}: {rolled.graded.errors[0]}"
+            )
         row: dict[str, Any] = {"step": index, **rolled.numbers}
         start = time.perf_counter()
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)

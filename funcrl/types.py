@@ -4,13 +4,10 @@ Axes: B rows, G samples of one prompt, R packed rows, T tokens. Everything of le
 to the token that it describes. An absent field is the empty tuple, a node without leaves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from funcrl.config import Sampling
 
 Params: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = Any
@@ -165,58 +162,3 @@ PrepareFn: TypeAlias = Callable[[TokenScores, Any], Any]  # (scores [B, T], batc
 ModelFn: TypeAlias = Callable[[Params, Any], TokenScores]
 LossFn: TypeAlias = Callable[[Params, Any], Tensor]
 NamedRewards: TypeAlias = Mapping[str, Tensor]
-
-
-class Prompt(NamedTuple):
-    """What a task asks."""
-
-    text: str
-    answer: str = ""  # for the reward, and for a warm start; a generator never sees it
-
-
-class Tokenizer(Protocol):
-    """Text to tokens and back."""
-
-    vocab_size: int
-    end: int  # the token that ends a completion
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens; the end token has none."""
-
-
-class Task(Protocol):
-    """What a policy is trained on.
-
-    Two more attributes are optional: `reward_weights`, name -> factor (1 each when left out), and
-    `accuracy`, the name of the reward that `eval/accuracy` is the mean of ("correct").
-    """
-
-    name: str
-    tokenizer: Tokenizer
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return the training prompts number start, start + 1, ... of the seed's stream."""
-
-    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
-        """Return named rewards of one completion."""
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out prompts, at most `count` and always the same; none if there are none."""
-
-
-class Generator(Protocol):
-    """What draws completions: the embedded sampler, or an engine."""
-
-    def push(self, params: Params, version: int = 0) -> None:
-        """Sample from these parameters from now on."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: "Sampling", seed: int
-    ) -> Samples:
-        """Return `sampling.num_samples` completions of each prompt, group-major."""
-
-    def close(self) -> None:
-        """Free what the generator holds."""

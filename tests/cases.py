@@ -69,10 +69,9 @@ def table_model(params: dict[str, Tensor], sample: funcrl.Batch) -> funcrl.Token
 
 def tiny_model(vocab_size: int = 11, **options: object) -> funcrl.models.Transformer:
     """Return a two-layer transformer."""
-    shape = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_width": 8}
-    config = funcrl.models.TransformerConfig(
-        vocab_size=vocab_size, mlp_width=24, **{**shape, **options}
-    )
+    shape = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_width": 8,
+             "mlp_width": 24}  # fmt: skip
+    config = funcrl.models.TransformerConfig(vocab_size=vocab_size, **{**shape, **options})
     return funcrl.models.Transformer(config)
 
 

@@ -1,6 +1,9 @@
 """One table over every public function: inputs untouched, equal bits again, no global generator."""
 
 import inspect
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ from funcrl import (
     advantages,
     aggregation,
     checks,
+    config,
+    generators,
     grads,
     losses,
+    memory,
     metrics,
     models,
     numerics,
@@ -21,16 +27,22 @@ from funcrl import (
     ratios,
     rewards,
     rng,
+    rollouts,
+    runs,
     surrogates,
+    tasks,
     tree,
 )
+from funcrl.config import TrainConfig
+from funcrl.functional import bind
 
 MODULES = {
     "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
     "grads": grads, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
-    "surrogates": surrogates, "tree": tree,
+    "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
+    "memory": memory, "rollouts": rollouts, "tasks": tasks,
 }  # fmt: skip
 
 torch.manual_seed(0)  # the inputs below
@@ -52,6 +64,15 @@ ROW_SCORES = funcrl.TokenScores(TABLE["logprobs"][0], TABLE["entropy"][0])
 METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
 LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
+SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
+TASK = tasks.SumDigits()
+MICRO = models.Transformer(models.shape("micro", TASK.tokenizer.vocab_size))
+MICRO_FN, MICRO_PARAMS = funcrl.logprob_fn(MICRO), funcrl.init_params(MICRO, seed=0)
+TRAIN = TrainConfig(
+    steps=1, num_prompts=2, num_generations=2, drop_zero_variance=False,
+    warm_start=funcrl.config.WarmStartConfig(steps=1), sampling=SAMPLING,
+    evaluation=funcrl.config.EvaluationConfig(num_prompts=2),
+)  # fmt: skip
 MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
 
 
@@ -93,6 +114,29 @@ def step_of(**options):
     return run, (PARAMS, BATCH)
 
 
+def save_and_restore(value):
+    with tempfile.TemporaryDirectory() as folder:
+        funcrl.save(Path(folder) / "one", value, {"step": 1})
+        return funcrl.restore(Path(folder) / "one", value)
+
+
+def train_twice():
+    with tempfile.TemporaryDirectory() as folder:
+        return funcrl.train(replace(TRAIN, run_dir=Path(folder) / "run")).state
+
+
+def roll():
+    sampler = generators.Sampler(MICRO)
+    sampler.push(MICRO_PARAMS)
+    completed = rollouts.complete(TASK, sampler, TASK.prompts(0, 0, 2), SAMPLING, 0)
+    return completed, rollouts.grade(TASK, completed.prompts, completed.texts)
+
+
+def roll_with_rewards():
+    completed, _ = roll()
+    return completed, torch.arange(float(len(completed.texts)))
+
+
 def vector(fn):
     return fn, (T[0],)
 
@@ -125,12 +169,12 @@ TABLE_OF_CALLS = {
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
     "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
     "ops.attend_segments": (
-        lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(4, 5))),
+        lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),
     "numerics.at_least_float32": (lambda: numerics.at_least_float32(torch.float16), ()),
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
-    "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 3))),
+    "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 6))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
         "raw", "center", "standardize", "leave_one_out")},
     "advantages.by_group": (
@@ -198,6 +242,49 @@ TABLE_OF_CALLS = {
     "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
     "tree.check_same_structure": (
         lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
+    "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
+    "build": (lambda: funcrl.build(TRAIN).model.config, ()),
+    "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
+    "save": (save_and_restore, (PARAMS,)),
+    "restore": (save_and_restore, (BATCH,)),
+    "train": (train_twice, ()),
+    "warm_start": (
+        lambda p: funcrl.warm_start(
+            MICRO_FN, p, TASK, funcrl.config.WarmStartConfig(steps=2), 0, lambda _: 0.0)[0],
+        (MICRO_PARAMS,)),
+    "config.to_plain": (lambda: config.to_plain(TRAIN), ()),
+    "config.from_plain": (
+        lambda: config.to_plain(config.from_plain(TrainConfig, {"steps": 3})), ()),
+    "generators.sample": (
+        lambda p: generators.sample(MODEL, p, [[1, 2], [3]], SAMPLING, 0)[:4], (PARAMS,)),
+    "generators.draw": (
+        lambda x, u: generators.draw(x, u), (LOGITS.log_softmax(-1), torch.rand(4).double())),
+    "generators.draw_tokens": (
+        lambda x, u: generators.draw_tokens(x, TOKENS, u, SAMPLING),
+        (LOGITS, torch.rand(4).double())),
+    "generators.sampling_logprobs": (
+        lambda x: generators.sampling_logprobs(x, SAMPLING), (LOGITS,)),
+    "models.rotary_factors": (models.rotary_factors, (torch.randn(3, 4),)),
+    "models.shape": (lambda: models.shape("micro", 13).width, ()),
+    "memory.num_params": (lambda: memory.num_params(MICRO.config), ()),
+    "memory.estimate_memory": (
+        lambda: tuple(memory.estimate_memory(TRAIN, MICRO.config, 6)), ()),
+    "ops.attend_hidden": (
+        lambda x, h: ops.attend_hidden(x, x, x, h), (torch.randn(2, 4, 3), torch.eye(4) > 0)),
+    "ops.choose_ops": (lambda: ops.choose_ops("f", "native") is ops.NATIVE, ()),
+    "ops.linear_scores": (
+        lambda h, w, t: ops.linear_scores(h, w, t, 0.7, 3),
+        (torch.randn(4, 3), torch.randn(6, 3), TOKENS)),
+    "ops.project": (
+        lambda x, w: ops.project(x, [(w, None)]), (torch.randn(4, 3), torch.randn(2, 3))),
+    "ops.rms_norm": (lambda x: ops.rms_norm(x, x[0], 1e-6), (torch.randn(4, 3),)),
+    "ops.swiglu": (ops.swiglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "rng.uniform": (lambda s: rng.uniform(s, 3), (TOKENS,)),
+    "rollouts.complete": (lambda: roll()[0].texts, ()),
+    "rollouts.grade": (lambda: roll()[1].total, ()),
+    "rollouts.to_rollout": (lambda: rollouts.to_rollout(*roll_with_rewards()), ()),
+    "runs.read_lines": (lambda: runs.read_lines(Path("no/such")), ()),
+    "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

@@ -11,7 +11,9 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "config", "tree", "checks", "rng", "numerics"},
+    {"types", "tree", "checks", "rng", "numerics"},
+    {"config"},
+    {"protocols"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
      "metrics", "batching", "prepare", "functional", "optim", "ops"},
     {"algorithms", "logprobs", "collectives", "graph", "models"},

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl import numerics, rng
+from funcrl import rng
 from funcrl.config import Sampling
 from funcrl.generators.cache import empty_cache, extend, prefill
-from funcrl.generators.draw import draw, sampling_logprobs
+from funcrl.generators.draw import draw_tokens
 from funcrl.models import Transformer
 
 DecodeFn: TypeAlias = Callable[[list[int]], str]
@@ -61,9 +61,6 @@ class Batch:
         self.uniforms = torch.zeros(
             slots, sampling.max_tokens, dtype=torch.float64, device=weight.device
         )
-        self.stop_tokens = torch.tensor(
-            sampling.stop_tokens, dtype=torch.int64, device=weight.device
-        )
         self.waiting = deque(range(len(prompts)))
         self.slots = slots
         self.samples: list[int] = []  # which sample is in each active slot
@@ -73,7 +70,8 @@ class Batch:
     def run(self) -> None:
         """Draw every sample to its end."""
         while self.waiting or self.samples:
-            entering = self._entering()
+            room = (self.slots - len(self.samples)) // self.sampling.num_samples
+            entering = _take_waiting(self.waiting, self.prompts, room)
             if entering:
                 start = len(self.samples)
                 logits = self._enter(entering)
@@ -82,18 +80,6 @@ class Batch:
                 logits = self._extend()
             self._draw(logits, start)
             self._leave(start)
-
-    def _entering(self) -> list[int]:
-        """Take the prompts that there is room for; a group enters as a whole."""
-        room = (self.slots - len(self.samples)) // self.sampling.num_samples
-        entering: list[int] = []
-        longest = 0
-        while self.waiting and len(entering) < room:
-            longest = max(longest, len(self.prompts[self.waiting[0]]))
-            if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
-                break
-            entering.append(self.waiting.popleft())
-        return entering
 
     def _enter(self, entering: list[int]) -> Tensor:
         """Run the prompts once, share what they leave with their samples; logits of each sample."""
@@ -124,23 +110,8 @@ class Batch:
     def _draw(self, logits: Tensor, start: int) -> None:
         """Draw the next token of the samples from slot `start` on."""
         rows = slice(start, len(self.samples))
-        sampling = self.sampling
-        logits = logits.to(numerics.at_least_float32(logits.dtype))
-        allowed = logits
-        if sampling.min_tokens and sampling.stop_tokens:
-            early = self.counts[rows, None] < sampling.min_tokens
-            forbidden = early & torch.isin(
-                torch.arange(logits.shape[1], device=logits.device), self.stop_tokens
-            )
-            allowed = logits.masked_fill(forbidden, -torch.inf)
-        logprobs = sampling_logprobs(allowed, sampling)
         numbers = self.uniforms[rows].gather(1, self.counts[rows, None]).squeeze(1)
-        tokens = draw(logprobs, numbers)
-        chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-        if draws_from_policy(sampling):
-            raw = chosen
-        else:
-            raw = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        tokens, chosen, raw = draw_tokens(logits, self.counts[rows], numbers, self.sampling)
         self.tokens[rows] = tokens
         self.positions[rows] += 1
         self.counts[rows] += 1
@@ -156,9 +127,11 @@ class Batch:
     def _leave(self, start: int) -> None:
         """Free the slots of the samples that have ended, from the last one down."""
         for slot in reversed(range(start, len(self.samples))):
-            reason = self._reason(self.samples[slot])
+            sample = self.samples[slot]
+            full = self._length(sample) >= self.network.config.context_length
+            reason = _finish_reason(self.drawn[sample].tokens, full, self.sampling, self.decode)
             if reason:
-                self.reasons[self.samples[slot]] = reason
+                self.reasons[sample] = reason
                 self._move_last_to(slot)
 
     def _move_last_to(self, slot: int) -> None:
@@ -175,40 +148,6 @@ class Batch:
     def _length(self, sample: int) -> int:
         drawn = self.drawn[sample]
         return len(self.prompts[drawn.prompt]) + len(drawn.tokens)
-
-    def _reason(self, sample: int) -> str:
-        """Return why the sample ends here, "" when it goes on."""
-        tokens, sampling = self.drawn[sample].tokens, self.sampling
-        if tokens[-1] in sampling.stop_tokens or self._has_stop_string(tokens):
-            return "stop"
-        full = self._length(sample) >= self.network.config.context_length
-        return "length" if full or len(tokens) == sampling.max_tokens else ""
-
-    def _has_stop_string(self, tokens: list[int]) -> bool:
-        sampling = self.sampling
-        if self.decode is None or not sampling.stop or len(tokens) < sampling.min_tokens:
-            return False
-        # A character is at most four bytes, and a token at least one of them.
-        tail = self.decode(tokens[-4 * max(map(len, sampling.stop)) :])
-        return any(stop in tail for stop in sampling.stop)
-
-
-def draws_from_policy(sampling: Sampling) -> bool:
-    """Return whether the sampling distribution is the policy itself.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.generators.batch import draws_from_policy
-        >>> draws_from_policy(funcrl.generators.Sampling(top_p=0.9))
-        False
-    """
-    return (
-        sampling.temperature == 1
-        and sampling.top_k == 0
-        and sampling.top_p == 1
-        and sampling.min_p == 0
-        and sampling.min_tokens == 0
-    )
 
 
 def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
@@ -231,3 +170,32 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
         seen[content] += 1
         seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
     return seeds
+
+
+def _take_waiting(waiting: deque[int], prompts: Prompts, room: int) -> list[int]:
+    """Take the prompts that enter together: so many groups have room, and so many tokens."""
+    entering: list[int] = []
+    longest = 0
+    while waiting and len(entering) < room:
+        longest = max(longest, len(prompts[waiting[0]]))
+        if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
+            break
+        entering.append(waiting.popleft())
+    return entering
+
+
+def _finish_reason(
+    tokens: list[int], full: bool, sampling: Sampling, decode: DecodeFn | None
+) -> str:
+    """Return why a sample ends here, "" when it goes on."""
+    if tokens[-1] in sampling.stop_tokens or _has_stop_string(tokens, sampling, decode):
+        return "stop"
+    return "length" if full or len(tokens) == sampling.max_tokens else ""
+
+
+def _has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
+    if decode is None or not sampling.stop or len(tokens) < sampling.min_tokens:
+        return False
+    # A character is at most four bytes, and a token at least one of them.
+    tail = decode(tokens[-4 * max(map(len, sampling.stop)) :])
+    return any(stop in tail for stop in sampling.stop)

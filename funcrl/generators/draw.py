@@ -67,6 +67,47 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
+def draw_tokens(
+    logits: Tensor, counts: Tensor, uniform: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens [B], their log-probabilities as drawn, and those under the policy itself.
+
+    Args:
+        logits: [B, V].
+        counts: [B], tokens that each sample has already: a stop token is not drawn too early.
+        uniform: [B] in [0, 1), float64.
+        sampling: how to draw.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> numbers = torch.zeros(1), torch.tensor([0.6], dtype=torch.float64)
+        >>> sampling = funcrl.generators.Sampling(top_k=2)
+        >>> funcrl.generators.draw_tokens(logits, *numbers, sampling)
+        (tensor([0]), tensor([-0.4700]), tensor([-0.6931]))
+    """
+    logits = logits.to(numerics.at_least_float32(logits.dtype))
+    allowed = logits
+    if sampling.min_tokens and sampling.stop_tokens:
+        early = (counts < sampling.min_tokens)[:, None].expand(-1, len(sampling.stop_tokens))
+        allowed = logits.clone()
+        stops = list(sampling.stop_tokens)
+        allowed[:, stops] = allowed[:, stops].masked_fill(early, -torch.inf)
+    logprobs = sampling_logprobs(allowed, sampling)
+    tokens = draw(logprobs, uniform)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if _draws_from_policy(sampling):
+        return tokens, chosen, chosen
+    policy = torch.log_softmax(logits, dim=-1)
+    return tokens, chosen, policy.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _draws_from_policy(sampling: Sampling) -> bool:
+    """Return whether the sampling distribution is the policy itself."""
+    truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature == 1 and not truncates and sampling.min_tokens == 0
+
+
 def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:
     found: list[Callable[[Tensor], Tensor]] = []
     if sampling.top_k > 0:

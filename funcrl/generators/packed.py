@@ -60,8 +60,8 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
 
 def _joined(parts: Sequence[Linear]) -> LinearFn:
     """Return the product with all the parts' matrices, one above the other."""
-    product = _product(torch.cat(list[Tensor](part.weight for part in parts)))
-    biases = [part.bias for part in parts if part.bias is not None]
+    product = _product(torch.cat([part.weight for part in parts]))
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     bias = torch.cat(biases) if biases else None
     return lambda x, _weight, _bias: product(x, _weight, bias)
 

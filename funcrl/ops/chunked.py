@@ -9,6 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from funcrl import checks, numerics
 
+# Rows of the weight's gradient that are added to at a time.
+_VOCABULARY = 8192
+
 
 def linear_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024
@@ -92,10 +95,8 @@ class _LinearScores(torch.autograd.Function):
             outer = outer.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
             outer = (outer / ctx.temperature).to(hidden.dtype)
             grad_hidden.append(outer @ weight)
-            if wide == hidden.dtype:
-                grad_weight.addmm_(outer.mT, hidden[rows])  # no second [V, D] for the product
-            else:
-                grad_weight += (outer.mT @ hidden[rows]).to(wide)
+            for part in _chunks(weight.shape[-2], _VOCABULARY):  # no second [V, D] for the product
+                grad_weight[part] += (outer[:, part].mT @ hidden[rows]).to(wide)
         whole = torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden)
         return whole, grad_weight.to(weight.dtype), None, None, None
 

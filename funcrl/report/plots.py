@@ -144,6 +144,10 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
         axes.set_yscale("log")
     if panel.names[0] == "eval/accuracy":
         axes.set_ylim(0, None)
+    if panel.names[0].startswith("time/"):
+        # One slow moment of the machine would flatten all the rest.
+        values = sorted(value for run, name in lines for value in series(run, name)[1])
+        axes.set_ylim(0, 1.5 * values[int(0.98 * (len(values) - 1))] or None)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.label)
     axes.spines[["top", "right"]].set_visible(False)
@@ -165,5 +169,10 @@ def _names(run: Run, panel: Panel) -> list[str]:
 
 
 def _label(name: str) -> str:
-    parts = [part for part in name.split("/") if part not in ("rewards", "completions", "time")]
-    return " ".join(parts).replace("_", " ").replace("eval accuracy", "accuracy (held out)")
+    if name == "eval/accuracy":
+        return "accuracy (held out)"
+    outer, _, inner = name.rpartition("/")
+    shown = inner if outer in ("completions", "time") else name.removeprefix("rewards/")
+    if outer.startswith("sampling"):
+        shown = inner  # the axis says of what
+    return shown.replace("/mean", "").replace("_", " ")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from funcrl.protocols import Task
 from funcrl.tasks.sum_digits import SumDigits
-from funcrl.types import Task
 
 TASKS: dict[str, Callable[[], Task]] = {"sum_digits": SumDigits}
 

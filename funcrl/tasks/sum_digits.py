@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from funcrl import checks, rng
+from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.tokenizers import CharTokenizer
-from funcrl.types import Prompt, Tokenizer
 
 # One prompt in so many is never trained on.
 _HELD_OUT = 10

@@ -1,0 +1,350 @@
+"""Checkpoints: equal to the bit, whole or not there, whatever kills the process and when."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import funcrl
+from funcrl import checkpoint, tree
+from funcrl.checkpoint import CheckpointError, Checkpoints
+
+
+class Moments(NamedTuple):
+    first: dict
+    count: torch.Tensor
+
+
+def example(seed=0, size=7):
+    values = torch.randn(size, 5, generator=torch.Generator().manual_seed(seed))
+    params = {
+        "layer.0.float": values, "double": values.double(), "half": values.half(),
+        "bfloat": values.bfloat16(), "bool": values > 0, "byte": values.byte(),
+        "int": values.int(), "special": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "turned": values.t(), "empty": torch.zeros(0, 3),
+        "empty_bfloat": torch.zeros(2, 0).bfloat16(),
+    }  # fmt: skip
+    moments = Moments({"m": values.bfloat16()}, torch.tensor(2**62 + seed))
+    return funcrl.TrainState(
+        params, ((), (moments,)), torch.tensor(seed), torch.tensor(2.5).bfloat16()
+    )
+
+
+def bits(state):
+    return [
+        (leaf.dtype, tuple(leaf.shape), leaf.contiguous().reshape(-1).view(torch.uint8).tolist())
+        for leaf in tree.leaves(state)
+    ]
+
+
+def number(value):
+    return {"w": torch.full((3,), float(value))}
+
+
+def files_of(path):
+    return [each for each in sorted(path.rglob("*")) if each.is_file()]
+
+
+def test_every_dtype_and_structure_comes_back_to_the_bit(tmp_path):
+    state, extra = example(), {"step": 3, "names": ["é", None], "loss": 0.1}
+    checkpoint.save(tmp_path / "one", state, extra)
+    restored, facts = checkpoint.restore(str(tmp_path / "one"), tree.map(torch.ones_like, state))
+    assert bits(restored) == bits(state)
+    assert facts == extra
+    assert type(restored) is funcrl.TrainState
+    assert type(restored.opt_state[1][0]) is Moments
+    restored.params["layer.0.float"].add_(1)  # owned and writable
+
+
+def test_a_tree_without_elements_is_kept_too(tmp_path):
+    for name, state in (("nothing", ()), ("empty", {"e": torch.zeros(0, 2)})):
+        checkpoint.save(tmp_path / name, state)
+        assert bits(checkpoint.restore(tmp_path / name, state)[0]) == bits(state)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": torch.zeros(2)}, "float32 of shape [2] for 'w', got torch.float32 of shape [3]"),
+        ({"w": torch.zeros(3).double()}, r"torch.float64 of shape [3] for 'w', got torch.float32"),
+        ({**number(0), "v": torch.zeros(1)}, "torch.float32 of shape [1] for 'v', got nothing"),
+        ({}, "expects nothing for 'w', got torch.float32 of shape [3]"),
+    ],
+)  # fmt: skip
+def test_another_tree_is_refused_before_a_tensor_is_read(tmp_path, like, message):
+    checkpoint.save(tmp_path / "x", number(1))
+    shutil.rmtree(tmp_path / "x" / "state")  # so that a read would fail in another way
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared below)
+        checkpoint.restore(tmp_path / "x", like)
+    assert message in str(caught.value)
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_two_leaves_of_one_path_are_not_mixed_up(tmp_path):
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    checkpoint.save(tmp_path / "x", state)
+    assert bits(checkpoint.restore(tmp_path / "x", state)[0]) == bits(state)
+
+
+def test_any_torn_changed_or_missing_file_is_told(tmp_path):
+    state = example(size=40)
+    checkpoint.save(tmp_path / "x", state, {"step": 1})
+    dice = random.Random(0)
+    for file in files_of(tmp_path / "x"):
+        whole = file.read_bytes()
+        places = {0, len(whole) // 2, len(whole) - 1, dice.randrange(len(whole))}
+        flipped = [bytes([*whole[:at], whole[at] ^ 1, *whole[at + 1 :]]) for at in sorted(places)]
+        for broken in (b"", whole[: len(whole) // 2], whole[:-1], *flipped):
+            file.write_bytes(broken)
+            with pytest.raises(CheckpointError, match=str(tmp_path / "x")):
+                checkpoint.restore(tmp_path / "x", state)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=str(tmp_path / "x")):
+            checkpoint.restore(tmp_path / "x", state)
+        file.write_bytes(whole)
+    assert bits(checkpoint.restore(tmp_path / "x", state)[0]) == bits(state)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": 3}', "[" * 10**5, "\xff"])
+def test_a_foreign_folder_is_told(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing, torn or not of funcrl"):
+        checkpoint.restore(tmp_path, {})
+
+
+def test_another_format_is_told_by_its_name(tmp_path):
+    checkpoint.save(tmp_path / "x", {})
+    manifest = json.loads((tmp_path / "x" / "manifest.json").read_text())["checkpoint"]
+    text = checkpoint._encode(manifest | {"format": "funcrl checkpoint 99"})
+    (tmp_path / "x" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"whose format is 'funcrl checkpoint 99' and not"):
+        checkpoint.restore(tmp_path / "x", {})
+
+
+def test_the_newest_good_one_is_read_and_the_broken_ones_are_told(tmp_path):
+    folder = Checkpoints(tmp_path, keep_last=5)
+    assert folder.restore_latest(number(0)) is None
+    for step in (2, 9, 10):
+        folder.save(step, number(step), {"step": step})
+    folder.close()
+    (tmp_path / "10" / "manifest.json").write_text("{}")
+    (tmp_path / "77").mkdir()
+    told = []
+    found = folder.restore_latest(number(0), told.append)
+    assert (found.step, found.extra, bits(found.state)) == (9, {"step": 9}, bits(number(9)))
+    assert [str(tmp_path / "77") in told[0], str(tmp_path / "10") in told[1]] == [True, True]
+    with pytest.warns(UserWarning, match="whole checkpoint") as warned:
+        state, _ = checkpoint.restore(tmp_path, number(0))
+    assert len(warned) == 2
+    assert bits(state) == bits(number(9))
+    for step in (2, 9):
+        shutil.rmtree(tmp_path / str(step) / "state")
+    with pytest.raises(CheckpointError, match="a good checkpoint") as caught:
+        folder.restore_latest(number(0))
+    assert all(f"{tmp_path / str(step)}," in str(caught.value) for step in (2, 9, 10, 77))
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    folder = Checkpoints(tmp_path, keep_last=2, keep_best=2)
+    for step, score in enumerate([0.1, 0.9, 0.5, float("nan"), 0.9, None, 0.2, float("inf")]):
+        folder.save(step, number(step), score=score)
+    folder.close()
+    assert folder.steps() == [1, 4, 6, 7]
+
+
+def test_what_is_just_saved_stays_below_broken_ones_of_a_former_life(tmp_path):
+    folder = Checkpoints(tmp_path, keep_last=2, keep_best=0)
+    for step in (5, 8, 9):
+        folder.save(step, number(step))
+    folder.wait()
+    for step in (8, 9):
+        files_of(tmp_path / str(step) / "state")[0].write_bytes(b"")
+    folder.save(6, number(6))
+    folder.close()
+    assert folder.restore_latest(number(0)).step == 6
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    folder = Checkpoints(tmp_path)
+    for value in (1, 2):
+        folder.save(4, number(value))
+    folder.close()
+    assert bits(folder.restore_latest(number(0)).state) == bits(number(2))
+    assert [each.name for each in tmp_path.iterdir()] == ["4"]
+
+
+def test_a_replacement_that_was_cut_off_is_still_there_and_is_put_back(tmp_path):
+    folder = Checkpoints(tmp_path)
+    folder.save(4, number(4))
+    folder.wait()
+    (tmp_path / "4").rename(tmp_path / ".4.old")  # the moment between the two renames
+    assert folder.steps() == [4]
+    assert bits(checkpoint.restore(tmp_path / "4", number(0))[0]) == bits(number(4))
+    assert folder.restore_latest(number(0)).step == 4
+    folder.save(5, number(5))
+    folder.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["4", "5"]
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path):
+    for name in (".3.123.draft", ".3.gone", ".git", ".mine.old"):
+        (tmp_path / name).mkdir()
+    folder = Checkpoints(tmp_path)
+    folder.save(1, number(1))
+    folder.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".git", ".mine.old", "1"]
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years")
+    with pytest.raises(OSError, match="could not write .*thesis: a folder with other things"):
+        checkpoint.save(tmp_path / "thesis", number(1))
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years"
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    folder = Checkpoints(tmp_path)
+    with pytest.raises(TypeError, match="save expects w to be a tensor, got float"):
+        folder.save(1, {"w": 3.0})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        folder.save(1, number(1), {"f": torch.ones(1)})
+    for step in (-1, 2.5):
+        with pytest.raises(ValueError, match="Checkpoints.save expects step to be an integer >= 0"):
+            folder.save(step, number(1))
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_impossible_folder_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="a folder that it can write to, got .*file/below"):
+        Checkpoints(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("again", ["wait", "save", "close"])
+def test_an_error_in_the_background_surfaces_once(tmp_path, again):
+    folder = Checkpoints(tmp_path / "x")
+    shutil.rmtree(tmp_path / "x")
+    (tmp_path / "x").write_text("")  # the folder has become a file
+    folder.save(1, number(1))
+    call = {"wait": folder.wait, "close": folder.close, "save": lambda: folder.save(2, number(2))}
+    with pytest.raises(OSError):  # noqa: PT011 (the system's own words)
+        call[again]()
+    folder.close()
+
+
+def script(text, *args):
+    command = [sys.executable, "-c", text, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+FULL_DISK = """
+import resource, sys, pathlib, torch
+from funcrl.checkpoint import CheckpointError, Checkpoints
+folder = Checkpoints(pathlib.Path(sys.argv[1]))
+folder.save(1, {"w": torch.arange(1000.0)})
+folder.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+folder.save(2, {"w": torch.rand(100_000)})
+try:
+    folder.wait()
+except OSError as error:
+    print(error)
+print([path.name for path in folder.folder.iterdir()])
+print(folder.restore_latest({"w": torch.zeros(1000)}).state["w"].sum().item())
+"""
+
+
+def test_a_full_disk_harms_nothing(tmp_path):
+    done = script(FULL_DISK, tmp_path)
+    said, *rest = done.stdout.splitlines()
+    assert f"save could not write {tmp_path / '2'}: " in said
+    assert "File too large" in said
+    assert rest == ["['1']", "499500.0"]
+
+
+QUIET = """
+import sys, torch, funcrl
+assert not {"jax", "orbax"} & sys.modules.keys()
+print(bool(funcrl.restore(sys.argv[1], {"w": torch.zeros(3)})[0]["w"].eq(1).all()))
+import jax
+print(jax.config.jax_platforms)
+"""
+
+
+def test_a_fresh_process_restores_quietly_with_jax_on_the_cpu(tmp_path):
+    checkpoint.save(tmp_path / "x", number(1))
+    done = script(QUIET, tmp_path / "x")
+    assert (done.stdout, done.stderr) == ("True\ncpu\n", "")
+
+
+KILLED = """
+import os, random, signal, sys, time, torch
+import jax, orbax.checkpoint  # once for all children; neither has started a thread yet
+from funcrl.checkpoint import Checkpoints
+dice = random.Random(0)
+for life in range(24):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        folder, step = Checkpoints(sys.argv[1], keep_last=3), 100 * life
+        while True:
+            step += 1
+            state = {"a": torch.full((300, 300), float(step)), "b": torch.full((9,), step)}
+            for _ in range(1 + step % 2):  # every other one is replaced as well
+                folder.save(step, state, {"step": step}, score=float(step % 7))
+                folder.wait()
+                os.write(writer, b"%d\\n" % step)
+    os.close(writer)
+    time.sleep(0.15)
+    with open(reader, "rb") as pipe:
+        first = pipe.readline()  # it has begun
+        time.sleep(dice.uniform(0, 0.12))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print((pipe.read().split() or [first])[-1].decode().strip(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_kill_9_in_the_middle_of_saves(tmp_path):
+    like = {"a": torch.zeros(300, 300), "b": torch.zeros(9, dtype=torch.int64)}
+    torn = 0
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        for _ in range(24):
+            reported = int(parent.stdout.readline())
+            steps = Checkpoints(tmp_path).steps()
+            assert steps[-1] >= reported
+            for step in steps:
+                state, extra = checkpoint.restore(tmp_path / str(step), like)
+                assert extra == {"step": step}
+                assert bits(state) == bits(
+                    {"a": torch.full((300, 300), float(step)), "b": torch.full((9,), step)}
+                )
+            torn += any(each.name.startswith(".") for each in tmp_path.iterdir())
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+    assert parent.returncode == 0
+    assert torn >= 5  # the kills did fall into the middle of saves
+
+
+def test_a_save_does_not_wait_for_the_disk(tmp_path):
+    folder = Checkpoints(tmp_path)
+    folder.save(1, number(1))  # loads orbax
+    folder.wait()
+    state = {"w": torch.rand(1000, 1000)}
+    start = time.perf_counter()
+    folder.save(2, state)
+    returned = time.perf_counter() - start
+    folder.close()
+    assert returned < (time.perf_counter() - start) / 2

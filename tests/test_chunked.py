@@ -1,0 +1,193 @@
+"""Log-probabilities some tokens at a time: the same numbers, a fraction of the memory."""
+
+import pytest
+import torch
+from cases import tiny_batch, tiny_model
+from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrl
+from funcrl import grads
+from funcrl.bench import peak_bytes
+
+T, D, V = 7, 5, 11
+CHUNKS = [1, 3, T, 100]
+
+
+def plain(hidden, weight, targets, temperature=1.0, chunk=None):
+    """What `token_scores` computes, all logits at once."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logprobs = torch.log_softmax((hidden @ weight.mT).to(wide) / temperature, dim=-1)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), funcrl.ops.entropy(logprobs)
+
+
+def inputs(dtype=torch.float64, rows=4):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    targets = torch.randint(0, V, (rows, T), generator=generator)
+    return randn(V, D), randn(rows, T, D), targets, randn(T), randn(T)
+
+
+def loss_of(op, chunk, temperature, scale, entropy_scale):
+    def loss(weight, hidden, targets):
+        logprobs, entropy = op(hidden, weight, targets, temperature, chunk)
+        return (scale * logprobs + entropy_scale * entropy).sum()
+
+    return loss
+
+
+def close(mine, theirs, bound):
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).abs().max() <= bound * max(b.abs().max().item(), 1.0)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_the_unchunked_ones(chunk, temperature):
+    weight, hidden, targets, scale, entropy_scale = inputs()
+    mine = funcrl.ops.linear_scores(hidden[0], weight, targets[0], temperature, chunk)
+    close(mine, plain(hidden[0], weight, targets[0], temperature), 1e-12)
+    losses = [
+        loss_of(op, chunk, temperature, scale, entropy_scale)
+        for op in (funcrl.ops.linear_scores, plain)
+    ]
+
+    def summed(loss):
+        return lambda w, h, t: vmap(loss, (None, 0, 0))(w, h, t).sum()
+
+    transforms = {
+        "one": lambda loss: (grad(loss, (0, 1)), (weight, hidden[0], targets[0])),
+        "each": lambda loss: (vmap(grad(loss, (0, 1)), (None, 0, 0)), (weight, hidden, targets)),
+        "sum": lambda loss: (grad(summed(loss), (0, 1)), (weight, hidden, targets)),
+    }
+    for transform in transforms.values():
+        (mine, args), (theirs, _) = (transform(loss) for loss in losses)
+        close(mine(*args), theirs(*args), 1e-12)
+        close(make_fx(mine)(*args)(*args), theirs(*args), 1e-12)
+
+
+def test_gradcheck():
+    weight, hidden, targets, _, _ = inputs()
+    leaves = hidden[0].requires_grad_(), weight.requires_grad_()
+    op = lambda h, w: funcrl.ops.linear_scores(h, w, targets[0], 0.7, 3)  # noqa: E731
+    assert torch.autograd.gradcheck(op, leaves)
+
+
+def test_batched_weights_are_right_too():
+    weight, hidden, targets, _, _ = inputs()
+    weights = torch.stack([weight, 2 * weight, 3 * weight, -weight])
+    mine = vmap(lambda h, w, t: funcrl.ops.linear_scores(h, w, t, 1.0, 3))(hidden, weights, targets)
+    for row in range(4):
+        close([part[row] for part in mine], plain(hidden[row], weights[row], targets[row]), 1e-12)
+
+
+def test_a_token_of_probability_zero_does_no_harm():
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [-torch.inf, 0.0], [0.5, 1.0]], dtype=torch.float64)
+    logprobs, entropy = funcrl.ops.linear_scores(hidden, weight, torch.tensor([2]))
+    assert entropy.isfinite().all()
+    assert logprobs.isfinite().all()
+
+
+def test_a_second_derivative_is_refused():
+    weight, hidden, targets, _, _ = inputs()
+    leaf = hidden[0].requires_grad_()
+    logprobs, _ = funcrl.ops.linear_scores(leaf, weight, targets[0])
+    (first,) = torch.autograd.grad((logprobs**2).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_round_like_the_unchunked_ones(dtype):
+    """The logits are the same products; the softmax is in float32 on both sides."""
+    weight, hidden, targets, _, _ = inputs(dtype)
+    mine = funcrl.ops.linear_scores(hidden[0], weight, targets[0], 0.7, 3)
+    theirs = plain(hidden[0], weight, targets[0], 0.7)
+    assert mine[0].dtype == torch.float32
+    # One product of D terms may be summed in another order in another shape: D ulps of a logit.
+    bound = D * torch.finfo(dtype).eps * 4 / 0.7
+    close(mine, theirs, bound)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprob_fn_in_chunks_equals_the_whole(chunk, tied):
+    model, batch = tiny_model(tied=tied), tiny_batch()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+
+    def gradient(model_fn):
+        def loss(params, sample):
+            return funcrl.policy_loss(funcrl.grpo(entropy=0.1), model_fn(params, sample), sample)
+
+        with torch.no_grad():
+            return grads.summed_gradient(loss)(params, batch)
+
+    whole = gradient(funcrl.logprob_fn(model, 0.8))
+    parts = gradient(funcrl.logprob_fn(model, 0.8, chunk=chunk))
+    assert abs(whole.loss - parts.loss) <= 1e-12
+    for name, leaf in whole.grads.items():
+        assert (leaf - parts.grads[name]).abs().max() <= 1e-12, name
+    each = [
+        funcrl.per_sample_grad(
+            lambda p, s, fn=fn: funcrl.policy_loss(funcrl.grpo(), fn(p, s), s)[0]
+        )(params, batch)
+        for fn in (funcrl.logprob_fn(model), funcrl.logprob_fn(model, chunk=chunk))
+    ]
+    for name, leaf in each[0].items():
+        assert (leaf - each[1][name]).abs().max() <= 1e-12, name
+
+
+def test_computing_in_bfloat16_gives_gradients_of_the_float32_parameters():
+    model, batch = tiny_model(), tiny_batch(dtype=torch.float32)
+    params = funcrl.init_params(model, seed=0)
+    model_fn = funcrl.logprob_fn(model, chunk=4, dtype=torch.bfloat16)
+    sample = funcrl.tree.map(lambda leaf: leaf[0], batch)
+    cast = funcrl.logprob_fn(model, chunk=4)(funcrl.tree.cast(params, torch.bfloat16), sample)
+    assert torch.equal(model_fn(params, sample).logprobs, cast.logprobs)
+    found = grad(lambda p: model_fn(p, sample).logprobs.sum())(params)
+    exact = grad(lambda p: funcrl.logprob_fn(model)(p, sample).logprobs.sum())(params)
+    for name, leaf in found.items():
+        assert leaf.dtype == torch.float32
+        assert (leaf - exact[name]).norm() <= 0.05 * exact[name].norm() + 1e-3, name
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_peak_is_under_a_fifth(width):
+    """At V = 49,152 and T = 512, forward and backward, all that is returned included."""
+    weight, hidden = torch.randn(49_152, width) * 0.02, torch.randn(512, width)
+    targets = torch.randint(0, 49_152, (512,))
+    leaves = weight.requires_grad_(), hidden.requires_grad_()
+
+    def run(op):
+        return lambda: torch.autograd.grad(op(hidden, weight, targets, 1.0, 32)[0].sum(), leaves)
+
+    assert peak_bytes(run(funcrl.ops.linear_scores)) < peak_bytes(run(plain)) / 5
+
+
+def test_a_batch_shares_one_gradient_of_the_weight():
+    """Eight rows under vmap, summed: not eight [V, D]."""
+    weight, hidden = torch.randn(8192, 64), torch.randn(8, 16, 64)
+    targets = torch.randint(0, 8192, (8, 16))
+    loss = loss_of(funcrl.ops.linear_scores, 16, 1.0, 1.0, 0.0)
+
+    def run():
+        summed = lambda w: vmap(loss, (None, 0, 0))(w, hidden, targets).sum()  # noqa: E731
+        return torch.func.vjp(summed, weight)[1](torch.ones(()))
+
+    assert peak_bytes(run) < 4 * weight.numel() * 4
+
+
+def test_bad_input_is_refused():
+    weight, hidden, targets, _, _ = inputs()
+    with pytest.raises(ValueError, match="linear_scores expects temperature > 0, got 0"):
+        funcrl.ops.linear_scores(hidden[0], weight, targets[0], 0.0)
+    with pytest.raises(ValueError, match="linear_scores expects chunk"):
+        funcrl.ops.linear_scores(hidden[0], weight, targets[0], 1.0, 0)
+    with pytest.raises(ValueError, match="linear_scores expects targets"):
+        funcrl.ops.linear_scores(hidden[0], weight, targets[0, :3])
+    with pytest.raises(ValueError, match="logprob_fn expects chunk"):
+        funcrl.logprob_fn(tiny_model(), chunk=0)

@@ -1,0 +1,127 @@
+"""The report: its numbers are those of the files, and it needs nothing but itself."""
+
+import json
+import re
+import struct
+
+import pytest
+import yaml
+
+from funcrl import report, runs
+from funcrl.report import page, plots
+
+
+def make_run(folder, steps=60, rate=1e-3, seed=0):
+    """A run folder as `train` writes it, with values that are easy to recompute."""
+    folder.mkdir(parents=True)
+    rows = [{"step": 0, "eval/accuracy": 0.3, "time/startup": 2.0, "time/warm_start": 3.0}]
+    for step in range(1, steps + 1):
+        share = step / steps
+        wave = ((step * 7919 + seed) % 13) / 130
+        row = {
+            "step": step, "reward": 0.2 + 0.7 * share + wave, "reward_std": 0.3 - 0.2 * share,
+            "rewards/correct/mean": 0.8 * share, "rewards/close/mean": 0.9 * share,
+            "frac_reward_zero_std": 0.5 * share, "loss": 0.01 - wave, "grad_norm": 3 + wave,
+            "learning_rate": rate * (1 - share), "entropy": 1 - 0.9 * share, "kl": None,
+            "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02,
+            "completions/mean_length": 2.5 + wave, "completions/min_length": 1.0,
+            "completions/max_length": 4.0, "completions/clipped_ratio": 0.0, "num_tokens": 1000,
+            "sampling/sampling_logp_difference/mean": 1e-7, "step_time": 0.1,
+            "sampling/sampling_logp_difference/max": 1e-6, "time/generate": 0.02,
+            "sampling/importance_sampling_ratio/mean": 1.0, "time/train": 0.07, "time/push": 1e-5,
+            "time/reward": 0.005,
+        }  # fmt: skip
+        rows.append(row | ({"eval/accuracy": 0.3 + 0.65 * share} if step % 20 == 0 else {}))
+    runs.append_lines(folder / "metrics.jsonl", rows)
+    seen = [
+        {"step": step, "prompt": "1+2=", "completion": text, "answer": "3", "reward": reward,
+         "rewards": {"correct": reward}, "finish_reason": "stop", "policy_version": step - 1}
+        for step in (1, 30, 60)
+        for text, reward in (("3", 1.0), ("<script>alert(1)</script>", 0.0), ("a\x07\tb", None))
+    ]  # fmt: skip
+    runs.append_lines(folder / "completions.jsonl", seen)
+    config = {"task": "sum_digits", "model": "micro", "steps": steps,
+              "optimizer": {"learning_rate": rate, "warmup": 20}}  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "machine": "a & b"}))
+    return folder
+
+
+def size_of(png):
+    content = png.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", content[16:24])
+
+
+def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
+    path = report.write_report(make_run(tmp_path / "run"))
+    text = path.read_text()
+    for wanted in ("0.3 → 0.95", "best accuracy", "sum_digits · micro", "60,000", "10,000",
+                   "a &amp; b", "optimizer.learning_rate", "11 s"):  # fmt: skip
+        assert wanted in text, wanted
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert r"a\x07\tb" in text
+    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    assert not re.search(r'url\((?!#)|@import|="http(?!://www\.w3\.org)', text)
+    assert text.count("<svg") == len(list((tmp_path / "run" / "plots").glob("*.png"))) == 7
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    for target in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text):
+        assert "".join(target) in ids
+
+
+def test_the_learning_curve_is_a_picture_for_a_readme(tmp_path):
+    report.write_report(make_run(tmp_path / "run"))
+    width, height = size_of(tmp_path / "run" / "plots" / "learning_curve.png")
+    assert (width, height) == (1050, 540)
+
+
+def test_timings_are_those_of_the_rows(tmp_path):
+    text = report.write_report(make_run(tmp_path / "run")).read_text()
+    row = re.search(r"<tr><td>generate</td>(.*?)</tr>", text).group(1)
+    assert re.findall(r">([^<]+)</td>", row) == ["20.0", "20.0", "20%"]
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1}]])
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, rows):
+    runs.append_lines(tmp_path / "metrics.jsonl", rows)
+    text = report.write_report(tmp_path).read_text()
+    for absent in ("No completions.jsonl here", "No config.yaml here", "No environment.json here",
+                   "No step has been timed yet"):  # fmt: skip
+        assert absent in text
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run", steps=5)
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole + '{"step": 6, "rew')
+    assert page.headline(page.read_run(run))["steps"] == "5"
+
+
+def test_a_comparison_shows_both_and_only_what_differs(tmp_path):
+    first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", rate=2e-3)
+    path = report.write_comparison([first, second], tmp_path / "both")
+    text = path.read_text()
+    assert "run (1)" in text
+    assert "run (2)" in text
+    differing = text.split("Options that differ")[1]
+    assert "optimizer.learning_rate" in differing
+    assert "0.001" in differing
+    assert "0.002" in differing
+    assert "warmup" not in differing
+    assert size_of(tmp_path / "both" / "plots" / "learning_curve.png") == (1050, 540)
+    same = report.write_comparison([first, first], tmp_path / "same").read_text()
+    assert "the configurations are equal" in same
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"got {tmp_path} without a metrics.jsonl"):
+        report.write_report(tmp_path)
+    with pytest.raises(ValueError, match="at least two runs, got 1"):
+        report.write_comparison([tmp_path], tmp_path)
+
+
+def test_smoothing_is_the_corrected_moving_average():
+    # (1 - .9) 2 / (1 - .9) = 2; then (.9 * .2 + .1 * 4) / (1 - .81) = .58 / .19
+    assert plots.smooth([2.0, 4.0]) == pytest.approx([2.0, 0.58 / 0.19])

@@ -1,0 +1,419 @@
+"""The loop: it learns, it resumes to the bit, and it says what is wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import equal
+from killer import config as killed_config
+
+import funcrl
+from funcrl import runs
+from funcrl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
+from funcrl.rollouts import RewardError
+from funcrl.tasks import CharTokenizer, Prompt, SumDigits
+
+
+def small(run_dir, **options):
+    """A run of a second."""
+    return TrainConfig(**{
+        "run_dir": run_dir, "steps": 4, "num_prompts": 3, "num_generations": 4,
+        "sampling": Sampling(max_tokens=3), "warm_start": WarmStartConfig(steps=0),
+        "evaluation": EvaluationConfig(every=2, num_prompts=5),
+        "checkpoint": CheckpointConfig(every=2), **options,
+    })  # fmt: skip
+
+
+def untimed(rows):
+    return [{name: value for name, value in row.items() if "time" not in name} for row in rows]
+
+
+class Copy(SumDigits):
+    """Answer with the digit that was asked: a few steps are enough."""
+
+    name = "copy"
+
+    def prompts(self, seed, start, count):
+        digits = [funcrl.rng.fold_in(seed, start + index) % 10 for index in range(count)]
+        return [Prompt(f"{digit}=", str(digit)) for digit in digits]
+
+    def eval_prompts(self, count):
+        return [Prompt(f"{digit}=", str(digit)) for digit in range(10)]
+
+
+def test_a_policy_from_nothing_learns_to_copy(tmp_path):
+    config = small(
+        tmp_path / "run", steps=60, num_prompts=16, num_generations=8,
+        warm_start=WarmStartConfig(steps=60, accuracy=0.3, every=1),
+        optimizer=OptimizerConfig(learning_rate=3e-3), evaluation=EvaluationConfig(every=60),
+        checkpoint=CheckpointConfig(every=60),
+    )  # fmt: skip
+    rows = funcrl.train(config, task=Copy()).history
+    assert 0.3 <= rows[0]["eval/accuracy"] <= 0.8
+    assert rows[-1]["eval/accuracy"] >= 0.9
+    assert rows[-1]["reward"] > rows[1]["reward"] + 0.2
+
+
+def test_the_folder_holds_the_run(tmp_path):
+    config = small(tmp_path / "run")
+    trained = funcrl.train(config, command=["funcrl", "train"])
+    folder = tmp_path / "run"
+    rows = runs.read_lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 4]
+    wanted = {
+        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "rewards/correct/mean",
+        "rewards/correct/std", "frac_reward_zero_std", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "num_tokens", "step_time", "time/generate", "time/train", "time/push", "entropy",
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/mean",
+    }  # fmt: skip
+    learned = funcrl.train(small(tmp_path / "all", drop_zero_variance=False)).history
+    assert wanted <= set(learned[1])
+    assert "time/startup" in rows[0]
+    restored, extra = funcrl.restore(folder / "checkpoints", like=trained.state)
+    assert equal(restored, trained.state)
+    assert extra["step"] == 4
+    assert json.loads((folder / "environment.json").read_text())["command"] == "funcrl train"
+    completions = runs.read_lines(folder / "completions.jsonl")
+    assert {row["step"] for row in completions} == {1, 2, 3, 4}
+    assert completions[0]["answer"] == str(sum(int(d) for d in completions[0]["prompt"][0:5:2]))
+
+
+def test_the_rollout_is_on_policy(tmp_path):
+    """The sampler's log-probabilities are the trainer's, step after step and push after push."""
+    config = small(tmp_path / "run", steps=6, drop_zero_variance=False,
+                   algorithm=AlgorithmConfig(entropy=0.1))  # fmt: skip
+    for row in funcrl.train(config).history[1:]:
+        assert row["sampling/sampling_logp_difference/max"] <= 1e-5
+        assert row["entropy"] > 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path):
+    first, second, other = (
+        funcrl.train(small(tmp_path / str(n), seed=seed)) for n, seed in enumerate((1, 1, 2))
+    )
+    assert equal(first.state, second.state)
+    assert untimed(first.history) == untimed(second.history)
+    assert not equal(first.state.params, other.state.params)
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path, stop):
+    """Also between two checkpoints, with mini-batches, a reference policy and another length."""
+    options = {"steps": 6, "num_minibatches": 2, "num_iterations": 2,
+               "algorithm": AlgorithmConfig(kl=0.1, entropy=0.05),
+               "optimizer": OptimizerConfig(schedule="constant")}  # fmt: skip
+    whole = funcrl.train(small(tmp_path / "whole", **options))
+    funcrl.train(small(tmp_path / "part", **{**options, "steps": stop}))
+    resumed = funcrl.train(small(tmp_path / "part", **options), resume=True)
+    assert equal(resumed.state, whole.state)
+    lines = runs.read_lines(tmp_path / "part" / "metrics.jsonl")
+    assert [row["step"] for row in lines] == list(range(7))
+    skip = {stop}  # the last step of a run is evaluated
+    assert [r for r in untimed(lines) if r["step"] not in skip] == [
+        r for r in untimed(whole.history) if r["step"] not in skip
+    ]
+
+
+@pytest.mark.slow
+def test_twenty_kills_end_in_the_same_bits(tmp_path):
+    """SIGKILL at random moments, in saves and in the warm start too."""
+    script = Path(__file__).with_name("killer.py")
+    run = subprocess.run(
+        [sys.executable, script, tmp_path / "killed", "22"],
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "killed 22" in run.stdout
+    threads = torch.get_num_threads()
+    whole = funcrl.train(killed_config(tmp_path / "whole"))
+    torch.set_num_threads(threads)
+    state, extra = funcrl.restore(tmp_path / "killed" / "checkpoints", like=whole.state)
+    assert equal(state, whole.state)
+    assert untimed(extra["history"]) == untimed(whole.history)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        killed, kept = (runs.read_lines(tmp_path / run / name) for run in ("killed", "whole"))
+        assert untimed(killed) == untimed(kept)
+
+
+def test_an_interrupt_saves_the_last_whole_step(tmp_path):
+    class Interrupting(SumDigits):
+        asked = 0
+
+        def prompts(self, seed, start, count):
+            if start == 3 * count:
+                raise KeyboardInterrupt
+            return super().prompts(seed, start, count)
+
+    notes = []
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(small(tmp_path / "run", steps=6, checkpoint=CheckpointConfig(every=50)),
+                     task=Interrupting(), view=Notes(notes))  # fmt: skip
+    assert f"Saved step 3 in {tmp_path / 'run' / 'checkpoints'}" in notes[-1]
+    assert f"--resume {tmp_path / 'run'}" in notes[-1]
+    resumed = funcrl.train(small(tmp_path / "run", steps=6), resume=True)
+    assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
+
+
+class Notes:
+    """A view that keeps what is said."""
+
+    def __init__(self, notes):
+        self.note = notes.append
+
+    def start(self, title, total, done):
+        pass
+
+    def step(self, row, completion):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(tmp_path):
+    funcrl.train(small(tmp_path / "run"))
+    for file in (tmp_path / "run" / "checkpoints" / "4" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1])
+    notes = []
+    resumed = funcrl.train(small(tmp_path / "run"), resume=True, view=Notes(notes))
+    assert str(tmp_path / "run" / "checkpoints" / "4") in notes[0]
+    assert "after step 2" in notes[1]
+    assert equal(resumed.state, funcrl.train(small(tmp_path / "whole")).state)
+
+
+def test_a_truncated_metrics_file_is_made_whole_again(tmp_path):
+    funcrl.train(small(tmp_path / "run"))
+    lines = tmp_path / "run" / "metrics.jsonl"
+    whole = lines.read_text()
+    lines.write_bytes(lines.read_bytes()[:150])
+    funcrl.train(small(tmp_path / "run", steps=5), resume=True)
+    assert lines.read_text().startswith(whole)
+    assert [row["step"] for row in runs.read_lines(lines)] == [0, 1, 2, 3, 4, 5]
+
+
+class Faulty(SumDigits):
+    """Whose reward fails for some completions."""
+
+    name = "faulty"
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def reward(self, prompt, completion):
+        if completion[:1] in ("1", "5", "+", "="):
+            if self.fault == "raises":
+                raise RuntimeError("no judge")
+            return {"correct": float(self.fault), "short": 1.0}
+        return {"correct": 0.0, "short": float(len(completion) < 2)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "The reward of 'faulty' raised RuntimeError: no judge for the completion"),
+        ("nan", "The reward 'correct' of 'faulty' is nan for the completion"),
+        ("inf", "The reward 'correct' of 'faulty' is inf for the completion"),
+    ],
+)
+def test_a_failing_reward_stops_the_run_or_is_left_out_and_counted(tmp_path, fault, message):
+    evaluation = EvaluationConfig(every=0)
+    with pytest.raises(RewardError, match=f"{message}.*--on-reward-error skip"):
+        funcrl.train(small(tmp_path / "stop", evaluation=evaluation), task=Faulty(fault))
+    config = small(tmp_path / "skip", evaluation=evaluation, on_reward_error="skip", num_prompts=8)
+    notes = []
+    rows = funcrl.train(config, task=Faulty(fault), view=Notes(notes)).history[1:]
+    assert all(0 < row["num_reward_errors"] < 32 for row in rows)
+    assert any(message in note for note in notes)
+
+
+def test_several_rewards_are_weighted_and_logged_each(tmp_path):
+    class Two(SumDigits):
+        reward_weights = {"correct": 1.0, "short": 0.5}  # noqa: RUF012 (as a user writes it)
+
+        def reward(self, prompt, completion):
+            return {"correct": 0.25, "short": float(len(completion) < 2)}
+
+    rows = funcrl.train(small(tmp_path / "own"), task=Two()).history[1:]
+    for row in rows:
+        assert row["rewards/correct/mean"] == 0.25
+        expected = 0.25 + 0.5 * row["rewards/short/mean"]
+        assert abs(row["reward"] - expected) <= 1e-6
+    weights = {"correct": 0.0, "short": 1.0}
+    rows = funcrl.train(small(tmp_path / "given", reward_weights=weights), task=Two()).history[1:]
+    assert all(abs(row["reward"] - row["rewards/short/mean"]) <= 1e-6 for row in rows)
+    with pytest.raises(ValueError, match=r"a weight for each of \['correct', 'short'\]"):
+        funcrl.train(small(tmp_path / "bad", reward_weights={"x": 1.0}), task=Two())
+
+
+def test_a_task_without_prompts_and_a_prompt_too_long_are_refused(tmp_path):
+    class Empty(SumDigits):
+        name = "empty"
+
+        def prompts(self, seed, start, count):
+            return []
+
+    class Long(SumDigits):
+        def prompts(self, seed, start, count):
+            return [Prompt("1+" * 2100 + "1=", "3")] * count
+
+    with pytest.raises(ValueError, match="3 prompts .* from the task 'empty' .*, got 0"):
+        funcrl.train(small(tmp_path / "a"), task=Empty())
+    with pytest.raises(ValueError, match="fewer than the model's context_length, got 4202"):
+        funcrl.train(small(tmp_path / "b"), task=Long())
+
+
+def test_a_warm_start_needs_answers(tmp_path):
+    class Unanswered(SumDigits):
+        def prompts(self, seed, start, count):
+            return [Prompt("1+1+1=")] * count
+
+    config = small(tmp_path / "run", warm_start=WarmStartConfig(steps=2))
+    with pytest.raises(ValueError, match=r"prompts with answers.*--warm-start.steps 0"):
+        funcrl.train(config, task=Unanswered())
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    funcrl.train(small(tmp_path / "run"))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileExistsError, match=f"--resume {tmp_path / 'run'}"):
+        funcrl.train(small(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="--resume to name the folder of a run"):
+        funcrl.train(small(tmp_path / "other"), resume=True)
+
+
+def test_everything_that_can_be_chosen_runs(tmp_path):
+    names = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+    for name in names:
+        config = small(tmp_path / name, steps=1, microbatch=5, dtype="bfloat16",
+                       algorithm=AlgorithmConfig(name=name, max_importance=2.0),
+                       optimizer=OptimizerConfig(schedule="cosine", warmup=2),
+                       mask_truncated=True, drop_zero_variance=False)  # fmt: skip
+        assert torch.tensor(funcrl.train(config).history[-1]["loss"]).isfinite()
+
+
+def test_a_warm_start_is_supervised_learning():
+    """Its gradient is that of the mean negative log-probability of the answers' tokens."""
+    task = SumDigits()
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    model_fn = funcrl.logprob_fn(model)
+    options = WarmStartConfig(steps=1, num_prompts=5, learning_rate=1e-2)
+    warmed, numbers = funcrl.warm_start(model_fn, params, task, options, 3, lambda params: 0.0)
+    assert numbers["warm_start/steps"] == 1
+
+    def loss(params):
+        total, count = 0.0, 0
+        for prompt in task.prompts(3, 0, 5):
+            asked = task.tokenizer.encode(prompt.text)
+            tokens = torch.tensor([*asked, *task.tokenizer.encode(prompt.answer), 0])
+            scores = model_fn(params, funcrl.Sample(tokens, torch.arange(len(tokens))))
+            total = total - scores.logprobs[len(asked) :].sum()
+            count += len(tokens) - len(asked)
+        return total / count
+
+    optimizer = funcrl.optim.adamw(1e-2, weight_decay=0.0)
+    updates, _ = optimizer.update(torch.func.grad(loss)(params), optimizer.init(params), params)
+    for name, leaf in funcrl.optim.apply_updates(params, updates).items():
+        assert (leaf - warmed[name]).abs().max() <= 1e-8, name  # Adam divides by small numbers
+    done, numbers = funcrl.warm_start(model_fn, params, task, options, 3, lambda params: 0.5)
+    assert numbers["warm_start/steps"] == 0
+    assert equal(done, params)
+
+
+def test_minibatches_share_out_the_rows():
+    from cases import tiny_batch
+
+    batch = tiny_batch(rows=6)
+    parts = funcrl.minibatches(batch, funcrl.grpo(), 3, seed=1)
+    assert [len(part.tokens) for part in parts] == [2, 2, 2]
+    rows = {tuple(row) for part in parts for row in part.advantages.tolist()}
+    assert rows == {tuple(row) for row in batch.advantages.tolist()}
+    for part in parts:
+        weights = funcrl.aggregation.sequence_mean(part.mask, dtype=part.token_weights.dtype)
+        assert torch.equal(part.token_weights, weights)
+
+
+def test_sum_digits_keeps_its_splits_apart():
+    task = SumDigits()
+    trained = {prompt.text for prompt in task.prompts(0, 0, 5000)}
+    held_out = {prompt.text for prompt in task.eval_prompts(1000)}
+    assert not trained & held_out
+    assert 80 <= len(held_out) <= 120
+    assert len(trained) + len(held_out) >= 990
+    assert task.prompts(0, 7, 3) == task.prompts(0, 0, 10)[7:]
+    assert task.prompts(0, 0, 5) != task.prompts(1, 0, 5)
+    for prompt in task.prompts(2, 0, 50):
+        digits = [int(digit) for digit in prompt.text[:-1].split("+")]
+        assert task.reward(prompt, str(sum(digits))) == {"correct": 1.0}
+        for wrong in (str(sum(digits) + 1), f"{sum(digits)}=", "", "1+1"):
+            assert task.reward(prompt, wrong) == {"correct": 0.0}
+
+
+def test_ones_own_task_is_a_file(tmp_path):
+    """The example of docs/training.md, as a user would type it."""
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")
+    prompt = task.prompts(0, 0, 1)[0]
+    assert task.reward(prompt, prompt.text[-2::-1]) == {"correct": 1.0}
+    with pytest.raises(ValueError, match=r"sum_digits, or your own as file.py:Name, got 'sums'"):
+        funcrl.tasks.load("sums")
+    with pytest.raises(FileNotFoundError, match="to name a file"):
+        funcrl.tasks.load("no/such.py:Task")
+    with pytest.raises(ValueError, match="to name an object"):
+        funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Nothing")
+
+
+def test_the_character_tokenizer_refuses_what_it_does_not_know():
+    tokenizer = CharTokenizer("ab")
+    assert tokenizer.decode(tokenizer.encode("abba")) == "abba"
+    with pytest.raises(ValueError, match="expects characters of 'ab', got 'c' in 'abc'"):
+        tokenizer.encode("abc")
+    with pytest.raises(ValueError, match="each character once, got 'a' twice"):
+        CharTokenizer("aba")
+
+
+def test_bad_options_are_refused_before_anything_is_made(tmp_path):
+    for options, message in [
+        ({"steps": 0}, "--steps"),
+        ({"num_generations": 1}, "--num-generations of at least 2"),
+        ({"num_minibatches": 5}, r"--num-minibatches to divide .* = 12, got 5"),
+        ({"microbatch": 0}, "--microbatch"),
+        ({"seed": -1}, "--seed"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            small(tmp_path / "run", **options)
+    assert dataclasses.is_dataclass(TrainConfig)
+    with pytest.raises(ValueError, match="--model to be one of 'micro'"):
+        funcrl.train(small(tmp_path / "run", model="huge"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_gpu_resumes(tmp_path):
+    whole = funcrl.train(small(tmp_path / "whole", device="cuda", steps=6))
+    funcrl.train(small(tmp_path / "part", device="cuda", steps=6))
+    resumed = funcrl.train(small(tmp_path / "part", device="cuda", steps=6), resume=True)
+    assert resumed.history[-1]["step"] == whole.history[-1]["step"] == 6
+    assert whole.state.params["norm.weight"].is_cuda
+    assert resumed.state.params["norm.weight"].is_cuda
