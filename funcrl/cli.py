@@ -15,7 +15,18 @@ from tyro.extras import SubcommandApp
 
 from funcrl import memory, report, runs
 from funcrl import tasks as task_module
-from funcrl.bench import StepBenchConfig, bench_step, describe_machine, format_rows
+from funcrl.bench import (
+    GenerateBenchConfig,
+    LoopBenchConfig,
+    StepBenchConfig,
+    bench_generate,
+    bench_loop,
+    bench_step,
+    describe_machine,
+    format_generate_rows,
+    format_loop_rows,
+    format_rows,
+)
 from funcrl.checkpoint import CheckpointError
 from funcrl.config import TrainConfig, from_plain, to_plain
 from funcrl.logging import view_for
@@ -100,6 +111,18 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
         rows = bench_step(config)
         print(format_rows(rows, describe_machine(config.device)))
+
+    @bench.command(name="generate")
+    def _generate(
+        config: OmitArgPrefixes[GenerateBenchConfig] = GenerateBenchConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Print the speed of the embedded sampler beside transformers' generate()."""
+        print(format_generate_rows(bench_generate(config), config.device))
+
+    @bench.command(name="loop")
+    def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)
+        """Print the time of a training step and of its parts."""
+        print(format_loop_rows(bench_loop(config), config.train.device))
 
     return app
 

@@ -56,8 +56,9 @@ class AlgorithmConfig:
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
     """Which one; its clipping is its paper's."""
-    kl: float = 0.0
-    """Coefficient of the KL penalty to the policy before the first step (TRL's beta)."""
+    kl: float = 0.3
+    """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
+    answers alive that a small policy would forget; 0 needs no reference and is faster."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """Which estimate of the KL divergence."""
     entropy: float = 0.04
@@ -102,7 +103,7 @@ class WarmStartConfig:
     """At most; 0 for none."""
     accuracy: float = 0.3
     """Stop as soon as so many held-out prompts are answered rightly."""
-    every: int = 10
+    every: int = 5
     """Steps between two looks at the accuracy."""
     num_prompts: int = 64
     """Answers a step."""

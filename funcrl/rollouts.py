@@ -1,8 +1,9 @@
 """From prompts to a rollout: generate, read, reward."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,22 +148,25 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     samples = completed.samples
     device = samples.tokens.device
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
-    lengths = samples.mask.sum(dim=1).tolist()
-    width = max(len(completed.prompt_tokens[row]) + lengths[row] for row in rows)
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
-    logprobs = samples.logprobs.new_zeros(len(rows), width)
-    for place, row in enumerate(rows):
-        prompt = torch.tensor(completed.prompt_tokens[row], device=device)
-        sampled = slice(len(prompt), len(prompt) + lengths[row])
-        tokens[place, : len(prompt)] = prompt
-        tokens[place, sampled] = samples.tokens[row, : lengths[row]]
-        mask[place, sampled] = True
-        logprobs[place, sampled] = samples.logprobs[row, : lengths[row]]
+    prompts = [completed.prompt_tokens[row] for row in rows]
+    counts = samples.mask.sum(dim=1)[rows].tolist()
+    width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
+    # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
+    drawn, logprobs = samples.tokens[rows].tolist(), samples.logprobs[rows].tolist()
+
+    def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
+        return [*before, *values[:count], *[0] * (width - len(before) - count)]
+
+    joined = zip(prompts, drawn, logprobs, counts, strict=True)
+    columns = [
+        (padded(p, t, n), padded([0] * len(p), [1] * n, n), padded([0.0] * len(p), values, n))
+        for p, t, values, n in joined
+    ]
+    tokens, mask, behavior = (list(column) for column in zip(*columns, strict=True))
     return Rollout(
-        tokens=tokens,
-        mask=mask,
-        behavior_logprobs=logprobs,
+        tokens=torch.tensor(tokens, device=device),
+        mask=torch.tensor(mask, dtype=torch.bool, device=device),
+        behavior_logprobs=torch.tensor(behavior, dtype=samples.logprobs.dtype, device=device),
         rewards=total[rows].to(device),
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),
@@ -193,6 +197,6 @@ def _reward(task: Task, prompt: Prompt, text: str) -> tuple[Mapping[str, float],
     if not row:
         return {}, f"The reward of {task.name!r} is empty {asked}."
     for name, value in row.items():
-        if not torch.tensor(float(value)).isfinite():
+        if not math.isfinite(value):
             return {}, f"The reward {name!r} of {task.name!r} is {value} {asked}."
     return row, ""

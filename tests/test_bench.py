@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from funcrl import bench, cli
+from funcrl.bench import step
 
 
 def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
@@ -38,8 +39,8 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
 def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
     config = bench.StepBenchConfig(width=32, vocab_size=vocab_size, rows=8, length=32)
-    params, batch, model = bench._inputs(config, 2)
-    variants = bench._gradient_variants(config, params, batch, model)
+    params, batch, model = step._inputs(config, 2)
+    variants = step._gradient_variants(config, params, batch, model)
     peaks = {name: bench.peak_bytes(fn) for name, fn in variants.items()}
     ordinary = peaks["torch.autograd, batched"]
     assert peaks["func: gradient of the batch"] <= 1.1 * ordinary
@@ -58,9 +59,9 @@ def test_peak_bytes_is_exact():
 
 def test_the_benchmark_compares_equal_things():
     config = bench.StepBenchConfig(width=16, vocab_size=11, rows=4, length=8)
-    params, batch, model = bench._inputs(config, 2)
-    functions = list(bench._gradient_variants(config, params, batch, model).values())
-    names = [name for name, _ in bench._with_weights(model, params).named_parameters()]
+    params, batch, model = step._inputs(config, 2)
+    functions = list(step._gradient_variants(config, params, batch, model).values())
+    names = [name for name, _ in step._with_weights(model, params).named_parameters()]
     ordinary = dict(zip(names, functions[0](), strict=True))
     for other in functions[1:]:
         for name, leaf in other().grads.items():

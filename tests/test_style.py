@@ -21,7 +21,8 @@ LAYERS = [
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
      "memory"},
     {"record"},
-    {"train", "evaluate", "bench"},
+    {"train", "evaluate"},
+    {"bench"},
     {"cli"},
 ]  # fmt: skip
 

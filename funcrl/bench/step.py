@@ -1,29 +1,22 @@
-"""Measured time and memory: what a step costs, beside the ordinary way of writing it."""
+"""Time and memory of a step, beside the ordinary way of writing it."""
 
-import gc
-import json
 import math
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from funcrl import grads, optim, rng, tree
 from funcrl.algorithms import grpo
+from funcrl.bench.measure import Row, Variants, measure, write_rows
 from funcrl.logprobs import logprob_fn
 from funcrl.losses import policy_loss
 from funcrl.models import Transformer, TransformerConfig, init_params
 from funcrl.step import grpo_step
 from funcrl.types import Batch, Metrics, Params, TrainState
-
-Variants = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -52,19 +45,6 @@ class StepBenchConfig:
     """Also write every row here."""
 
 
-class Row(NamedTuple):
-    """One variant's measurement."""
-
-    what: str
-    shape: str
-    variant: str
-    median_s: float
-    spread_s: float  # between the quartiles
-    peak_bytes: int  # above what was allocated before the call
-    time_ratio: float  # to the first variant of the same `what` and `shape`
-    peak_ratio: float
-
-
 def bench_step(config: StepBenchConfig) -> list[Row]:
     """Return a row for each variant and depth; prints nothing and writes `config.json`."""
     if config.threads is not None:
@@ -83,103 +63,8 @@ def bench_step(config: StepBenchConfig) -> list[Row]:
         }
         for what, functions in variants.items():
             results += measure(what, shape, functions, config.repeats, config.device)
-    if config.json is not None:
-        described = describe_machine(config.device)
-        lines = [row._asdict() | described for row in results]
-        config.json.write_text(json.dumps(lines, indent=1) + "\n")
+    write_rows(config.json, results, config.device)
     return results
-
-
-def measure(
-    what: str, shape: str, variants: Variants, repeats: int, device: str = "cpu"
-) -> list[Row]:
-    """Return one row a variant: run in turns, so that a noisy moment hits all of them."""
-    peaks = {name: peak_bytes(fn, device) for name, fn in variants.items()}  # warms up, too
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, fn in variants.items():
-            seconds[name].append(_seconds(fn, device))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    first = next(iter(variants))
-    rows = []
-    for name, values in seconds.items():
-        low, _, high = statistics.quantiles(values, n=4) if repeats > 1 else (0.0, 0.0, 0.0)
-        rows.append(
-            Row(
-                what=what,
-                shape=shape,
-                variant=name,
-                median_s=medians[name],
-                spread_s=high - low,
-                peak_bytes=peaks[name],
-                time_ratio=medians[name] / medians[first],
-                peak_ratio=peaks[name] / max(peaks[first], 1),
-            )
-        )
-    return rows
-
-
-def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the most bytes alive during the call beyond those alive before it.
-
-    On the CPU from the allocator's own record of every allocation, so that it is exact.
-    """
-    fn()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        fn()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as recorded:
-        result = fn()
-    del result
-    events = [
-        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
-
-
-def describe_machine(device: str = "cpu") -> dict[str, str]:
-    """Return the versions and the machine that a measurement belongs to."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    machine = f"{model}, {torch.get_num_threads()} threads"
-    if device == "cuda":
-        machine = torch.cuda.get_device_name()
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": machine,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def format_rows(rows: list[Row], machine: dict[str, str]) -> str:
-    """Return the rows as Markdown tables, one for each shape, headed by the machine."""
-    lines = [", ".join(f"{name} {value}" for name, value in machine.items())]
-    for shape in dict.fromkeys(row.shape for row in rows):
-        lines += ["", shape, "", "| what | variant | ms | spread | x | peak MB | x |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        for row in rows:
-            if row.shape == shape:
-                lines.append(
-                    f"| {row.what} | {row.variant} | {row.median_s * 1e3:.1f} "
-                    f"| {row.spread_s * 1e3:.1f} | {row.time_ratio:.2f} "
-                    f"| {row.peak_bytes / 1e6:.1f} | {row.peak_ratio:.2f} |"
-                )
-    return "\n".join(lines)
 
 
 def _inputs(config: StepBenchConfig, num_layers: int) -> tuple[Params, Batch, Transformer]:
@@ -303,18 +188,6 @@ def _ordinary_loss(module: Transformer, batch: Batch) -> Tensor:
         metrics = [entropy, (logprobs - behavior).abs(), ratio, (ratio > 1.2).float()]
         _ = [(values * mask).sum() for values in metrics]
     return -(batch.token_weights[:, 1:] * mask * objective).sum()
-
-
-def _seconds(fn: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = fn()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    del result
-    return elapsed
 
 
 def _count(params: Params) -> int:

@@ -1,0 +1,29 @@
+"""Measured time and memory, each beside another way to do the same."""
+
+from funcrl.bench.generate import (
+    GenerateBenchConfig,
+    GenerateRow,
+    bench_generate,
+    format_generate_rows,
+)
+from funcrl.bench.loop import LoopBenchConfig, LoopRow, bench_loop, format_loop_rows
+from funcrl.bench.measure import Row, describe_machine, format_rows, measure, peak_bytes
+from funcrl.bench.step import StepBenchConfig, bench_step
+
+__all__ = [
+    "GenerateBenchConfig",
+    "GenerateRow",
+    "LoopBenchConfig",
+    "LoopRow",
+    "Row",
+    "StepBenchConfig",
+    "bench_generate",
+    "bench_loop",
+    "bench_step",
+    "describe_machine",
+    "format_generate_rows",
+    "format_loop_rows",
+    "format_rows",
+    "measure",
+    "peak_bytes",
+]

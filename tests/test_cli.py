@@ -1,0 +1,195 @@
+"""The command line: what a user types, and what comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from cases import equal
+
+import funcrl
+from funcrl import bench, cli, config, memory, runs
+from funcrl.bench.generate import _peer
+from funcrl.bench.measure import peak_bytes
+from funcrl.config import Sampling, TrainConfig
+
+SMALL = [
+    "--steps", "3", "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "2",
+    "--evaluation.num-prompts", "5", "--sampling.max-tokens", "3",
+]  # fmt: skip
+
+
+def run(args, capsys):
+    """Run a command in this process; return its exit code and what it printed."""
+    try:
+        cli.main([str(arg) for arg in args])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_train_report_and_resume(tmp_path, capsys):
+    folder = tmp_path / "run"
+    code, out, err = run(["train", "--run-dir", folder, *SMALL], capsys)
+    assert code == 0, err
+    assert "step 3/3" in out
+    assert "\x1b" not in out
+    assert f"funcrl report {folder}" in out
+    code, out, _ = run(["train", "--resume", folder, "--steps", "5"], capsys)
+    assert code == 0
+    assert "after step 3" in out
+    assert [row["step"] for row in runs.read_lines(folder / "metrics.jsonl")] == list(range(6))
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (saved["steps"], saved["num_prompts"], saved["sampling"]["max_tokens"]) == (5, 3, 3)
+    code, out, _ = run(["report", folder], capsys)
+    assert (code, out.strip()) == (0, str(folder / "report.html"))
+    code, out, _ = run(["report", folder, folder, "--out", tmp_path / "both"], capsys)
+    assert (code, out.strip()) == (0, str(tmp_path / "both" / "report.html"))
+
+
+def test_a_configuration_file_and_overrides(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("steps: 7\noptimizer:\n  learning_rate: 1e-6\nsampling: {stop: ['+']}\n")
+    args = ["train", "--config", file, "--optimizer.warmup", "3", "--dry-run"]
+    code, out, err = run(args, capsys)
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["steps"] == 7
+    assert printed["optimizer"]["learning_rate"] == 1e-6
+    assert printed["optimizer"]["warmup"] == 3
+    assert printed["sampling"]["stop"] == ["+"]
+    assert "MB" in printed["memory"]["peak"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stpes: 3", "TrainConfig has no option 'stpes'; did you mean 'steps'?"),
+        ("sampling: {temprature: 1}", "did you mean 'sampling.temperature'?"),
+        ("steps: many", "steps to be of type int, got 'many'"),
+        ("optimizer: {learning_rate: fast}", "optimizer.learning_rate to be a number"),
+        ("device: tpu", "device to be one of 'cpu', 'cuda', got 'tpu'"),
+        ("[1, 2]", "expects options in"),
+        ("a: [", "expects YAML in"),
+    ],
+)
+def test_a_bad_file_names_the_option(tmp_path, capsys, text, message):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    code, _, err = run(["train", "--config", file], capsys)
+    assert code == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["train", "--resume", "no/run"], 1, "a configuration at no/run/config.yaml"),
+        (["train", "--config", "no.yaml"], 1, "a configuration at no.yaml"),
+        (["train", "--task", "sums", "--dry-run"], 1, "--task to be one of sum_digits"),
+        (["train", "--model", "huge", "--dry-run"], 1, "--model to be one of 'micro'"),
+        (["train", "--run-dir", "/dev/null/x", *SMALL], 1, "a folder that it can write to"),
+        (["report", "no/run"], 1, "the folder of a run, got no/run"),
+        (["train", "--steps", "x"], 2, "--steps"),
+        (["train", "--generator", "magic"], 2, "--generator"),
+        (["dance"], 2, "dance"),
+    ],
+)
+def test_errors_name_the_option_and_the_exit_code_is_right(capsys, args, code, message):
+    found, out, err = run(args, capsys)
+    assert found == code
+    assert message in out + err
+
+
+def test_help_has_every_option(capsys):
+    code, out, _ = run(["train", "--help"], capsys)
+    assert code == 0
+    for option in (
+        "--run-dir", "--resume", "--config", "--dry-run", "--sampling.top-p", "--algorithm.kl",
+        "--checkpoint.keep-last", "--log.trackers", "--seed",
+    ):  # fmt: skip
+        assert option in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", "import funcrl.cli; funcrl.cli.main()", "train",
+               "--run-dir", str(folder), *SMALL, "--steps", "100000", "--threads", "1",
+               "--evaluation.every", "0"]  # fmt: skip
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    lines = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(runs.read_lines(lines)) < 20:
+        time.sleep(0.05)
+    os.kill(child.pid, sent)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert f"--resume {folder}" in out
+    parts = funcrl.build(config.from_plain(TrainConfig, yaml.safe_load(
+        (folder / "config.yaml").read_text())))  # fmt: skip
+    like = parts.step.init(funcrl.init_params(parts.model, 0))
+    state, extra = funcrl.restore(folder / "checkpoints", like)
+    assert extra["step"] == runs.read_lines(lines)[-1]["step"] >= 19
+    assert not equal(state.params, like.params)
+
+
+def test_configurations_survive_yaml():
+    whole = TrainConfig(sampling=Sampling(stop=("a", "b")), reward_weights={"x": 2.0}, threads=2)
+    plain = yaml.safe_load(yaml.safe_dump(config.to_plain(whole)))
+    assert config.from_plain(TrainConfig, plain) == whole
+
+
+@pytest.mark.parametrize("model", ["micro", "tiny"])
+def test_the_memory_estimate_is_near_the_measured_peak(model):
+    """Within a factor of 1.5 of the exact peak of a step, beyond the state it starts from."""
+    options = TrainConfig(model=model, num_prompts=8, num_generations=4)
+    parts = funcrl.build(options)
+    params = funcrl.init_params(parts.model, seed=0)
+    state = parts.step.init(params)
+    rows, length = 32, 6 + options.sampling.max_tokens
+    rollout = funcrl.Rollout(
+        tokens=torch.ones(rows, length, dtype=torch.int64),
+        mask=(torch.arange(length) >= 6).expand(rows, length),
+        behavior_logprobs=torch.full((rows, length), -2.0), rewards=torch.arange(32.0),
+        group=torch.arange(8).repeat_interleave(4), policy_version=torch.zeros(rows).long(),
+    )  # fmt: skip
+    batch = funcrl.collate(rollout, parts.algorithm, torch.full((rows, length), -2.0))
+    measured = peak_bytes(lambda: parts.step(state, batch))
+    estimate = memory.estimate_memory(options, parts.model.config, 6)
+    beyond = estimate.peak - estimate.parameters - estimate.optimizer
+    assert measured / 1.5 <= beyond <= 1.5 * measured, (measured, estimate)
+
+
+def test_bench_generate_compares_equal_models(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    code, out, err = run(
+        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "float32",
+         "--max-tokens", "3", "--repeats", "1", "--json", path], capsys)  # fmt: skip
+    assert code == 0, err
+    assert out.count("| micro | float32 |") == 5
+    assert path.read_text().count("tokens_per_s") == 10
+    shape = funcrl.models.TransformerConfig(vocab_size=50, width=32, num_layers=2, qk_norm=False)
+    model = funcrl.models.Transformer(shape)
+    params = funcrl.init_params(model, seed=0)
+    tokens = torch.randint(0, 50, (9,), generator=funcrl.rng.generator(0))
+    with torch.no_grad():
+        theirs = _peer(shape, params)(tokens[None]).logits[0]
+    mine = funcrl.functional(model)(params, tokens, torch.arange(9))
+    assert (mine - theirs).abs().max() <= 1e-5
+
+
+def test_bench_loop_has_every_part(capsys):
+    code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
+    assert code == 0, err
+    for part in ("step_time", "time/generate", "time/train", "time/push", "time/startup"):
+        assert f"| {part} |" in out
+    assert len(bench.bench_loop.__doc__) > 10
