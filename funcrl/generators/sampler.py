@@ -118,8 +118,7 @@ class Sampler:
 
 
 def _collect(batch: Batch, version: int) -> Samples:
-    """Return the finished batch as tensors; made outside inference mode, so that a loss may use
-    them."""
+    """Return the finished batch, as tensors that a loss may use: not of inference mode."""
     weight = batch.network.norm.weight
     width = max(len(drawn.tokens) for drawn in batch.drawn)
     wide = numerics.at_least_float32(weight.dtype)
