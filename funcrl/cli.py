@@ -39,22 +39,36 @@ from funcrl.train import train as run_training
 _EXPECTED = (ValueError, OSError, ImportError, CheckpointError, RewardError)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which a scheduler sends before it kills: treated like Ctrl-C."""
+class _Stop:
+    """Asks a run to stop after its step at the first SIGINT or SIGTERM, and at once at the second.
+
+    A handler that raises is not enough: raised inside a destructor or a callback of the garbage
+    collector, an exception is printed and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __call__(self) -> bool:
+        return self.received is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal; `signal.signal` calls this."""
+        del frame
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; exit with 0, 1 (failed), 2 (usage), 130 or 143."""
     args = sys.argv[1:] if args is None else list(args)
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         _app(_base_config(args), args).cli(
             prog="funcrl",
             description="RL post-training of language models as pure functions.",
             args=args,
         )
-    except Terminated:
-        sys.exit(143)
     except KeyboardInterrupt:
         sys.exit(130)
     except _EXPECTED as error:
@@ -161,7 +175,16 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     if config.run_dir is None:
         name = config.task.rpartition(":")[2]
         config = replace(config, run_dir=free_folder(Path("runs"), name))
-    trained = run_training(config, view=view_for(sys.stdout), resume=resume, command=command)
+    stop = _Stop()
+    before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        view = view_for(sys.stdout)
+        trained = run_training(config, view=view, resume=resume, command=command, stop=stop)
+    except KeyboardInterrupt:
+        sys.exit(128 + (stop.received or signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]
     if "eval/accuracy" in first and "eval/accuracy" in last:
         print(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
@@ -179,8 +202,3 @@ def _describe(config: TrainConfig) -> str:
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
     facts: dict[str, Any] = {"num_parameters": memory.num_params(model), "memory": needs}
     return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
-
-
-def _terminate(signal_number: int, frame: FrameType | None) -> None:
-    del signal_number, frame
-    raise Terminated

@@ -101,9 +101,9 @@ class WarmStartConfig:
 
     steps: int = 400
     """At most; 0 for none."""
-    accuracy: float = 0.34
+    accuracy: float = 0.3
     """Stop as soon as so many held-out prompts are answered rightly."""
-    every: int = 1
+    every: int = 5
     """Steps between two looks at the accuracy."""
     num_prompts: int = 64
     """Answers a step."""
@@ -174,7 +174,7 @@ class TrainConfig:
 
     run_dir: Path | None = None
     """Where everything goes; the first free runs/TASK-1, -2, ... when left out."""
-    steps: int = 900
+    steps: int = 800
     """Rollouts to train on."""
     seed: int = 0
     """Of the weights, the prompts and every draw."""

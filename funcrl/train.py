@@ -1,7 +1,7 @@
 """The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -72,6 +72,7 @@ def train(
     view: View | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
     """Return the state and the metrics of a run, which `config.run_dir` holds as well.
 
@@ -84,6 +85,7 @@ def train(
         view: shows the run; nothing when left out.
         resume: go on with the run in `config.run_dir`.
         command: what started the run, for its environment.json.
+        stop: asked after each step; True saves and raises `KeyboardInterrupt`.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -104,8 +106,8 @@ def train(
     try:
         params = init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
         if record.resumed(parts.step.init(params, config.seed)) is None:
-            _begin(config, parts, params, record, started)
-        _loop(config, parts, record)
+            _begin(config, parts, params, record, started, stop)
+        _loop(config, parts, record, stop)
     except BaseException:
         record.save_unsaved()
         raise
@@ -145,9 +147,20 @@ def build(config: TrainConfig, task: Task | None = None) -> Parts:
 
 
 def _begin(
-    config: TrainConfig, parts: Parts, params: Params, record: Record, started: float
+    config: TrainConfig,
+    parts: Parts,
+    params: Params,
+    record: Record,
+    started: float,
+    stop: Callable[[], bool],
 ) -> None:
     """Warm the policy up, measure it, and write that down as step 0."""
+
+    def accuracy(params: Params) -> float:
+        if stop():
+            raise KeyboardInterrupt
+        return _accuracy(config, parts, params, 0).get("eval/accuracy", 0.0)
+
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
@@ -157,7 +170,7 @@ def _begin(
             parts.task,
             config.warm_start,
             rng.fold_in(config.seed, _WARM_START),
-            lambda params: _accuracy(config, parts, params, 0).get("eval/accuracy", 0.0),
+            accuracy,
         )
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
         record.note(
@@ -169,7 +182,7 @@ def _begin(
     record.begin(parts.step.init(params, config.seed), row)
 
 
-def _loop(config: TrainConfig, parts: Parts, record: Record) -> None:
+def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
     """Run the steps that are left."""
     begun = record.progress
     reference = record.reference(begun.state.params) if config.algorithm.kl else None
@@ -194,6 +207,8 @@ def _loop(config: TrainConfig, parts: Parts, record: Record) -> None:
         if every and (index % every == 0 or index == config.steps):
             row |= _accuracy(config, parts, state.params, index)
         record.advance(state, row, _seen(config, rolled, index))
+        if stop() and index < config.steps:
+            raise KeyboardInterrupt
 
 
 def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:

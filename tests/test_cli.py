@@ -131,7 +131,10 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
     while time.monotonic() < deadline and len(runs.read_lines(lines)) < 20:
         time.sleep(0.05)
     os.kill(child.pid, sent)
-    out, _ = child.communicate(timeout=60)
+    try:
+        out, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == code
     assert f"--resume {folder}" in out
     parts = funcrl.build(config.from_plain(TrainConfig, yaml.safe_load(

@@ -170,6 +170,21 @@ def test_an_interrupt_saves_the_last_whole_step(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
 
 
+def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
+    asked = []
+
+    def stop():
+        asked.append(True)
+        return len(asked) == 2
+
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(small(tmp_path / "run"), stop=stop)
+    lines = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in lines] == [0, 1, 2]
+    resumed = funcrl.train(small(tmp_path / "run"), resume=True)
+    assert equal(resumed.state, funcrl.train(small(tmp_path / "whole")).state)
+
+
 class Notes:
     """A view that keeps what is said."""
 
