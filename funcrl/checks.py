@@ -116,6 +116,19 @@ def check_count(function: str, name: str, value: int) -> None:
         raise ValueError(f"{function} expects {name} to be an integer above 0, got {value!r}.")
 
 
+def check_integer(function: str, name: str, value: object) -> None:
+    """Raise unless `value` is an integer.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.check_integer("Sampling", "top_k", 2.5)
+        Traceback (most recent call last):
+        TypeError: Sampling expects top_k to be an integer, got 2.5.
+    """
+    if not isinstance(value, int):
+        raise TypeError(f"{function} expects {name} to be an integer, got {value!r}.")
+
+
 def check_callable(function: str, name: str, value: object, kind: str) -> None:
     """Raise unless `value` can be called; `kind` says what it should be.
 

@@ -81,6 +81,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     """Return the commands; `base` holds the defaults of `funcrl train`."""
     app, bench = SubcommandApp(), SubcommandApp()
+    # tyro would take a dictionary that has names for a set of options with just these names.
+    weights, base = base.reward_weights, replace(base, reward_weights={})
     app.command(bench, name="bench")
 
     @app.command(name="train")
@@ -100,6 +102,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             dry_run: print the resolved configuration and the memory it needs, and stop.
         """
         del config  # it has set the defaults, before the line was read
+        options = replace(options, reward_weights=options.reward_weights or weights)
         if dry_run:
             print(_describe(options))
             return
@@ -115,10 +118,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             runs_: folders of runs.
             out: where a comparison goes: a folder, `comparison` beside the first run when left out.
         """
-        if len(runs_) == 1:
-            print(report.write_report(runs_[0]))
-        else:
-            print(report.write_comparison(runs_, out or runs_[0].parent / "comparison"))
+        print(_write_report(runs_, out))
 
     @bench.command(name="step")
     def _step(config: OmitArgPrefixes[StepBenchConfig] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
@@ -141,6 +141,19 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     return app
 
 
+def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
+    if not folders:
+        raise ValueError("report expects the folder of a run, or several, got none.")
+    if len(folders) > 1:
+        return report.write_comparison(folders, out or folders[0].parent / "comparison")
+    if out is not None:
+        raise ValueError(
+            f"report expects --out with several runs, got {out}; the page about one run is in its "
+            f"folder."
+        )
+    return report.write_report(folders[0])
+
+
 def _base_config(args: Sequence[str]) -> TrainConfig:
     """Return the options of `--resume RUN` or `--config FILE`: the defaults of all others."""
     run, file = _value(args, "--resume"), _value(args, "--config")
@@ -148,6 +161,8 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
         return TrainConfig()
     if run is not None and file is not None:
         raise ValueError("train expects --resume or --config, got both.")
+    if run is not None and _value(args, "--run-dir") is not None:
+        raise ValueError("train expects --resume or --run-dir, got both.")
     path = Path(file) if file is not None else Path(str(run)) / runs.CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
@@ -163,12 +178,15 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
 
 def _value(args: Sequence[str], name: str) -> str | None:
     """Return what follows an option, before tyro reads the line: the file sets its defaults."""
+    found = []
     for place, text in enumerate(args):
         if text == name and place + 1 < len(args):
-            return args[place + 1]
+            found.append(args[place + 1])
         if text.startswith(f"{name}="):
-            return text.partition("=")[2]
-    return None
+            found.append(text.partition("=")[2])
+    if len(found) > 1:
+        raise ValueError(f"train expects {name} once, got {' and '.join(found)}.")
+    return found[0] if found else None
 
 
 def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
@@ -202,3 +220,7 @@ def _describe(config: TrainConfig) -> str:
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
     facts: dict[str, Any] = {"num_parameters": memory.num_params(model), "memory": needs}
     return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ class Sampling:
     top_k: int = 0
     """Only the k most likely tokens (ties at the last place included); 0 for all."""
     top_p: float = 1.0
-    """Only the most likely tokens that make up this probability."""
+    """Only the most likely tokens that make up this probability (ties at the last included)."""
     min_p: float = 0.0
     """Only tokens at least this probability times that of the most likely one."""
     stop_tokens: tuple[int, ...] = ()
@@ -40,14 +40,28 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_tokens"):
             checks.check_count("Sampling", name, getattr(self, name))
+        for name in ("min_tokens", "top_k"):
+            checks.check_integer("Sampling", name, getattr(self, name))
         checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
-        checks.check_range("Sampling", "temperature", self.temperature, 0.0, float("inf"))
         checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
+        if self.temperature != 0:  # smaller ones overflow float32
+            checks.check_range("Sampling", "temperature", self.temperature, 1e-6, 1e6)
         checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
         checks.check_positive("Sampling", "top_p", self.top_p)
         checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
+        for name, kind in (("stop_tokens", int), ("stop", str)):
+            values = getattr(self, name)
+            if not (isinstance(values, tuple) and all(isinstance(each, kind) for each in values)):
+                raise TypeError(
+                    f"Sampling expects {name} to be a tuple of {kind.__name__}, got {values!r}."
+                )
         if "" in self.stop:
             raise ValueError("Sampling expects stop strings of at least one character, got ''.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, so that the others are likelier than they were."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -56,12 +70,12 @@ class AlgorithmConfig:
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
     """Which one; its clipping is its paper's."""
-    kl: float = 0.3
+    kl: float = 0.1
     """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """Which estimate of the KL divergence."""
-    entropy: float = 0.04
+    entropy: float = 0.02
     """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers."""
     max_importance: float | None = None
     """Truncate importance weights of the generator's log-probabilities here; none when left out."""
@@ -77,12 +91,12 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW after clipping to a global norm."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """At its highest; a pretrained model wants 1e-6 to 1e-5."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up; linear and cosine end at 0 with the last step."""
+    """After the warm-up; linear and cosine end at 0 after the last update."""
     warmup: int = 20
-    """Steps over which the learning rate rises from 0."""
+    """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.0
     """Of AdamW."""
     max_grad_norm: float = 1.0
@@ -144,7 +158,7 @@ class CheckpointConfig:
     keep_last: int = 3
     """How many of the newest stay."""
     keep_best: int = 1
-    """How many of those with the highest accuracy stay besides."""
+    """How many of the checkpoints with the highest accuracy stay besides."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep_last"):
@@ -174,7 +188,7 @@ class TrainConfig:
 
     run_dir: Path | None = None
     """Where everything goes; the first free runs/TASK-1, -2, ... when left out."""
-    steps: int = 800
+    steps: int = 900
     """Rollouts to train on."""
     seed: int = 0
     """Of the weights, the prompts and every draw."""
@@ -204,8 +218,9 @@ class TrainConfig:
     """Tokens whose logits are alive at a time."""
     slots: int = 512
     """Samples drawn at a time by the sampler."""
-    drop_zero_variance: bool = True
-    """Leave out groups whose rewards are all equal: they cost time and teach nothing."""
+    drop_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal, which is faster. They have no advantage, but
+    the KL penalty and the entropy bonus act on them: without, a small policy forgets answers."""
     mask_truncated: bool = False
     """Learn nothing from completions that were cut off."""
     reward_weights: dict[str, float] = field(default_factory=dict)
@@ -233,12 +248,31 @@ class TrainConfig:
                 f"train expects --num-generations of at least 2, so that a group can be compared, "
                 f"got {self.num_generations}."
             )
+        if self.drop_zero_variance and self.algorithm.name == "reinforce":
+            raise ValueError(
+                "train expects --no-drop-zero-variance with reinforce, which learns from equal "
+                "rewards too, got --drop-zero-variance."
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "train expects --sampling.temperature above 0, so that a group differs, got 0."
+            )
+        if self.sampling.num_samples not in (1, self.num_generations):
+            raise ValueError(
+                f"train expects --num-generations to say how many completions a prompt has, got "
+                f"--sampling.num-samples {self.sampling.num_samples}."
+            )
         rows = self.num_prompts * self.num_generations
         if rows % self.num_minibatches:
             raise ValueError(
                 f"train expects --num-minibatches to divide num_prompts * num_generations "
                 f"= {rows}, got {self.num_minibatches}."
             )
+
+    @property
+    def num_updates(self) -> int:
+        """How often the parameters change in the whole run, if every rollout teaches something."""
+        return self.steps * self.num_iterations * self.num_minibatches
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Any `nn.Module` as a pure function of its parameters."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -105,15 +105,35 @@ def bind(module: Bound, params: Params) -> Bound:
         >>> module.weight.data_ptr() == params["weight"].data_ptr()
         True
     """
+    check_params(module, params)
     named = dict(module.named_parameters())
-    _check_params(type(module).__name__, params, {name: leaf.shape for name, leaf in named.items()})
-    _check_extra(type(module).__name__, params, set(named), {})
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {
         id(leaf): nn.Parameter(params[name].detach(), requires_grad=False)
         for name, leaf in named.items()
     }
     return copy.deepcopy(module, memo)
+
+
+def check_params(module: nn.Module, params: Params) -> None:
+    """Raise unless `params` are the module's parameters: all of them, no others, of its shapes.
+
+    Args:
+        module: any module.
+        params: every parameter by name, tied ones once.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.functional import check_params
+        >>> check_params(torch.nn.Linear(2, 1), {})
+        Traceback (most recent call last):
+        ValueError: functional expects all parameters of Linear, got none for 'weight'.
+    """
+    kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
+    if not isinstance(params, Mapping):
+        raise TypeError(f"functional expects parameters of {kind} by name, got {params!r}.")
+    _check_params(kind, params, shapes)
+    _check_extra(kind, params, set(shapes), {})
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

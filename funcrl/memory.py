@@ -13,18 +13,26 @@ class MemoryEstimate(NamedTuple):
 
     parameters: int
     optimizer: int  # AdamW's two moments
+    reference: int  # the policy that a KL penalty holds on to
+    sampler: int  # the sampler's own layout of the weights, or its cast of them
     activations: int  # of one micro-batch, kept for its backward pass
     logits: int  # of one chunk of tokens
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
+    checkpoint: int  # an older state that is still being written
     cache: int  # keys and values of the samples under way
 
     @property
+    def resident(self) -> int:
+        """What is alive all the time."""
+        state = self.parameters + self.optimizer
+        return state + self.reference + self.sampler + self.checkpoint
+
+    @property
     def peak(self) -> int:
-        """The largest of the three phases: generate, differentiate, update."""
-        resident = self.parameters + self.optimizer
+        """What is alive all the time, and the largest of generate, differentiate and update."""
         differentiate = self.activations + self.logits + self.gradients
-        return resident + max(self.cache, differentiate, self.gradients + self.next_state)
+        return self.resident + max(self.cache, differentiate, self.gradients + self.next_state)
 
 
 def num_params(config: TransformerConfig) -> int:
@@ -72,16 +80,22 @@ def estimate_memory(
     # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
     # squared and scaled), the projections before and after rotation, and the gated MLP; scores and
     # weights of attention are a row of `length` a head.
-    block = 8 * c.width + 3 * heads + 4 * kv + (4 * heads if c.qk_norm else 0) + 4 * c.mlp_width
+    widened = 4 * c.width + heads + kv + (2 * heads if c.qk_norm else 0)  # float32 in any case
+    block = 4 * c.width + 2 * heads + 3 * kv + (2 * heads if c.qk_norm else 0) + 4 * c.mlp_width
     block += 3 * c.num_heads * length
+    block_bytes = block * compute + widened * _FLOAT
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     slots = min(config.slots, config.num_prompts * config.num_generations)
     return MemoryEstimate(
         parameters=params,
         optimizer=2 * params,
-        activations=rows * length * c.num_layers * block * compute + copies,
+        reference=params if config.algorithm.kl else 0,
+        sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
+        activations=rows * length * c.num_layers * block_bytes + copies,
         logits=4 * min(config.logprob_chunk, rows * length) * c.vocab_size * _FLOAT,
         gradients=params,
-        next_state=3 * params,
+        # Several updates a step: the state before the first is kept to go back to.
+        next_state=3 * params * min(config.num_iterations * config.num_minibatches, 2),
+        checkpoint=3 * params,
         cache=2 * c.num_layers * kv * slots * length * compute,
     )

@@ -1,6 +1,8 @@
 """What a run leaves behind: its folder, its metrics, its checkpoints; and how it is taken up."""
 
+import fcntl
 import json
+import os
 import platform
 import shlex
 import time
@@ -15,7 +17,9 @@ from funcrl import config as configs
 from funcrl import runs
 from funcrl.checkpoint import Checkpoints, restore, save
 from funcrl.config import TrainConfig
-from funcrl.logging import Completion, Tracker, View, tracker
+from funcrl.logging import View
+from funcrl.runs import Completion
+from funcrl.trackers import Tracker, tracker
 from funcrl.types import Params, TrainState
 
 _REFERENCE = "reference"
@@ -49,7 +53,8 @@ class Record:
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         self._trackers: list[Tracker] = []
-        self._saved = -1
+        self._saved, self._empty = -1, False  # the last step saved; a run without a checkpoint
+        self._lock = _lock(folder)
 
     @property
     def progress(self) -> Progress:
@@ -61,7 +66,12 @@ class Record:
     def resumed(self, like: TrainState) -> int | None:
         """Take up the newest good checkpoint and return its step; None if there is none."""
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
+        if found is not None:
+            _check_goes_on(self._config, self.folder, found.step)
+        # From here on the folder holds a run, which `--resume` finds even before its first step.
+        _write_facts(self.folder, self._config, self._command)
         if found is None:
+            self._empty = True
             return None
         self._saved = found.step
         history = found.extra["history"]
@@ -83,9 +93,10 @@ class Record:
 
     def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Write down a finished step, and show it; `seen` are completions to keep."""
-        self._progress = Progress(row["step"], state, [*self.progress.history, row])
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
+        # Only now: a step whose lines could not be written is one to do again.
+        self._progress = Progress(row["step"], state, [*self.progress.history, row])
         for each in self._trackers:
             each.log(row)
             if seen:
@@ -104,8 +115,11 @@ class Record:
 
     def save_unsaved(self) -> None:
         """Save what an interruption would lose, and say where."""
+        command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
         if self._progress is None:
-            return  # not even begun
+            if self._empty:
+                self.note(f"Stopped before the first step; begin again with: {command}")
+            return
         try:
             if self._saved < self._progress.step:
                 self.save()
@@ -115,17 +129,8 @@ class Record:
             return
         self.note(
             f"Saved step {self._progress.step} in {self.folder / runs.CHECKPOINTS}; "
-            f"go on with: funcrl train --resume {shlex.quote(str(self.folder))}"
+            f"go on with: {command}"
         )
-
-    def reference(self, params: Params) -> Params:
-        """Return the policy of step 0, which a KL penalty holds on to, saving it at step 0."""
-        path = self.folder / _REFERENCE
-        if self.progress.step == 0:
-            save(path, params)
-            return params
-        found, _ = restore(path, like=params)
-        return dict(found)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the screen and the trackers."""
@@ -135,21 +140,43 @@ class Record:
             for each in self._trackers:
                 each.close()
             self._view.close()
+            os.close(self._lock)
 
     def _start(self, progress: Progress) -> None:
-        """Write down the configuration, and open what shows the run."""
+        """Open what shows the run."""
         config = self._config
-        _write_facts(self.folder, config, self._command)
-        self._trackers = [
-            tracker(name, self.folder, configs.to_plain(config), progress.step, self.note)
-            for name in config.log.trackers
-        ]
+        plain = configs.to_plain(config)
+        for name in config.log.trackers:
+            self._trackers.append(tracker(name, self.folder, plain, progress.step, self.note))
         self._view.start(f"{self._title} in {self.folder}", config.steps, progress.step)
         self._progress = progress
 
 
+def reference_policy(folder: Path, step: int, params: Params) -> Params:
+    """Return the policy of step 0, which a KL penalty holds on to: saved then, restored later.
+
+    Args:
+        folder: the run's.
+        step: that `params` are of.
+        params: of the policy.
+
+    Example:
+        >>> import pathlib, tempfile, torch
+        >>> from funcrl.record import reference_policy
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = reference_policy(folder, 0, {"w": torch.zeros(1)})
+        >>> reference_policy(folder, 7, {"w": torch.ones(1)})
+        {'w': tensor([0.])}
+    """
+    if step == 0:
+        save(folder / _REFERENCE, params)
+        return params
+    found, _ = restore(folder / _REFERENCE, like=params)
+    return dict(found)
+
+
 def free_folder(parent: Path, name: str) -> Path:
-    """Return the first of `parent/name-1`, `parent/name-2`, ... that is not there.
+    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there.
 
     Example:
         >>> import pathlib, tempfile
@@ -158,9 +185,42 @@ def free_folder(parent: Path, name: str) -> Path:
         'sum_digits-1'
     """
     number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
+    while True:  # until making one succeeds: another run may be looking too
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _lock(folder: Path) -> int:
+    """Return an open file that keeps other runs out of the folder until it is closed, or we die."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise FileExistsError(
+            f"train expects a --run-dir that no other run is writing to, got {folder}."
+        ) from None
+    return file
+
+
+def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
+    """Raise, before anything is written, if the configuration cannot go on from a step."""
+    if step > config.steps:
+        raise ValueError(
+            f"train expects --steps of at least {step}, which {folder} has done, got "
+            f"{config.steps}."
+        )
+    if step and config.algorithm.kl and not (folder / _REFERENCE).exists():
+        raise ValueError(
+            f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
+            f"no reference policy, got {config.algorithm.kl}."
+        )
 
 
 def _write_facts(folder: Path, config: TrainConfig, command: Sequence[str]) -> None:

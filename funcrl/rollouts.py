@@ -1,9 +1,8 @@
 """From prompts to a rollout: generate, read, reward."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -12,6 +11,9 @@ from funcrl import checks, rewards
 from funcrl.config import Sampling
 from funcrl.protocols import Generator, Prompt, Task, Tokenizer
 from funcrl.types import Rollout, Samples
+
+# Rewards are float32: what is larger would become infinite.
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class RewardError(ValueError):
@@ -70,7 +72,7 @@ def complete(
         prompts=[prompt for prompt in prompts for _ in range(group)],
         prompt_tokens=[row for row in tokens for _ in range(group)],
         samples=samples,
-        texts=_read(samples, tokenizer, ends, sampling.stop),
+        texts=_read(samples, tokenizer, ends, sampling),
         group_size=group,
     )
 
@@ -129,6 +131,21 @@ def grade(
     return Graded(parts, total, errors)
 
 
+def comparable(total: Tensor, group_size: int) -> Tensor:
+    """Return the totals [B] with NaN for a sample that is the only one of its group with a total.
+
+    There is nothing to compare it with. In groups of one, each is.
+
+    Example:
+        >>> import torch, funcrl
+        >>> nan = float("nan")
+        >>> funcrl.rollouts.comparable(torch.tensor([1.0, nan, 0.0, 1.0]), group_size=2)
+        tensor([nan, nan, 0., 1.])
+    """
+    graded = total.isfinite().view(-1, group_size).sum(dim=1).repeat_interleave(group_size)
+    return total.masked_fill(graded < min(2, group_size), torch.nan)
+
+
 def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """Return the rollout of graded completions; those without a reward are left out.
 
@@ -174,7 +191,7 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
 
 
 def _read(
-    samples: Samples, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str]
+    samples: Samples, tokenizer: Tokenizer, ends: Sequence[int], sampling: Sampling
 ) -> list[str]:
     """Return the completions' text, cut before what ended them."""
     lengths = samples.mask.sum(dim=1).tolist()
@@ -182,8 +199,10 @@ def _read(
     for row, length in zip(samples.tokens.tolist(), lengths, strict=True):
         tokens = row[:length]
         text = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
-        found = [text.index(string) for string in stop if string in text]
-        texts.append(text[: min(found)] if found else text)
+        # As while drawing: a stop string counts from the token after `min_tokens` on.
+        early = len(tokenizer.decode(tokens[: sampling.min_tokens])) if sampling.stop else 0
+        found = [text.find(string, max(early - len(string) + 1, 0)) for string in sampling.stop]
+        texts.append(text[: min((at for at in found if at >= 0), default=len(text))])
     return texts
 
 
@@ -197,6 +216,14 @@ def _reward(task: Task, prompt: Prompt, text: str) -> tuple[Mapping[str, float],
     if not row:
         return {}, f"The reward of {task.name!r} is empty {asked}."
     for name, value in row.items():
-        if not math.isfinite(value):
-            return {}, f"The reward {name!r} of {task.name!r} is {value} {asked}."
+        if not _is_finite(value):
+            return {}, f"The reward {name!r} of {task.name!r} is {value!r} {asked}."
     return row, ""
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a reward is a number of float32."""
+    try:
+        return isinstance(value, SupportsFloat) and abs(float(value)) <= _LARGEST
+    except (OverflowError, TypeError, ValueError):  # an integer too large, an array of several
+        return False

@@ -12,13 +12,31 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+Row: TypeAlias = Mapping[str, Any]  # a step's metrics
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 CHECKPOINTS = "checkpoints"
+
+# A lone surrogate, which a tokenizer may give and UTF-8 does not have, becomes JSON's own escape.
+_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
+
+
+class Completion(NamedTuple):
+    """One completion to look at."""
+
+    step: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    rewards: dict[str, float]
+    finish_reason: str
+    policy_version: int
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -33,8 +51,11 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': None}]
     """
     text = "".join(_line(row) for row in rows)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with path.open("a", **_TEXT) as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -102,7 +123,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with draft.open("w", **_TEXT) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

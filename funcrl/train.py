@@ -11,15 +11,17 @@ from funcrl import algorithms, metrics, optim, ratios, rng
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
 from funcrl.config import OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import Sampler
-from funcrl.logging import Completion, SilentView, View
+from funcrl.logging import SilentView, View
 from funcrl.logprobs import logprob_fn, score
 from funcrl.models import Transformer, init_params, shape
-from funcrl.protocols import Generator, Task
-from funcrl.record import Record, open_folder
-from funcrl.rollouts import Completed, Graded, complete, grade, to_rollout
+from funcrl.protocols import Generator, Prompt, Task
+from funcrl.record import Record, open_folder, reference_policy
+from funcrl.rollouts import Completed, Graded, comparable, complete, grade, to_rollout
+from funcrl.runs import Completion
 from funcrl.step import grpo_step
 from funcrl.supervised import warm_start
 from funcrl.tasks import load
+from funcrl.trackers import check_trackers
 from funcrl.types import (
     Absent,
     Algorithm,
@@ -100,6 +102,7 @@ def train(
     started = time.perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    check_trackers(config.log.trackers)
     parts = build(config, task)
     folder = open_folder(config.run_dir, resume)
     record = Record(config, folder, parts.task.name, view or SilentView(), command)
@@ -107,6 +110,7 @@ def train(
         params = init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
         if record.resumed(parts.step.init(params, config.seed)) is None:
             _begin(config, parts, params, record, started, stop)
+        del params  # the loop holds what it needs
         _loop(config, parts, record, stop)
     except BaseException:
         record.save_unsaved()
@@ -129,6 +133,8 @@ def build(config: TrainConfig, task: Task | None = None) -> Parts:
         >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
         64
     """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train expects --device cpu where torch sees no GPU, got cuda.")
     task = load(config.task) if task is None else task
     model = Transformer(shape(config.model, task.tokenizer.vocab_size))
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
@@ -136,8 +142,7 @@ def build(config: TrainConfig, task: Task | None = None) -> Parts:
     temperature = sampling.temperature or 1.0
     model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
     algorithm = _algorithm(config)
-    updates = config.steps * config.num_iterations * config.num_minibatches
-    optimizer = _optimizer(config.optimizer, updates)
+    optimizer = _optimizer(config.optimizer, config.num_updates)
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
@@ -159,8 +164,13 @@ def _begin(
     def accuracy(params: Params) -> float:
         if stop():
             raise KeyboardInterrupt
-        return _accuracy(config, parts, params, 0).get("eval/accuracy", 0.0)
+        return _accuracy(config, parts, params, 0, prompts).get("eval/accuracy", 0.0)
 
+    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    # A task without held-out prompts has the next best: some of a stream that is not trained on.
+    prompts = held_out or parts.task.prompts(
+        rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
+    )
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
@@ -178,17 +188,17 @@ def _begin(
             f"{row['warm_start/steps']} supervised steps."
         )
     if config.evaluation.every:
-        row |= _accuracy(config, parts, params, 0)
+        row |= _accuracy(config, parts, params, 0, held_out)
     record.begin(parts.step.init(params, config.seed), row)
 
 
 def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
     """Run the steps that are left."""
-    begun = record.progress
-    reference = record.reference(begun.state.params) if config.algorithm.kl else None
-    state = begun.state
-    parts.generator.push(state.params, begun.step)
-    for index in range(begun.step + 1, config.steps + 1):
+    done, state, _ = record.progress
+    reference = reference_policy(record.folder, done, state.params) if config.algorithm.kl else None
+    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    parts.generator.push(state.params, done)
+    for index in range(done + 1, config.steps + 1):
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
         if rolled.graded.errors:
@@ -205,7 +215,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         row["step_time"] = time.perf_counter() - clock
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
-            row |= _accuracy(config, parts, state.params, index)
+            row |= _accuracy(config, parts, state.params, index, held_out)
         record.advance(state, row, _seen(config, rolled, index))
         if stop() and index < config.steps:
             raise KeyboardInterrupt
@@ -231,8 +241,9 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         config.reward_weights,
         config.on_reward_error,
     )
-    rollout = to_rollout(completed, graded.total)
-    kept = graded.total.isfinite()
+    total = comparable(graded.total, completed.group_size)
+    rollout = to_rollout(completed, total)
+    kept = total.isfinite()
     named = {
         name: values[kept].to(rollout.tokens.device) for name, values in graded.rewards.items()
     }
@@ -260,10 +271,15 @@ def _update(
         rollout = drop_zero_variance(rollout)
         if not len(rollout.rewards):
             return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
+    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
+    rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
+    if parts.sampling.truncates:
+        # The sampler's numbers are of a distribution cut short and normalised again, which is not
+        # the one that is trained: the ratio would be off before the first update.
+        behavior = score(parts.model_fn, state.params, rows, config.microbatch).logprobs
+        rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
-        positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
-        rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
         ref_logprobs = score(parts.model_fn, reference, rows, config.microbatch).logprobs
     batch = collate(rollout, parts.algorithm, ref_logprobs)
     reports: list[Metrics] = []
@@ -277,8 +293,9 @@ def _update(
 
 
 def _summary(reports: Sequence[Metrics]) -> dict[str, float]:
-    """Return one number a metric: tokens and counts add up, maxima stay, the rest is averaged."""
+    """Return one number a metric: tokens and counts add up, maxima stay, means are over tokens."""
     rows = [metrics.to_floats(report) for report in reports]
+    tokens = [row["num_tokens"] for row in rows]
     numbers = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
@@ -286,22 +303,29 @@ def _summary(reports: Sequence[Metrics]) -> dict[str, float]:
             numbers[name] = max(values) if name in reports[0].maxes else sum(values)
         elif name.endswith("/max"):
             numbers[name] = max(values)
+        elif name in reports[0].sums and any(tokens):
+            weighed = zip(values, tokens, strict=True)
+            numbers[name] = sum(value * count for value, count in weighed) / sum(tokens)
         else:
             numbers[name] = sum(values) / len(values)
     return numbers
 
 
-def _accuracy(config: TrainConfig, parts: Parts, params: Params, index: int) -> dict[str, float]:
-    """Measure parameters on the held-out prompts; nothing where a task has none."""
+def _accuracy(
+    config: TrainConfig, parts: Parts, params: Params, index: int, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Measure parameters on prompts that are not trained on; nothing where there are none."""
     start = time.perf_counter()
-    prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     if not prompts:
         return {}
     parts.generator.push(params, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, _EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
-    graded = grade(parts.task, completed.prompts, completed.texts, config.reward_weights)
+    graded = grade(
+        parts.task, completed.prompts, completed.texts, config.reward_weights,
+        config.on_reward_error,
+    )  # fmt: skip
     name = getattr(parts.task, "accuracy", "correct")
     if name not in graded.rewards:
         raise ValueError(
@@ -309,8 +333,8 @@ def _accuracy(config: TrainConfig, parts: Parts, params: Params, index: int) -> 
             f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
         )
     return {
-        "eval/accuracy": graded.rewards[name].mean().item(),
-        "eval/num_prompts": len(prompts),
+        "eval/accuracy": graded.rewards[name].nanmean().item(),  # of those with a reward
+        "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }
 
@@ -353,10 +377,11 @@ def _algorithm(config: TrainConfig) -> Algorithm:
 
 
 def _optimizer(config: OptimizerConfig, updates: int) -> GradientTransformation:
+    falling = max(updates - config.warmup, 1)
     schedules = {
         "constant": optim.constant(config.learning_rate),
-        "linear": optim.linear(config.learning_rate, 0.0, updates),
-        "cosine": optim.cosine(config.learning_rate, 0.0, updates),
+        "linear": optim.linear(config.learning_rate, 0.0, falling),
+        "cosine": optim.cosine(config.learning_rate, 0.0, falling),
     }
     rate = schedules[config.schedule]
     if config.warmup:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import tiny_batch, tiny_model
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
@@ -84,21 +84,75 @@ def test_batched_weights_are_right_too():
         close([part[row] for part in mine], plain(hidden[row], weights[row], targets[row]), 1e-12)
 
 
-def test_a_token_of_probability_zero_does_no_harm():
-    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    weight = torch.tensor([[1.0, 0.0], [-torch.inf, 0.0], [0.5, 1.0]], dtype=torch.float64)
-    logprobs, entropy = funcrl.ops.linear_scores(hidden, weight, torch.tensor([2]))
-    assert entropy.isfinite().all()
-    assert logprobs.isfinite().all()
+@pytest.mark.parametrize("entropy_scale", [0.5, 2.0, 1024.0])
+def test_a_token_of_probability_zero_does_no_harm(entropy_scale):
+    """A logit of -inf: its probability, its part of the entropy and its gradient are 0."""
+    hidden = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0, 0.0], [-1e300, 0.0], [0.5, 1.0]], dtype=torch.float64)
+    hidden = hidden * torch.tensor([1e10, 1.0], dtype=torch.float64)  # 1e10 * -1e300 is -inf
+    targets = torch.tensor([0, 2])
+    ones = torch.ones(2, dtype=torch.float64)
+    losses = [
+        loss_of(op, 1, 1.0, ones, entropy_scale * ones) for op in (funcrl.ops.linear_scores, plain)
+    ]
+    mine, theirs = (grad(loss, (0, 1))(weight, hidden, targets) for loss in losses)
+    assert (hidden @ weight.mT).isinf().any()
+    assert all(part.isfinite().all() for part in mine)
+    close(mine, theirs, 1e-12)
+
+
+def scalar_of(op):
+    return lambda w, h, t: sum(part.sum() for part in op(h, w, t, 0.7, 3))
+
+
+BATCHED = [(None, None, 0), (0, None, None), (None, 0, None), (0, 0, None), (0, 0, 0), (0, None, 0)]
+
+
+@pytest.mark.parametrize("in_dims", BATCHED)
+def test_gradients_are_right_whatever_is_batched(in_dims):
+    weight, hidden, targets, _, _ = inputs()
+    whole = torch.stack([weight * k for k in range(1, 5)]), hidden, targets
+    args = [part if at == 0 else part[0] for part, at in zip(whole, in_dims, strict=True)]
+    mine, theirs = (
+        vmap(grad(scalar_of(op), (0, 1)), in_dims)(*args)
+        for op in (funcrl.ops.linear_scores, plain)
+    )
+    close(mine, theirs, 1e-12)
+
+
+def test_a_jacobian_equals_the_unchunked_one():
+    weight, hidden, targets, _, _ = inputs()
+    for argument in (0, 1):
+        mine, theirs = (
+            jacrev(lambda h, w, op=op: op(h, w, targets[0], 0.7, 3)[0], argument)(hidden[0], weight)
+            for op in (funcrl.ops.linear_scores, plain)
+        )
+        close([mine], [theirs], 1e-12)
 
 
 def test_a_second_derivative_is_refused():
+    """In every way to ask for one; a silent zero would be a wrong gradient penalty."""
     weight, hidden, targets, _, _ = inputs()
-    leaf = hidden[0].requires_grad_()
-    logprobs, _ = funcrl.ops.linear_scores(leaf, weight, targets[0])
-    (first,) = torch.autograd.grad((logprobs**2).sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+
+    def loss(h):  # linear in the log-probs: their gradient has no graph of its own
+        return funcrl.ops.linear_scores(h, weight, targets[0], chunk=3)[0].sum()
+
+    def penalty(h):
+        return (grad(loss)(h) ** 2).sum()
+
+    def twice(h):
+        leaf = h.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), leaf)
+
+    def norm_of_parameters(h):
+        return grad(lambda w: (grad(lambda v: loss(h @ v))(w) ** 2).sum())(torch.eye(D).double())
+
+    for ask in (grad(penalty), twice, jacrev(jacrev(loss)), norm_of_parameters):
+        with pytest.raises(RuntimeError, match="linear_scores has a first derivative only"):
+            ask(hidden[0])
+    with pytest.raises(RuntimeError, match="linear_scores has a first derivative only"):
+        vmap(grad(penalty))(hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -168,7 +168,7 @@ def test_the_memory_estimate_is_near_the_measured_peak(model):
     batch = funcrl.collate(rollout, parts.algorithm, torch.full((rows, length), -2.0))
     measured = peak_bytes(lambda: parts.step(state, batch))
     estimate = memory.estimate_memory(options, parts.model.config, 6)
-    beyond = estimate.peak - estimate.parameters - estimate.optimizer
+    beyond = estimate.peak - estimate.resident
     assert measured / 1.5 <= beyond <= 1.5 * measured, (measured, estimate)
 
 
@@ -196,3 +196,47 @@ def test_bench_loop_has_every_part(capsys):
     for part in ("step_time", "time/generate", "time/train", "time/push", "time/startup"):
         assert f"| {part} |" in out
     assert len(bench.bench_loop.__doc__) > 10
+
+
+def test_reward_weights_override_those_of_a_run(tmp_path, capsys):
+    folder = tmp_path / "run"
+    run(["train", "--run-dir", folder, *SMALL, "--reward-weights", "correct", "1.0"], capsys)
+    args = ["train", "--resume", folder, "--steps", "4"]
+    assert run(args, capsys)[0] == 0
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["reward_weights"] == {"correct": 1.0}
+    code, _, err = run([*args, "--reward-weights", "correct", "2.0"], capsys)
+    assert code == 0, err
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["reward_weights"] == {"correct": 2.0}
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["train", "--resume", "a", "--run-dir", "b"], "--resume or --run-dir, got both"),
+    (["train", "--config", "a", "--config", "b"], "--config once, got a and b"),
+    (["report"], "report expects the folder of a run"),
+    (["report", "a", "--out", "b"], "report expects --out with several runs"),
+])  # fmt: skip
+def test_options_that_would_be_ignored_are_refused(args, message, capsys):
+    code, _, err = run(args, capsys)
+    assert code == 1
+    assert message in err
+
+
+def test_a_task_file_may_import_its_neighbour_and_hold_dataclasses(tmp_path):
+    (tmp_path / "helper_of_mine.py").write_text("ANSWER = '7'")
+    (tmp_path / "random.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "import helper_of_mine\nfrom funcrl.tasks import SumDigits\n"
+        "@dataclass\nclass Fact:\n    text: str = helper_of_mine.ANSWER\n"
+        "class Mine(SumDigits):\n    fact = Fact()\n"
+    )
+    task = funcrl.tasks.load(f"{tmp_path / 'random.py'}:Mine")
+    assert task.fact.text == "7"
+    import random
+
+    assert hasattr(random, "gauss")
+    (tmp_path / "broken.py").write_text("import no_such_thing")
+    with pytest.raises(ImportError, match="could not import --task"):
+        funcrl.tasks.load(f"{tmp_path / 'broken.py'}:Mine")

@@ -352,3 +352,97 @@ def test_the_sampler_on_the_gpu_equals_teacher_forcing():
     params = funcrl.tree.map(lambda leaf: leaf.cpu(), params)
     forced = teacher_forced(model, params, PROMPTS, samples)
     assert (samples.policy_logprobs - forced).abs().max() <= 1e-5  # float32 rotary angles differ
+
+
+def letters(tokens):
+    return "".join("abcdefghijk"[token] for token in tokens)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 4, 9, 20])
+def test_a_stop_string_counts_from_the_token_after_min_tokens_on(min_tokens):
+    """Wherever an earlier one stands: the first whose end comes later ends the sample."""
+    model, params = make()
+    free = letters(
+        sample(model, params, PROMPTS, Sampling(max_tokens=60), seed=2).tokens[0].tolist()
+    )
+    pairs = [free[at : at + 2] for at in range(len(free) - 1)]
+    stop = max(set(pairs), key=pairs.count)
+    ends = [at + 2 for at in range(len(free) - 1) if free[at : at + 2] == stop]
+    assert len(ends) > 1
+    wanted = next((end for end in ends if end > min_tokens), 60)
+    sampling = Sampling(max_tokens=60, min_tokens=min_tokens, stop=(stop,))
+    stopped = sample(model, params, PROMPTS, sampling, seed=2, decode=letters)
+    # No token is barred here, so that the draws are those of the free sample.
+    assert letters(stopped.tokens[0][stopped.mask[0]].tolist()) == free[:wanted]
+
+
+def test_a_stop_string_is_found_among_tokens_without_text():
+    model, params = make()
+
+    def decode(tokens):
+        return "".join("abc"[token] for token in tokens if token < 3)
+
+    free = sample(model, params, PROMPTS, Sampling(max_tokens=60), seed=2).tokens[0].tolist()
+    stop = decode(free)[2:4]
+    wanted = next(n for n in range(61) if stop in decode(free[:n]))
+    stopped = sample(
+        model, params, PROMPTS, Sampling(max_tokens=60, stop=(stop,)), seed=2, decode=decode
+    )
+    assert int(stopped.mask[0].sum()) == wanted
+
+
+def test_parameters_that_were_written_into_are_read_again():
+    model, params = make(torch.float32)
+    sampler = Sampler(model)
+    sampler.push(params)
+    sampling = Sampling(2, max_tokens=9)
+    before = sampler.generate(PROMPTS, sampling, seed=0)
+    for leaf in params.values():
+        leaf.mul_(0.5)
+    after, fresh = (
+        sampler.generate(PROMPTS, sampling, 0),
+        sample(model, params, PROMPTS, sampling, 0),
+    )
+    assert torch.equal(after.logprobs, fresh.logprobs)
+    assert not torch.equal(after.logprobs, before.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_diverged_policy_is_an_error(temperature):
+    model, params = make()
+    params = {**params, "norm.weight": params["norm.weight"] * torch.nan}
+    with pytest.raises(FloatingPointError, match="have the parameters diverged"):
+        sample(model, params, PROMPTS, Sampling(max_tokens=3, temperature=temperature), seed=0)
+
+
+def test_a_neighbour_does_not_matter_even_where_the_padding_token_is_broken():
+    model, params = make(tied=False)
+    weight = params["embed.weight"].clone()
+    weight[0] = torch.nan
+    prompts = [[1, 2], [3, 4, 5, 6, 7]]
+    apart = {**params, "embed.weight": weight}
+    sampling = Sampling(max_tokens=1)
+    alone = sample(model, apart, prompts[:1], sampling, seed=0)
+    both = sample(model, apart, prompts, sampling, seed=0)
+    assert (alone.logprobs[0] - both.logprobs[0]).abs().max() <= 1e-12
+
+
+def test_prompts_may_be_tensors():
+    model, params = make()
+    sampling = Sampling(max_tokens=6)
+    rows = [torch.tensor([1, 2, 3])]
+    mine = sample(model, params, rows, sampling, seed=0)
+    assert torch.equal(mine.tokens, sample(model, params, [[1, 2, 3]], sampling, seed=0).tokens)
+
+
+def test_a_long_limit_costs_nothing_where_the_context_is_short():
+    model, params = make(context_length=8)
+    samples = sample(model, params, PROMPTS, Sampling(max_tokens=10**12), seed=0)
+    assert set(samples.finish_reasons) == {"length"}
+
+
+@pytest.mark.parametrize("params", [{}, {"x": torch.zeros(1)}, None])
+def test_push_refuses_what_are_no_parameters(params):
+    model, _ = make()
+    with pytest.raises((TypeError, ValueError), match="functional expects"):
+        Sampler(model).push(params)

@@ -7,8 +7,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from funcrl import logging, runs
-from funcrl.logging import Completion, LiveView, PlainView, tracker, view_for
+from funcrl import logging, runs, trackers
+from funcrl.logging import LiveView, PlainView, view_for
+from funcrl.runs import Completion
+from funcrl.trackers import tracker
 
 ROW = {
     "step": 3, "reward": 0.4375, "eval/accuracy": 0.61, "completions/mean_length": 2.84,
@@ -125,7 +127,7 @@ def test_a_tracker_that_fails_is_told_once_and_training_goes_on():
             pass
 
     said = []
-    careful = logging._Careful("wandb", Broken(), said.append)
+    careful = trackers._Careful("wandb", Broken(), said.append)
     for _ in range(3):
         careful.log(ROW)
     careful.close()
@@ -154,7 +156,7 @@ def test_whole_files_replace_and_leave_no_draft(tmp_path):
     runs.write_whole(path, "one")
     runs.write_whole(path, "two")
     assert path.read_text() == "two"
-    with pytest.raises(UnicodeEncodeError):
-        runs.write_whole(path, "\ud800")
+    with pytest.raises(TypeError):
+        runs.write_whole(path, None)
     assert path.read_text() == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["x"]

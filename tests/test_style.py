@@ -19,7 +19,7 @@ LAYERS = [
     {"algorithms", "logprobs", "collectives", "graph", "models"},
     {"step", "runs"},
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
-     "memory"},
+     "memory", "trackers"},
     {"record"},
     {"train", "evaluate"},
     {"bench"},

@@ -17,6 +17,7 @@ from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
+    LogConfig,
     OptimizerConfig,
     Sampling,
     TrainConfig,
@@ -432,3 +433,173 @@ def test_a_run_on_the_gpu_resumes(tmp_path):
     assert resumed.history[-1]["step"] == whole.history[-1]["step"] == 6
     assert whole.state.params["norm.weight"].is_cuda
     assert resumed.state.params["norm.weight"].is_cuda
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.7}, {"min_p": 0.3}, {"min_tokens": 2}],
+)
+def test_truncated_sampling_starts_at_a_ratio_of_one(tmp_path, sampling):
+    """The behaviour is that of the distribution which is trained, not of the one cut short."""
+    config = small(
+        tmp_path / "run", steps=2, sampling=Sampling(max_tokens=3, **sampling),
+        optimizer=OptimizerConfig(learning_rate=1e-6),
+    )  # fmt: skip
+    for row in funcrl.train(config).history[1:]:
+        assert row["clip_ratio/region_mean"] == 0
+        assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) <= 1e-5
+
+
+def test_reinforce_learns_from_equal_rewards(tmp_path):
+    class Generous(Copy):
+        def reward(self, prompt, completion):
+            return {"correct": 1.0}
+
+    options = {"algorithm": AlgorithmConfig(name="reinforce", kl=0.0), "num_generations": 1}
+    rows = funcrl.train(small(tmp_path / "run", **options), task=Generous()).history
+    assert all(row["num_tokens"] > 0 and row["grad_norm"] > 0 for row in rows[1:])
+    with pytest.raises(ValueError, match="--no-drop-zero-variance with reinforce"):
+        small(tmp_path / "other", drop_zero_variance=True, **options)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_ends_near_zero_after_the_last_update(tmp_path, schedule):
+    config = small(
+        tmp_path / "run", steps=10, num_minibatches=2, num_iterations=2,
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule=schedule, warmup=8),
+    )  # fmt: skip
+    rates = [row["learning_rate"] for row in funcrl.train(config).history[1:]]
+    assert max(rates) == pytest.approx(rates[2], rel=0.15)  # 8 updates are two steps
+    assert rates[-1] <= 1e-3 * 3 / 32  # the mean of the last four of 32
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    class Intruder(Copy):
+        def prompts(self, seed, start, count):
+            if start:
+                funcrl.train(small(tmp_path / "run", steps=9), task=Copy(), resume=True)
+            return super().prompts(seed, start, count)
+
+    with pytest.raises(FileExistsError, match="--run-dir that no other run is writing to"):
+        funcrl.train(small(tmp_path / "run"), task=Intruder())
+    assert len(funcrl.train(small(tmp_path / "run"), task=Copy(), resume=True).history) == 5
+
+
+def test_a_step_whose_lines_could_not_be_written_is_done_again(tmp_path, monkeypatch):
+    whole = funcrl.train(small(tmp_path / "whole"))
+    plain = runs.append_lines
+
+    def full_disk(path, rows):
+        if path.name == "completions.jsonl" and rows[0]["step"] == 3:
+            raise OSError(28, "No space left on device", str(path))
+        plain(path, rows)
+
+    monkeypatch.setattr(runs, "append_lines", full_disk)
+    with pytest.raises(OSError, match=r"completions\.jsonl"):
+        funcrl.train(small(tmp_path / "run"))
+    monkeypatch.undo()
+    resumed = funcrl.train(small(tmp_path / "run"), resume=True)
+    assert equal(whole.state, resumed.state)
+    texts = [(tmp_path / name / "completions.jsonl").read_text() for name in ("whole", "run")]
+    assert texts[0] == texts[1]
+
+
+def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
+    folder = tmp_path / "run"
+    funcrl.train(small(folder, algorithm=AlgorithmConfig(kl=0.0)))
+    before = (folder / "config.yaml").read_text()
+    for options, message in (
+        ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, "--algorithm.kl 0"),
+        ({"algorithm": AlgorithmConfig(kl=0.0), "steps": 2}, "--steps of at least 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            funcrl.train(small(folder, **options), resume=True)
+        assert (folder / "config.yaml").read_text() == before
+
+
+def test_a_run_stopped_in_its_warm_start_can_be_begun_again(tmp_path):
+    config = small(tmp_path / "run", warm_start=WarmStartConfig(steps=5, every=1, accuracy=1.0))
+    notes = []
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(config, view=Notes(notes), stop=lambda: True)
+    assert any("Stopped before the first step" in note for note in notes)
+    whole = funcrl.train(dataclasses.replace(config, run_dir=tmp_path / "whole"))
+    assert equal(funcrl.train(config, resume=True).state, whole.state)
+
+
+def test_means_over_tokens_do_not_depend_on_the_mini_batches(tmp_path):
+    """Not even where a mini-batch has no token left."""
+    options = {"steps": 1, "num_prompts": 4, "mask_truncated": True,
+               "sampling": Sampling(max_tokens=2),
+               "optimizer": OptimizerConfig(learning_rate=1e-12)}  # fmt: skip
+    one, many = (
+        funcrl.train(small(tmp_path / str(n), num_minibatches=n, **options)).history[1]
+        for n in (1, 16)
+    )
+    assert one["num_tokens"] == many["num_tokens"] > 0
+    for name in ("entropy", "sampling/importance_sampling_ratio/mean"):
+        assert many[name] == pytest.approx(one[name], rel=1e-5)
+
+
+class Picky(Copy):
+    """Held-out prompts that it cannot judge, too."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def reward(self, prompt, completion):
+        return {"correct": self.value if prompt.answer in "369" else float(completion == "1")}
+
+
+@pytest.mark.parametrize("value", [None, "0.5", 10**400, 1e39, torch.ones(2)], ids=str)
+def test_whatever_a_reward_returns_is_skipped_or_named(tmp_path, value):
+    skipped = small(tmp_path / "skip", on_reward_error="skip", num_prompts=6)
+    rows = funcrl.train(skipped, task=Picky(value)).history
+    assert rows[-1]["num_reward_errors"] > 0
+    assert rows[-1]["eval/num_prompts"] == 7
+    with pytest.raises(RewardError, match="The reward 'correct' of 'copy' is"):
+        funcrl.train(small(tmp_path / "stop"), task=Picky(value))
+
+
+def test_a_group_with_one_reward_left_is_left_out(tmp_path):
+    class Moody(Copy):
+        def reward(self, prompt, completion):
+            return {"correct": float("nan") if completion[:1] in "0123456" else 1.0}
+
+    config = small(
+        tmp_path / "run", on_reward_error="skip", num_prompts=16, num_generations=2,
+        evaluation=EvaluationConfig(every=0), algorithm=AlgorithmConfig(name="rloo"),
+    )  # fmt: skip
+    assert funcrl.train(config, task=Moody()).history[-1]["step"] == 4
+
+
+def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path):
+    class Open(Copy):
+        def eval_prompts(self, count):
+            return []
+
+    config = small(tmp_path / "run", warm_start=WarmStartConfig(steps=300, accuracy=0.5, every=5))
+    rows = funcrl.train(config, task=Open()).history
+    assert rows[0]["warm_start/steps"] < 300
+    assert rows[0]["warm_start/accuracy"] >= 0.5
+    assert "eval/accuracy" not in rows[-1]
+
+
+@pytest.mark.parametrize("options", [
+    {"sampling": Sampling(temperature=0.0)}, {"sampling": Sampling(num_samples=3)},
+])  # fmt: skip
+def test_options_that_cannot_work_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="train expects --"):
+        small(tmp_path, **options)
+
+
+def test_a_missing_tracker_or_gpu_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="train expects --device cpu"):
+        funcrl.train(small(tmp_path / "run", device="cuda"))
+    config = small(tmp_path / "run", log=LogConfig(trackers=("wandb",)))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        funcrl.train(config)
+    assert not (tmp_path / "run").exists()

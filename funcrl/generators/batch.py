@@ -1,6 +1,8 @@
 """Many samples drawn together: prompts enter while others are under way, finished ones leave."""
 
 import hashlib
+import math
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -58,9 +60,8 @@ class Batch:
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=weight.device)
         self.positions = torch.zeros_like(self.tokens)  # where the token in `tokens` stands
         self.counts = torch.zeros_like(self.tokens)  # tokens drawn so far
-        self.uniforms = torch.zeros(
-            slots, sampling.max_tokens, dtype=torch.float64, device=weight.device
-        )
+        self.most = min(sampling.max_tokens, network.config.context_length)
+        self.uniforms = torch.zeros(slots, self.most, dtype=torch.float64, device=weight.device)
         self.waiting = deque(range(len(prompts)))
         self.slots = slots
         self.samples: list[int] = []  # which sample is in each active slot
@@ -86,20 +87,19 @@ class Batch:
         group, device = self.sampling.num_samples, self.tokens.device
         lengths = torch.tensor([len(self.prompts[index]) for index in entering])
         width = int(lengths.max())
-        padded = [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in entering]
+        padded = _pad([self.prompts[index] for index in entering], width)
         lengths = lengths.to(device)
         prefix = prefill(self.network, torch.tensor(padded, device=device), lengths)
         start = len(self.samples)
         self.samples += [index * group + k for index in entering for k in range(group)]
         rows = slice(start, len(self.samples))
-        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
-            self.cache.keys[layer, rows, :, :width] = keys.repeat_interleave(group, dim=0)
-            self.cache.values[layer, rows, :, :width] = values.repeat_interleave(group, dim=0)
+        for layer, pairs in zip(self.cache, prefix.pairs, strict=True):
+            layer[rows, :, :width] = pairs.repeat_interleave(group, dim=0)
         # One before the place of the first drawn token: `_draw` moves on.
         self.positions[rows] = (lengths - 1).repeat_interleave(group)
         self.counts[rows] = 0
         seeds = torch.tensor([self.seeds[sample] for sample in self.samples[rows]], device=device)
-        self.uniforms[rows] = rng.uniform(seeds, self.sampling.max_tokens)
+        self.uniforms[rows] = rng.uniform(seeds, self.most)
         return prefix.logits.repeat_interleave(group, dim=0)
 
     def _extend(self) -> Tensor:
@@ -116,34 +116,34 @@ class Batch:
         self.positions[rows] += 1
         self.counts[rows] += 1
         columns = zip(tokens.tolist(), chosen.tolist(), raw.tolist(), strict=True)
-        for sample, (token, logprob, policy_logprob) in zip(
-            self.samples[rows], columns, strict=True
-        ):
-            drawn = self.drawn[sample]
-            drawn.tokens.append(token)
-            drawn.logprobs.append(logprob)
-            drawn.policy_logprobs.append(policy_logprob)
+        for sample, column in zip(self.samples[rows], columns, strict=True):
+            _append(self.drawn[sample], *column)
 
     def _leave(self, start: int) -> None:
-        """Free the slots of the samples that have ended, from the last one down."""
-        for slot in reversed(range(start, len(self.samples))):
+        """Free the slots of the samples that have ended, from slot `start` on."""
+        ended = []
+        for slot in range(start, len(self.samples)):
             sample = self.samples[slot]
             full = self._length(sample) >= self.network.config.context_length
             reason = _finish_reason(self.drawn[sample].tokens, full, self.sampling, self.decode)
             if reason:
                 self.reasons[sample] = reason
-                self._move_last_to(slot)
+                ended.append(slot)
+        self._close_gaps(ended)
 
-    def _move_last_to(self, slot: int) -> None:
-        last = len(self.samples) - 1
-        if slot != last:
-            filled = slice(self._length(self.samples[last]) - 1)
-            for part in self.cache:
-                part[:, slot, :, filled] = part[:, last, :, filled]
+    def _close_gaps(self, ended: list[int]) -> None:
+        """Move the last samples to the free slots before them, all at once."""
+        left = len(self.samples) - len(ended)
+        moved = sorted(set(range(left, len(self.samples))) - set(ended))
+        free = ended[: len(moved)]  # ascending, so that these are the ones before `left`
+        if moved:
+            filled = slice(max(self._length(self.samples[slot]) for slot in moved) - 1)
+            self.cache[:, free, :, filled] = self.cache[:, moved, :, filled]
             for values in (self.tokens, self.positions, self.counts, self.uniforms):
-                values[slot] = values[last]
-            self.samples[slot] = self.samples[last]
-        self.samples.pop()
+                values[free] = values[moved]
+        for to, origin in zip(free, moved, strict=True):
+            self.samples[to] = self.samples[origin]
+        del self.samples[left:]
 
     def _length(self, sample: int) -> int:
         drawn = self.drawn[sample]
@@ -164,12 +164,32 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
     seen: Counter[bytes] = Counter()
     seeds = []
     for prompt in prompts:
-        content = ",".join(map(str, prompt)).encode()
+        content = ",".join(str(operator.index(token)) for token in prompt).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
         first = seen[content] * num_samples
         seen[content] += 1
         seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
     return seeds
+
+
+def _pad(prompts: Prompts, width: int) -> list[list[int]]:
+    """Return the prompts padded on the right with a token of their own.
+
+    Another token's keys must not touch a prompt, not even hidden: 0 times infinity is not 0.
+    """
+    return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
+
+
+def _append(drawn: Drawn, token: int, logprob: float, policy_logprob: float) -> None:
+    if not (math.isfinite(logprob) and math.isfinite(policy_logprob)):
+        raise FloatingPointError(
+            f"generate expects logits that leave a distribution to draw from, got a "
+            f"log-probability of {policy_logprob} after {len(drawn.tokens)} tokens of prompt "
+            f"{drawn.prompt}; have the parameters diverged?"
+        )
+    drawn.tokens.append(token)
+    drawn.logprobs.append(logprob)
+    drawn.policy_logprobs.append(policy_logprob)
 
 
 def _take_waiting(waiting: deque[int], prompts: Prompts, room: int) -> list[int]:
@@ -194,8 +214,14 @@ def _finish_reason(
 
 
 def _has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
-    if decode is None or not sampling.stop or len(tokens) < sampling.min_tokens:
+    """Return whether the last token finished a stop string."""
+    if decode is None or not sampling.stop or len(tokens) <= sampling.min_tokens:
         return False
-    # A character is at most four bytes, and a token at least one of them.
-    tail = decode(tokens[-4 * max(map(len, sampling.stop)) :])
-    return any(stop in tail for stop in sampling.stop)
+    # Enough of the last tokens to hold a stop string and the character that the window may cut.
+    needed, window = max(map(len, sampling.stop)) + 4, 4
+    tail = decode(tokens[-window:])
+    while len(tail) < needed and window < len(tokens):
+        window *= 2
+        tail = decode(tokens[-window:])
+    before = decode(tokens[-window:-1])
+    return any(tail.count(stop) > before.count(stop) for stop in sampling.stop)

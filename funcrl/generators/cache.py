@@ -9,34 +9,29 @@ from funcrl.models import Transformer
 from funcrl.ops import AttendFn
 
 
-class Cache(NamedTuple):
-    """Keys and values of M samples, S places each; place s holds the token at position s."""
-
-    keys: Tensor  # [L, M, K, S, C]
-    values: Tensor  # [L, M, K, S, C]
-
-
 class Prefix(NamedTuple):
     """What a prompt leaves behind: its keys and values a layer, and what comes next."""
 
-    keys: list[Tensor]  # L of [N, K, P, C]
-    values: list[Tensor]
+    pairs: list[Tensor]  # L of [N, K, P, 2 C], a key and its value side by side
     logits: Tensor  # [N, V] after each prompt's last token
 
 
-def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> Cache:
-    """Return a cache of zeros in the dtype and on the device of `like`.
+def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> Tensor:
+    """Return a cache of zeros [L, M, K, S, 2 C] in the dtype and on the device of `like`.
+
+    Place s of S holds the token at position s; a key and its value lie side by side, so that both
+    are written at once.
 
     Example:
         >>> import torch, funcrl
         >>> from funcrl.generators.cache import empty_cache
         >>> model = funcrl.models.Transformer(funcrl.models.TransformerConfig(num_layers=2))
-        >>> empty_cache(model, samples=3, places=5, like=torch.zeros(1)).keys.shape
-        torch.Size([2, 3, 2, 5, 32])
+        >>> empty_cache(model, samples=3, places=5, like=torch.zeros(1)).shape
+        torch.Size([2, 3, 2, 5, 64])
     """
     c = model.config
-    shape = (c.num_layers, samples, c.num_kv_heads, places, c.head_width)
-    return Cache(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in Cache._fields))
+    shape = (c.num_layers, samples, c.num_kv_heads, places, 2 * c.head_width)
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
@@ -57,12 +52,10 @@ def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
         >>> prefill(bound, torch.tensor([[1, 2, 3]]), torch.tensor([3])).logits.shape
         torch.Size([1, 7])
     """
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    pairs: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys.append(k)
-        values.append(v)
+        pairs.append(torch.cat([k, v], dim=-1))
         # Padding stands after a prompt's tokens, so that no token of the prompt sees it.
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -72,11 +65,11 @@ def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
 
     positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
     logits = model(prompts, positions, attend=attend, head=next_logits)
-    return Prefix(keys, values, logits)
+    return Prefix(pairs, logits)
 
 
 def extend(
-    model: Transformer, cache: Cache, tokens: Tensor, positions: Tensor, longest: int
+    model: Transformer, cache: Tensor, tokens: Tensor, positions: Tensor, longest: int
 ) -> Tensor:
     """Return logits [n, V] after one more token of the cache's first n samples.
 
@@ -100,33 +93,33 @@ def extend(
         >>> extend(bound, cache, torch.tensor([3]), torch.tensor([0]), longest=0).shape
         torch.Size([1, 7])
     """
-    rows = torch.arange(tokens.shape[0], device=tokens.device)
-    places = torch.arange(longest + 1, device=tokens.device)
-    hidden = (places > positions[:, None]).repeat_interleave(model.config.num_kv_heads, dim=0)
-    bias = torch.zeros_like(hidden, dtype=cache.keys.dtype).masked_fill_(hidden, -torch.inf)
+    num_samples, (num_heads, num_places, width) = len(tokens), cache.shape[2:]
+    starts = torch.arange(num_samples * num_heads, device=tokens.device) * num_places
+    last = positions.repeat_interleave(num_heads)
+    written = starts + last
+    hidden = (torch.arange(longest + 1, device=tokens.device) > last[:, None])[:, None]
+    bias = torch.zeros_like(hidden, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
 
-    def on_layer(keys: Tensor, values: Tensor) -> AttendFn:
+    def on_layer(layer: Tensor) -> AttendFn:
+        rows = layer.view(-1, width)  # one for each sample, head and place
+        keys, values = layer[:num_samples, :, : longest + 1].flatten(0, 1).chunk(2, dim=-1)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[rows, :, positions] = k[..., 0, :]
-            values[rows, :, positions] = v[..., 0, :]
-            seen = (slice(len(rows)), slice(None), slice(longest + 1))
-            return _attend_last(q, keys[seen], values[seen], bias[:, None])
+            rows.index_copy_(0, written, torch.cat([k, v], dim=-1).view(-1, width))
+            return _attend_last(q, keys, values, bias)
 
         return attend
-
-    attends = [on_layer(k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
 
     def last_logits(x: Tensor, weight: Tensor) -> Tensor:
         return model.ops.linear(x[:, -1], weight, None)
 
+    attends = [on_layer(layer) for layer in cache]
     return model(tokens[:, None], positions[:, None], attend=attends, head=last_logits)
 
 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Return attention of one query a sample, [n, H, 1, C], over [n, K, S, C]."""
-    n, num_heads, _, head_width = q.shape
+    """Return attention of one query a sample, [n, H, 1, C], over [n K, S, C]."""
     # One product for each sample and key head; the slices of the cache are views all the way.
-    q = q.reshape(n * k.shape[1], -1, head_width)
-    scores = torch.baddbmm(bias, q, k.flatten(0, 1).mT, alpha=head_width**-0.5)
-    attended = torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1))
-    return attended.view(n, num_heads, 1, head_width)
+    rows = q.reshape(len(k), -1, k.shape[-1])
+    scores = torch.baddbmm(bias, rows, k.mT, alpha=k.shape[-1] ** -0.5)
+    return torch.bmm(torch.softmax(scores, dim=-1), v).view(q.shape)

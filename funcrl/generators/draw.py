@@ -64,7 +64,8 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     # Rounding leaves the total near 1, not at it; scaled, the last token keeps its whole share.
     target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only where they are not numbers
 
 
 def draw_tokens(
@@ -104,8 +105,7 @@ def draw_tokens(
 
 def _draws_from_policy(sampling: Sampling) -> bool:
     """Return whether the sampling distribution is the policy itself."""
-    truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return sampling.temperature == 1 and not truncates and sampling.min_tokens == 0
+    return sampling.temperature == 1 and not sampling.truncates
 
 
 def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:

@@ -5,6 +5,7 @@ from torch import nn
 
 from funcrl import checks, numerics, tree
 from funcrl.config import Sampling
+from funcrl.functional import check_params
 from funcrl.generators.batch import Batch, DecodeFn, Prompts
 from funcrl.generators.packed import pack_weights
 from funcrl.models import Transformer
@@ -59,8 +60,9 @@ class Sampler:
         model: a `funcrl.models.Transformer`.
         decode: from tokens to text, for stop strings.
         slots: samples drawn at a time; finished ones leave at once and waiting prompts enter.
-        dtype: to compute in; that of the parameters when left out. A push in another dtype is one
-            explicit cast, otherwise it is a reference.
+        dtype: to compute in; that of the parameters when left out.
+
+    A push is a reference: parameters that are written into afterwards are read again.
 
     Example:
         >>> import funcrl
@@ -92,25 +94,33 @@ class Sampler:
         self._dtype = dtype
         self._params: Params | None = None
         self._network: Transformer | None = None
+        self._written: list[int] = []  # how often each parameter in `_network` had been written to
         self._version = 0
 
     def push(self, params: Params, version: int = 0) -> None:
-        """Sample from these parameters from now on."""
-        self._params = params if self._dtype is None else tree.cast(params, self._dtype)
+        """Sample from these parameters from now on: they are referred to, not copied."""
+        check_params(self._model, params)
+        self._params = params
         self._network = None  # made when it is needed
         self._version = version
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, as `sample` does."""
-        if self._params is None:
+        params = self._params
+        if params is None:
             raise RuntimeError("Sampler.generate expects parameters, got none; call push first.")
         _check_prompts(prompts, sampling, self._model, self._decode)
         with torch.inference_mode():
-            if self._network is None:
-                self._network = pack_weights(self._model, self._params)
+            written = [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
+            if self._network is None or written != self._written:
+                self._network = pack_weights(self._model, self._cast(params))
+                self._written = written
             batch = Batch(self._network, prompts, sampling, seed, self._decode, self._slots)
             batch.run()
         return _collect(batch, self._version)
+
+    def _cast(self, params: Params) -> Params:
+        return params if self._dtype is None else tree.cast(params, self._dtype)
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -148,6 +158,8 @@ def _check_prompts(
             f"generate expects a decode function for stop strings, got stop={sampling.stop} and no "
             f"decode; make the generator by Sampler(model, decode=tokenizer.decode)."
         )
+    if len(set(sampling.stop_tokens)) >= config.vocab_size:
+        raise ValueError("generate expects a token that is not a stop token, got none.")
     for token in sampling.stop_tokens:
         checks.check_range("generate", "stop_tokens", token, 0, config.vocab_size - 1)
     for index, prompt in enumerate(prompts):

@@ -208,6 +208,7 @@ class Transformer(nn.Module):
         head: HeadFn | None = None,
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
+        checks.check_shape("Transformer", "positions", positions, "tokens", tokens.shape)
         layers = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.embed(tokens)
         angles = rotary_angles(positions, self.config.head_width, self.config.rope_theta)

@@ -7,6 +7,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from funcrl import checks
+
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -44,6 +46,7 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
         >>> attend(zero, zero, v).squeeze(-1)
         tensor([[1., 2., 8.]])
     """
+    checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
     others = segment_ids[:, None] != segment_ids[None, :]
     return lambda q, k, v: attend_hidden(q, k, v, _future(q) | others)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from funcrl import checks, numerics
 
@@ -77,28 +76,11 @@ class _LinearScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Any) -> Any:
-        hidden, weight, targets, entropy, normaliser = ctx.saved_tensors
-        wide = grad_logprob.dtype
-        grad_hidden = []
-        # Of the hidden's kind, so that it has a batch axis wherever the sums into it have one.
-        grad_weight = hidden.new_zeros(weight.shape, dtype=wide)
-        for rows in _chunks(hidden.shape[0], ctx.chunk):
-            logits = _logits(hidden[rows], weight, ctx.temperature)
-            logprobs = logits - normaliser[rows, None]
-            del logits
-            # d logprob = onehot - p and d entropy = -p (log p + H); -inf is a p of 0.
-            finite = logprobs.clamp(min=torch.finfo(wide).min)
-            outer = finite.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-            outer = outer.add_(grad_logprob[rows, None]).mul_(logprobs.exp_()).neg_()
-            outer = outer.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
-            outer = (outer / ctx.temperature).to(hidden.dtype)
-            grad_hidden.append(outer @ weight)
-            for part in _chunks(weight.shape[-2], _VOCABULARY):  # no second [V, D] for the product
-                grad_weight[part] += (outer[:, part].mT @ hidden[rows]).to(wide)
-        whole = torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden)
-        return whole, grad_weight.to(weight.dtype), None, None, None
+        grad_hidden, grad_weight = _Gradients.apply(  # type: ignore[no-untyped-call]  # (torch's own)
+            *ctx.saved_tensors, grad_logprob, grad_entropy, ctx.temperature, ctx.chunk
+        )
+        return grad_hidden, grad_weight, None, None, None
 
     @staticmethod
     def vmap(
@@ -121,6 +103,58 @@ class _LinearScores(torch.autograd.Function):
             for row in zip(hidden, weight, targets, strict=True)
         ]
         return tuple(torch.stack(parts) for parts in zip(*each, strict=True)), (0, 0, 0)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that a derivative of it is an error.
+
+    It writes in place only into what has every batch axis that the values written can have.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
+        grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not hidden.shape[0]:
+            return torch.zeros_like(hidden), torch.zeros_like(weight)
+        grad_hidden = []
+        grad_weight: Tensor | None = None
+        for rows in _chunks(hidden.shape[0], chunk):
+            # d logprob = onehot - p and d entropy = -p (log p + H).
+            logprobs = _logits(hidden[rows], weight, temperature) - normaliser[rows, None]
+            probabilities = logprobs.exp()
+            # A log-probability of -inf is a p of 0, and all of its gradient is 0.
+            surprise = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+            del logprobs
+            surprise = surprise.add_(entropy[rows, None]).mul_(probabilities)
+            gradient = surprise * grad_entropy[rows, None]
+            del surprise
+            gradient = torch.addcmul(gradient, probabilities, grad_logprob[rows, None]).neg_()
+            del probabilities
+            gradient = gradient.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
+            outer = gradient.div_(temperature).to(hidden.dtype)
+            grad_hidden.append(outer @ weight)
+            for part in _chunks(weight.shape[0], _VOCABULARY):  # no second [V, D] for the product
+                product = (outer[:, part].mT @ hidden[rows]).to(gradient.dtype)
+                if grad_weight is None:
+                    grad_weight = product.new_zeros(weight.shape)
+                grad_weight[part] += product
+        assert grad_weight is not None
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: there is no backward pass."""
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(
+            "linear_scores has a first derivative only, and a second one was asked for; "
+            "logprob_fn(model, chunk=None) has them all."
+        )
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -129,7 +129,8 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
         steps, values = series(run, name)
         several = len(runs) > 1
         color = COLORS[(list(runs).index(run) if several else number) % len(COLORS)]
-        label = _label(name) if not several else f"{run.name}: {_label(name)}"
+        plain = run.name.replace("$", r"\$")  # or matplotlib would read it as mathematics
+        label = _label(name) if not several else f"{plain}: {_label(name)}"
         dashes = "-" if not several else ("-", "--", ":", "-.")[_names(run, panel).index(name) % 4]
         if name == "eval/accuracy":
             axes.plot(steps, values, dashes, color=color, label=label, marker="o", markersize=3.5)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -38,17 +39,31 @@ def load(name: str) -> Task:
         )
     missing = [part for part in _NEEDED if not hasattr(task, part)]
     if missing:
-        raise TypeError(f"load expects a task with {', '.join(_NEEDED)}, got no {missing[0]}.")
+        raise ValueError(f"load expects a task with {', '.join(_NEEDED)}, got no {missing[0]}.")
     return task
 
 
 def _module(name: str, place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
+    """Import a file or a module as `python FILE` and `python -m MODULE` would: beside its own."""
     path = Path(place)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.exists() or spec is None or spec.loader is None:
+    is_file = place.endswith(".py")
+    if is_file and not path.exists():
         raise FileNotFoundError(f"load expects --task {name} to name a file, got none at {path}.")
+    folder = str(path.resolve().parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _run_file(path) if is_file else importlib.import_module(place)
+    except ImportError as error:
+        raise ImportError(f"load could not import --task {name}: {error}.") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    # Under a name of its own: a task in random.py must not become everyone's `random`.
+    spec = importlib.util.spec_from_file_location(f"funcrl_task_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and pickles look for it
     spec.loader.exec_module(module)
     return module
