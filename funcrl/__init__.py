@@ -29,6 +29,7 @@ from funcrl import (
     tasks,
     tree,
     types,
+    weights,
 )
 from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
@@ -44,12 +45,14 @@ from funcrl.grads import (
     per_sample_norms,
 )
 from funcrl.logprobs import logprob_fn, score, token_scores
+from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
 from funcrl.models import init_params
+from funcrl.parts import build
 from funcrl.prepare import recenter, top_entropy
 from funcrl.step import grpo_step
 from funcrl.supervised import warm_start
-from funcrl.train import build, train
+from funcrl.train import train
 from funcrl.types import (
     Algorithm,
     Batch,
@@ -62,6 +65,7 @@ from funcrl.types import (
     TokenScores,
     TrainState,
 )
+from funcrl.weights import load_params, save_params
 
 __version__ = "0.1.0"
 
@@ -70,6 +74,7 @@ __all__ = [
     "Batch",
     "GradientMoments",
     "GradientTransformation",
+    "Lora",
     "Metrics",
     "NoiseScale",
     "PackedBatch",
@@ -97,7 +102,9 @@ __all__ = [
     "grpo_step",
     "gspo",
     "init_params",
+    "load_params",
     "logprob_fn",
+    "lora",
     "losses",
     "mask_truncated",
     "memory",
@@ -124,6 +131,7 @@ __all__ = [
     "runs",
     "sapo",
     "save",
+    "save_params",
     "score",
     "surrogates",
     "tasks",
@@ -133,4 +141,5 @@ __all__ = [
     "tree",
     "types",
     "warm_start",
+    "weights",
 ]

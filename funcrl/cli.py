@@ -14,7 +14,6 @@ from tyro.conf import OmitArgPrefixes, arg
 from tyro.extras import SubcommandApp
 
 from funcrl import memory, report, runs
-from funcrl import tasks as task_module
 from funcrl.bench import (
     GenerateBenchConfig,
     LoopBenchConfig,
@@ -28,9 +27,10 @@ from funcrl.bench import (
     format_rows,
 )
 from funcrl.checkpoint import CheckpointError
-from funcrl.config import TrainConfig, from_plain, to_plain
+from funcrl.config import PRETRAINED, TrainConfig, from_plain, to_plain
 from funcrl.logging import view_for
-from funcrl.models import shape
+from funcrl.models import SHAPES
+from funcrl.parts import build
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
 from funcrl.train import train as run_training
@@ -157,8 +157,11 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
 def _base_config(args: Sequence[str]) -> TrainConfig:
     """Return the options of `--resume RUN` or `--config FILE`: the defaults of all others."""
     run, file = _value(args, "--resume"), _value(args, "--config")
-    if args[:1] != ["train"] or (run is None and file is None):
+    if args[:1] != ["train"]:
         return TrainConfig()
+    if run is None and file is None:
+        model = _value(args, "--model")
+        return TrainConfig() if model is None or model in SHAPES else PRETRAINED
     if run is not None and file is not None:
         raise ValueError("train expects --resume or --config, got both.")
     if run is not None and _value(args, "--run-dir") is not None:
@@ -191,7 +194,7 @@ def _value(args: Sequence[str], name: str) -> str | None:
 
 def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     if config.run_dir is None:
-        name = config.task.rpartition(":")[2]
+        name = Path(config.task.rpartition(":")[2]).name
         config = replace(config, run_dir=free_folder(Path("runs"), name))
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -211,10 +214,10 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
 
 def _describe(config: TrainConfig) -> str:
     """Return the resolved configuration and the memory that it needs, as YAML."""
-    task = task_module.load(config.task)
+    task, network, *_ = build(config)
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
-    model = shape(config.model, task.tokenizer.vocab_size)
+    model = network.config
     estimate = memory.estimate_memory(config, model, longest)
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"

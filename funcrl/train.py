@@ -7,48 +7,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import algorithms, metrics, optim, ratios, rng
+from funcrl import metrics, rng
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
-from funcrl.config import OptimizerConfig, Sampling, TrainConfig
-from funcrl.generators import Sampler
+from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
-from funcrl.logprobs import logprob_fn, score
-from funcrl.models import Transformer, init_params, shape
-from funcrl.protocols import Generator, Prompt, Task
+from funcrl.logprobs import score
+from funcrl.parts import Parts, build, first_params
+from funcrl.protocols import Prompt, Task
 from funcrl.record import Record, open_folder, reference_policy
 from funcrl.rollouts import Completed, Graded, comparable, complete, grade, to_rollout
 from funcrl.runs import Completion
-from funcrl.step import grpo_step
 from funcrl.supervised import warm_start
-from funcrl.tasks import load
 from funcrl.trackers import check_trackers
 from funcrl.types import (
     Absent,
-    Algorithm,
-    GradientTransformation,
     Metrics,
-    ModelFn,
     Params,
     Rollout,
     Sample,
-    Step,
     TrainState,
 )
 
 # What the run's seed is folded with, so that no two uses draw the same numbers.
 _WEIGHTS, _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(6)
-
-
-class Parts(NamedTuple):
-    """What a configuration comes to."""
-
-    task: Task
-    model: Transformer
-    model_fn: ModelFn
-    algorithm: Algorithm
-    step: Step
-    generator: Generator
-    sampling: Sampling
 
 
 class Rolled(NamedTuple):
@@ -107,7 +88,7 @@ def train(
     folder = open_folder(config.run_dir, resume)
     record = Record(config, folder, parts.task.name, view or SilentView(), command)
     try:
-        params = init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
+        params = first_params(config, parts, rng.fold_in(config.seed, _WEIGHTS))
         if record.resumed(parts.step.init(params, config.seed)) is None:
             _begin(config, parts, params, record, started, stop)
         del params  # the loop holds what it needs
@@ -119,36 +100,6 @@ def train(
         record.close()
         parts.generator.close()
     return Trained(record.progress.state, record.progress.history)
-
-
-def build(config: TrainConfig, task: Task | None = None) -> Parts:
-    """Return the task, the model, the step and the generator of a configuration.
-
-    Args:
-        config: the whole configuration.
-        task: in place of the one that `config.task` names.
-
-    Example:
-        >>> import funcrl
-        >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
-        64
-    """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train expects --device cpu where torch sees no GPU, got cuda.")
-    task = load(config.task) if task is None else task
-    model = Transformer(shape(config.model, task.tokenizer.vocab_size))
-    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
-    sampling = replace(config.sampling, num_samples=config.num_generations)
-    temperature = sampling.temperature or 1.0
-    model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
-    algorithm = _algorithm(config)
-    optimizer = _optimizer(config.optimizer, config.num_updates)
-    step = grpo_step(
-        model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
-    )
-    decode = task.tokenizer.decode
-    generator = Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
-    return Parts(task, model, model_fn, algorithm, step, generator, sampling)
 
 
 def _begin(
@@ -359,34 +310,3 @@ def _seen(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
         )
         for row in range(min(count, len(completed.texts)))
     ]
-
-
-def _algorithm(config: TrainConfig) -> Algorithm:
-    options = config.algorithm
-    importance = options.max_importance
-    tunables: dict[str, Any] = {
-        "kl": options.kl,
-        "kl_estimator": options.kl_estimator,
-        "entropy": options.entropy,
-        "correction": None if importance is None else ratios.truncated(importance),
-    }
-    if options.name == "dr_grpo":
-        tunables["length"] = config.sampling.max_tokens
-    made: Algorithm = getattr(algorithms, options.name)(**tunables)
-    return made
-
-
-def _optimizer(config: OptimizerConfig, updates: int) -> GradientTransformation:
-    falling = max(updates - config.warmup, 1)
-    schedules = {
-        "constant": optim.constant(config.learning_rate),
-        "linear": optim.linear(config.learning_rate, 0.0, falling),
-        "cosine": optim.cosine(config.learning_rate, 0.0, falling),
-    }
-    rate = schedules[config.schedule]
-    if config.warmup:
-        rate = optim.warmup(config.warmup, rate)
-    return optim.chain(
-        optim.clip_by_global_norm(config.max_grad_norm),
-        optim.adamw(rate, weight_decay=config.weight_decay),
-    )

@@ -99,3 +99,20 @@ def equal(a: object, b: object) -> bool:
     """Whether two trees of tensors have the same bits."""
     pairs = zip(funcrl.tree.leaves(a), funcrl.tree.leaves(b), strict=True)
     return all(torch.equal(x, y) for x, y in pairs)
+
+
+def tiny_tokenizer(template=None):
+    """A tokenizer of bytes with the special tokens of a few chat templates."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={char: n for n, char in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", additional_special_tokens=special
+    )
+    fast.chat_template = template
+    return funcrl.tasks.ChatTokenizer(fast)

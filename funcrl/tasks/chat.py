@@ -1,0 +1,87 @@
+"""A pretrained model's own tokenizer, with its chat template around each prompt."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+class ChatTokenizer:
+    """A tokenizer of transformers as funcrl's: a prompt's text is the user's message.
+
+    A prompt becomes tokens once, the template's opening of the answer included; from there on
+    only tokens are passed on, so that what is trained on is what was sampled. Without a template
+    the text is encoded as it is.
+
+    Args:
+        tokenizer: a `transformers.PreTrainedTokenizerBase`.
+        system: the system's message; the template's own when left out.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+        self.vocab_size = len(tokenizer)
+        self.end = _end_of_turn(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a conversation that has come to the model's turn."""
+        if self._tokenizer.chat_template is None:
+            return list(self._tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
+        if self._system is not None:
+            messages = [{"role": "system", "content": self._system}, *messages]
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        # The template writes the special tokens itself.
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens; the end token has none."""
+        kept = [token for token in tokens if token != self.end]
+        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+
+def _end_of_turn(tokenizer: Any) -> int:
+    """Return the token that the template puts after an answer; without a template, the last of all.
+
+    It is not always the tokenizer's `eos_token`: that may be the end of a document.
+    """
+    if tokenizer.chat_template is not None:
+        answer = "an answer"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        after = tokenizer.encode(rendered.rpartition(answer)[2], add_special_tokens=False)
+        # By its looks: which tokens count as special differs between versions and formats.
+        if after and re.fullmatch(r"<[^<>\s]+>", tokenizer.decode(after[:1])):
+            return int(after[0])
+    if tokenizer.eos_token_id is None:
+        raise ValueError("ChatTokenizer expects a tokenizer with an end token, got none.")
+    return int(tokenizer.eos_token_id)
+
+
+def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
+    """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
+
+    Args:
+        path: the folder or the file.
+        system: as in `ChatTokenizer`.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.tasks import load_tokenizer
+        >>> load_tokenizer(pathlib.Path("no/such/model"))
+        Traceback (most recent call last):
+        FileNotFoundError: load_tokenizer expects a folder or a .gguf file, got no/such/model.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"load_tokenizer expects transformers for {path}: pip install transformers gguf."
+        ) from error
+    if path.is_dir():
+        return ChatTokenizer(AutoTokenizer.from_pretrained(path), system)
+    return ChatTokenizer(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), system)

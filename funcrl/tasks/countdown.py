@@ -1,0 +1,123 @@
+"""Countdown: reach a number by adding, subtracting, multiplying and dividing others."""
+
+import ast
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+from funcrl import rng
+from funcrl.protocols import Prompt, Tokenizer
+from funcrl.tasks.answers import tagged_answer
+
+_HELD_OUT = 10
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class Countdown:
+    """`Using 3, 5, 7 make 22` is to be answered by `<answer>3 * 5 + 7</answer>`.
+
+    Every puzzle has a solution. Rewards are `correct` (an expression of exactly these numbers, each
+    used once, with the target's value) and `format` (there is an answer), a tenth as much. A tenth
+    of all puzzles is held out: which ones, is a hash of their numbers and target.
+
+    Args:
+        tokenizer: the model's.
+        count: numbers of a puzzle.
+        largest: of the numbers.
+    """
+
+    name = "countdown"
+    accuracy = "correct"
+    reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
+
+    def __init__(self, tokenizer: Tokenizer, count: int = 3, largest: int = 20) -> None:
+        self.tokenizer = tokenizer
+        self._count, self._largest = count, largest
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return puzzles that are not held out."""
+        return [self._find(False, seed, index) for index in range(start, start + count)]
+
+    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
+        """Return whether the expression is right, and whether there is one."""
+        answer = tagged_answer(completion)
+        numbers, target = _puzzle(prompt.answer)
+        value = evaluate(answer, numbers)
+        return {"correct": float(value == target), "format": float(bool(answer))}
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return held-out puzzles, no two alike."""
+        found: dict[Prompt, None] = {}
+        index = 0
+        while len(found) < count and index < 100 * count:
+            found[self._find(True, 1, index)] = None
+            index += 1
+        return list(found)
+
+    def _find(self, held_out: bool, seed: int, index: int) -> Prompt:
+        attempt = 0
+        while True:
+            numbers, target = self._draw(seed, index, attempt)
+            key = rng.fold_in(0, *sorted(numbers), target)
+            if target > 0 and (key % _HELD_OUT == 0) == held_out:
+                return _ask(numbers, target)
+            attempt += 1
+
+    def _draw(self, *seed: int) -> tuple[list[int], int]:
+        """Return numbers and what a random expression of them comes to."""
+        draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
+        numbers = [1 + draw % self._largest for draw in draws[: self._count]]
+        value = numbers[0]
+        for number, draw in zip(numbers[1:], draws[self._count :], strict=False):
+            value = (value + number, value - number, value * number)[draw % 3]
+        return numbers, value
+
+
+def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
+    """Return the value of an expression of exactly these numbers, None for anything else.
+
+    Example:
+        >>> from funcrl.tasks.countdown import evaluate
+        >>> evaluate("(7 - 3) * 5", [3, 5, 7]), evaluate("7 * 5", [3, 5, 7])
+        (Fraction(20, 1), None)
+        >>> evaluate("__import__('os')", [3, 5, 7]) is None
+        True
+    """
+    if len(expression) > 200:  # a puzzle's is far shorter, and nesting costs memory
+        return None
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        used: list[int] = []
+        value = _value(tree, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return value if Counter(used) == Counter(numbers) else None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("neither a number nor an operation")
+
+
+def _ask(numbers: Sequence[int], target: int) -> Prompt:
+    listed = ", ".join(map(str, numbers))
+    text = (
+        f"Using the numbers {listed}, each exactly once, with + - * / and parentheses, make "
+        f"{target}. Give the expression as <answer>...</answer>."
+    )
+    return Prompt(text, f"{' '.join(map(str, numbers))} = {target}")
+
+
+def _puzzle(answer: str) -> tuple[list[int], int]:
+    numbers, _, target = answer.partition("=")
+    return [int(number) for number in numbers.split()], int(target)

@@ -1,0 +1,94 @@
+"""GSM8K: word problems of grade school (arXiv:2110.14168)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from funcrl import rng
+from funcrl.protocols import Prompt, Tokenizer
+from funcrl.tasks.answers import marked_answer, number_of, same_number
+
+_ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
+
+
+class Gsm8k:
+    """A problem is to be answered by its reasoning and `#### NUMBER`.
+
+    Rewards are `correct` (the number equals the gold one) and `format` (there is a mark with
+    something after it, once), a tenth as much.
+
+    Args:
+        folder: with train and test, as .jsonl or .parquet, with the columns question and answer.
+        tokenizer: the model's.
+    """
+
+    name = "gsm8k"
+    accuracy = "correct"
+    reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._train, self._test = (_read(folder, split) for split in ("train", "test"))
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return problems of the training split: every epoch is a permutation of them."""
+        epochs: dict[int, list[int]] = {}
+        chosen = []
+        for index in range(start, start + count):
+            epoch, place = divmod(index, len(self._train))
+            if epoch not in epochs:
+                epochs[epoch] = sorted(
+                    range(len(self._train)), key=lambda row: rng.fold_in(seed, epoch, row)
+                )
+            chosen.append(self._train[epochs[epoch][place]])
+        return chosen
+
+    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
+        """Return whether the marked number is right, and whether there is one."""
+        answer = marked_answer(completion)
+        return {
+            "correct": float(same_number(answer, prompt.answer)),
+            "format": float(bool(answer) and completion.count("####") == 1),
+        }
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return problems of the test split, spread over it."""
+        order = sorted(range(len(self._test)), key=lambda row: rng.fold_in(1, row))
+        return [self._test[row] for row in order[:count]]
+
+
+def _read(folder: Path, split: str) -> list[Prompt]:
+    """Return the problems of a split; the gold answer stands after the mark of its solution."""
+    rows = None
+    for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
+        if path.exists():
+            rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+            break
+    if not rows:
+        raise FileNotFoundError(
+            f"gsm8k expects problems in {folder}/{split}.jsonl or .parquet, got none."
+        )
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        gold = marked_answer(str(row.get("answer", "")))
+        if "question" not in row or number_of(gold) is None:
+            raise ValueError(
+                f"gsm8k expects a question and an answer that ends in '#### NUMBER', got neither "
+                f"in row {number} of {split} in {folder}."
+            )
+        prompts.append(Prompt(str(row["question"]) + _ASK, gold))
+    return prompts
+
+
+def _jsonl(path: Path) -> list[dict[str, object]]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def _parquet(path: Path) -> list[dict[str, object]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"gsm8k expects pyarrow for {path}: pip install pyarrow.") from error
+    rows: list[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows

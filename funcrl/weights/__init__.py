@@ -1,0 +1,16 @@
+"""Weights in files: Hugging Face folders and GGUF."""
+
+from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
+from funcrl.weights.load import find_model, load_config, load_params, save_params
+from funcrl.weights.names import Name, translate
+
+__all__ = [
+    "Name",
+    "find_model",
+    "from_hugging_face",
+    "load_config",
+    "load_params",
+    "save_params",
+    "to_hugging_face",
+    "translate",
+]

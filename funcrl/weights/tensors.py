@@ -1,0 +1,81 @@
+"""Tensors in files: where each lies, and how its bytes become numbers, a slice at a time."""
+
+import math
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Numbers decoded at a time: what a load needs besides the parameters themselves.
+_AT_ONCE = 1 << 20
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    offset: int  # of its first byte
+    shape: tuple[int, ...]
+    block: int  # numbers that are stored together
+    block_bytes: int
+    decode: Callable[[Tensor], Tensor]  # [n, block_bytes] uint8 -> [n, block]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length in the file."""
+        return math.prod(self.shape) // self.block * self.block_bytes
+
+
+def read_tensor(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """Return a stored tensor in a dtype, decoded slice by slice from a mapping of the file.
+
+    No more than the result and a few megabytes is alive.
+
+    Example:
+        >>> import pathlib, tempfile, torch
+        >>> from funcrl.weights.tensors import Stored, plain, read_tensor
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
+        >>> _ = path.write_bytes(torch.arange(6.0).numpy().tobytes())
+        >>> read_tensor(Stored(path, 8, (2, 2), *plain(torch.float32)), torch.float64)
+        tensor([[2., 3.],
+                [4., 5.]], dtype=torch.float64)
+    """
+    out = torch.empty(stored.shape, dtype=dtype)
+    flat = out.view(-1)
+    blocks = flat.numel() // stored.block
+    at_once = max(_AT_ONCE // stored.block, 1)
+    with stored.path.open("rb") as file:
+        for first in range(0, blocks, at_once):
+            count = min(at_once, blocks - first)
+            part = flat[first * stored.block : (first + count) * stored.block]
+            _decode_into(part, stored, file.fileno(), first, count)
+    return out
+
+
+def plain(dtype: torch.dtype) -> tuple[int, int, Callable[[Tensor], Tensor]]:
+    """Return the last three fields of `Stored` for numbers that are stored as they are.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.weights.tensors import plain
+        >>> plain(torch.bfloat16)[:2]
+        (1, 2)
+    """
+    return 1, dtype.itemsize, lambda raw: raw.view(dtype)
+
+
+def _decode_into(out: Tensor, stored: Stored, file: int, first: int, count: int) -> None:
+    start = stored.offset + first * stored.block_bytes
+    # A mapping begins at a multiple of the page size.
+    before = start % mmap.ALLOCATIONGRANULARITY
+    size = count * stored.block_bytes
+    # A private copy on write, because torch takes no memory that it may not write to.
+    with mmap.mmap(file, before + size, access=mmap.ACCESS_COPY, offset=start - before) as mapped:
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=before)
+        if before % 8:  # numbers may lie anywhere in a file, but not in memory
+            raw = raw.clone()
+        out.copy_(stored.decode(raw.view(count, stored.block_bytes)).reshape(-1))
+        del raw  # the mapping cannot be closed while a tensor looks at it

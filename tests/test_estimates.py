@@ -1,0 +1,57 @@
+"""Estimates from counts, against counting every case."""
+
+import itertools
+import math
+
+import pytest
+
+from funcrl.estimates import interval, majority, pass_at
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-15)
+
+
+def test_the_interval_is_wilsons_for_single_samples():
+    """p = 0.3, n = 50, from the formula by hand: (0.3 + 0.03842 +- 0.1296...) / 1.07683."""
+    z, n, p = 1.959963984540054, 50, 0.3
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = interval([1.0] * 15 + [0.0] * 35)
+    assert low == pytest.approx(center - half, abs=1e-12)
+    assert high == pytest.approx(center + half, abs=1e-12)
+
+
+def test_the_interval_covers_and_narrows():
+    low, high = interval([0.0] * 20)
+    assert low == 0.0
+    assert 0.1 < high < 0.2
+    wide, narrow = interval([0.0, 1.0] * 10), interval([0.4, 0.6] * 10)
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]  # samples of one prompt are not coins
+
+
+def test_the_interval_holds_the_truth_95_times_in_100():
+    """The exact coverage at n = 60, p = 0.4: the chance of the counts whose interval holds p."""
+    n, p = 60, 0.4
+    covered = sum(
+        math.comb(n, c) * p**c * (1 - p) ** (n - c)
+        for c in range(n + 1)
+        if interval([1.0] * c + [0.0] * (n - c))[0] <= p <= interval([1.0] * c + [0.0] * (n - c))[1]
+    )
+    assert 0.93 <= covered <= 0.97
+
+
+def test_majority():
+    assert majority(["1", "2", "2"], [True, False, False]) == 0.0
+    assert majority(["", "", "2"], [False, False, True]) == 1.0
+    assert majority(["", ""], [False, False]) == 0.0
+
+
+def test_bad_input_is_refused():
+    for call in (lambda: pass_at(3, 4, 1), lambda: pass_at(3, 1, 4), lambda: interval([]),
+                 lambda: interval([2.0]), lambda: majority(["1"], [])):  # fmt: skip
+        with pytest.raises(ValueError, match="expects"):
+            call()

@@ -1,0 +1,95 @@
+"""Adapters: the gradient of a part of the parameters, and parameters like any others."""
+
+import pytest
+import torch
+from cases import equal, tiny_batch, tiny_model
+from torch.func import grad
+
+import funcrl
+
+RANK, ALPHA = 2, 6.0
+
+
+def make():
+    model = tiny_model()
+    base = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    model_fn = funcrl.logprob_fn(model)
+    adapted = funcrl.lora(model_fn, base, rank=RANK, alpha=ALPHA)
+    adapters = adapted.init(1)
+    generator = torch.Generator().manual_seed(2)
+    moved = {
+        name: leaf + 0.1 * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        for name, leaf in adapters.items()
+    }
+    return model_fn, base, adapted, adapters, moved
+
+
+def loss_of(model_fn, batch):
+    def loss(params):
+        return sum(
+            funcrl.policy_loss(funcrl.grpo(), model_fn(params, sample), sample)[0]
+            for sample in (
+                funcrl.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(3)
+            )
+        )
+
+    return loss
+
+
+def test_fresh_adapters_are_the_base():
+    _, base, adapted, adapters, _ = make()
+    assert equal(adapted.merge(adapters), base)
+
+
+def test_the_gradient_is_the_full_one_projected():
+    """dL/d up = s G down^T and dL/d down = s up^T G, where G = dL/dW of the merged weights."""
+    model_fn, base, adapted, _, moved = make()
+    batch = tiny_batch()
+    found = grad(loss_of(adapted.model_fn, batch))(moved)
+    full = grad(loss_of(model_fn, batch))(adapted.merge(moved))
+    scale = ALPHA / RANK
+    names = {name.rsplit(".lora", 1)[0] for name in moved}
+    assert len(names) == 2 * 7
+    for name in names:
+        up, down = moved[f"{name}.lora_up"], moved[f"{name}.lora_down"]
+        wanted = {"up": scale * full[name] @ down.T, "down": scale * up.T @ full[name]}
+        for end, leaf in wanted.items():
+            assert (found[f"{name}.lora_{end}"] - leaf).abs().max() <= 1e-12 * full[name].norm()
+    assert not any(name.startswith(("embed", "norm")) for name in names)
+    assert base.keys() == full.keys()
+
+
+def test_merged_parameters_give_the_same_scores_and_can_be_pushed(tmp_path):
+    model_fn, _, adapted, _, moved = make()
+    sample = funcrl.tree.map(lambda leaf: leaf[0], tiny_batch())
+    merged = adapted.merge(moved)
+    assert equal(adapted.model_fn(moved, sample), model_fn(merged, sample))
+    model = tiny_model()
+    sampler = funcrl.generators.Sampler(model)
+    sampler.push(merged)
+    assert sampler.generate([[1]], funcrl.config.Sampling(max_tokens=2), seed=0).tokens.shape[1]
+    folder = funcrl.save_params(tmp_path / "model", model, merged)
+    assert equal(funcrl.load_params(folder, torch.float64)[1], merged)
+
+
+def test_a_step_trains_the_adapters_alone():
+    _, base, adapted, adapters, _ = make()
+    before = funcrl.tree.map(torch.clone, base)
+    step = funcrl.grpo_step(adapted.model_fn, optimizer=funcrl.optim.adamw(1e-2))
+    state, _ = step(step.init(adapters), tiny_batch())
+    assert state.params.keys() == adapters.keys()
+    assert not equal(adapted.merge(state.params), base)
+    assert equal(base, before)
+    assert not equal(adapted.init(1), adapted.init(2))
+
+
+def test_bad_input_is_refused():
+    model_fn, base, adapted, adapters, _ = make()
+    with pytest.raises(ValueError, match="lora expects a rank of at most"):
+        funcrl.lora(model_fn, base, rank=1000)
+    with pytest.raises(ValueError, match="lora expects targets among the matrices"):
+        funcrl.lora(model_fn, base, targets=lambda name: name == "norm.weight")
+    with pytest.raises(ValueError, match="lora expects the adapters that its init makes, got none"):
+        adapted.merge({})
+    with pytest.raises(ValueError, match="lora expects .* besides"):
+        adapted.merge({**adapters, "x": adapters[next(iter(adapters))]})

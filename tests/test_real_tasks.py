@@ -1,0 +1,389 @@
+"""Tasks with pretrained tokenizers: what is asked, what counts as right, and what is trained on."""
+
+import json
+from fractions import Fraction
+
+import pytest
+import torch
+from cases import tiny_tokenizer
+
+import funcrl
+from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.tasks import (
+    ChatTokenizer,
+    Countdown,
+    Prompt,
+    ReasoningGym,
+    SumDigits,
+    last_number,
+    load,
+    load_tokenizer,
+    marked_answer,
+    same_number,
+    tagged_answer,
+)
+from funcrl.tasks.countdown import evaluate
+
+# --- answers ----------------------------------------------------------------------------------
+
+RIGHT = ["1234", " 1234 ", "$1234", "1,234", "$1,234", "1234.0", "1,234.00", "1234.", "+1234"]
+# What a reward must not pay for, although the digits are there.
+WRONG = [
+    "12,34",
+    "1,2,3,4",
+    "1.234",
+    "1 234",
+    "123,4",
+    "1234%",
+    "1234 thousand",
+    "1234 dollars",
+    "1234 or 1235",
+    "about 1234",
+    "1234 - 1",
+    "1234/1",
+    "12345",
+    "-1234",
+    "1234.5",
+    "$",
+    "",
+    "x = 1234",
+    "1234\n5678",
+    "one thousand",
+    "1234e1",
+    "0x4d2",
+    "\u0661\u0662\u0663\u0664",
+    "\uff11\uff12\uff13\uff14",
+    "1234..",
+    "--1234",
+    "1_234",
+]
+
+
+@pytest.mark.parametrize("answer", RIGHT)
+def test_the_same_number_is_right_however_it_is_written(answer):
+    assert same_number(answer, "1234")
+
+
+@pytest.mark.parametrize("answer", WRONG)
+def test_a_near_miss_is_wrong(answer):
+    assert not same_number(answer, "1234")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("#### 5", "5"),
+        ("3 #### 5", "5"),
+        ("#### 4\n#### 5", "5"),
+        ("5", ""),
+        ("#### 5 apples", "5 apples"),
+        ("the answer is 5 ####", ""),
+        ("#### 5\nBut maybe 6", "5\nBut maybe 6"),
+    ],
+)
+def test_the_marked_answer_is_all_that_follows_the_last_mark(text, wanted):
+    assert marked_answer(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<answer>5</answer>", "5"),
+        ("<answer>4</answer> no, <answer> 5 </answer>!", "5"),
+        ("<answer>5", ""),
+        ("5</answer>", ""),
+        ("<answer><answer>5</answer>", "5"),
+    ],
+)
+def test_the_tagged_answer_is_the_last_one(text, wanted):
+    assert tagged_answer(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("4 + 7 = 11", "11"),
+        ("It is 13.", "13"),
+        ("1,234 it is", "1234"),
+        ("none", ""),
+        ("3.5", ""),
+        ("12 or 3.5", "12"),
+    ],
+)
+def test_the_last_number(text, wanted):
+    assert last_number(text) == wanted
+
+
+# --- gsm8k ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gsm8k():
+    """The real data, from the package that carries it."""
+    return load("gsm8k", tiny_tokenizer())
+
+
+def test_the_checker_agrees_with_all_gold_answers(gsm8k):
+    test = gsm8k.eval_prompts(10_000)
+    assert len(test) == len(set(test)) == 1319
+    for prompt in test:
+        assert gsm8k.reward(prompt, f"So it is. #### {prompt.answer}") == {
+            "correct": 1,
+            "format": 1,
+        }
+        other = str(int(prompt.answer.replace(",", "")) + 1)
+        assert gsm8k.reward(prompt, f"#### {other}")["correct"] == 0
+        assert gsm8k.reward(prompt, f"It is {prompt.answer}.")["correct"] == 0
+    assert not {prompt.text for prompt in test} & {each.text for each in gsm8k.prompts(0, 0, 7473)}
+
+
+def test_an_epoch_is_a_permutation_and_the_next_one_another(gsm8k):
+    first, second = (gsm8k.prompts(3, start, 7473) for start in (0, 7473))
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert len(set(first)) == 7473
+    assert gsm8k.prompts(3, 7470, 6) == [*first[7470:], *second[:3]]
+    assert gsm8k.prompts(4, 0, 9) != first[:9]
+
+
+def test_problems_of_ones_own(tmp_path):
+    for split in ("train", "test"):
+        row = {"question": f"{split}?", "answer": "Well. #### 1,000"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    task = load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    assert task.reward(task.eval_prompts(1)[0], "#### 1000")["correct"] == 1
+    (tmp_path / "test.jsonl").write_text('{"question": "?", "answer": "no mark"}\n')
+    with pytest.raises(ValueError, match="gsm8k expects a question and an answer .* row 1 of test"):
+        load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="gsm8k expects problems in"):
+        load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+
+
+# --- countdown, reasoning-gym, words ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3 * 5 + 7", 22),
+        ("(7 - 3) / 5", Fraction(4, 5)),
+        ("7 * 5", None),
+        ("3 * 5 + 7 + 3", None),
+        ("3 ** 5 + 7", None),
+        ("3 * 5 +", None),
+        ("3 / (5 - 5) + 7", None),
+        ("", None),
+        ("abs(3) * 5 + 7", None),
+        ("3.0 * 5 + 7", None),
+        ("True + 5 + 7", None),
+        ("-3 * 5 + 7", None),
+        ("(" * 150 + "3", None),
+    ],
+)
+def test_an_expression_of_exactly_the_numbers_has_a_value(expression, value):
+    assert evaluate(expression, [3, 5, 7]) == value
+
+
+def solutions(numbers, target):
+    """Some expression with the target's value: the puzzles come from left to right."""
+    texts = {str(numbers[0])}
+    for number in numbers[1:]:
+        texts = {f"({text}) {sign} {number}" for text in texts for sign in "+-*"}
+    return [text for text in texts if evaluate(text, numbers) == target]
+
+
+def test_every_puzzle_has_a_solution_and_no_held_out_one_is_trained_on():
+    task = Countdown(tiny_tokenizer(), count=3)
+    held_out, trained = task.eval_prompts(50), task.prompts(0, 0, 300)
+    assert len(held_out) == 50
+    for prompt in [*held_out, *trained[:50]]:
+        numbers, _, target = prompt.answer.partition("=")
+        numbers = [int(number) for number in numbers.split()]
+        found = solutions(numbers, int(target))
+        assert found
+        answer = f"<answer>{found[0]}</answer>"
+        assert task.reward(prompt, answer) == {"correct": 1.0, "format": 1.0}
+        assert task.reward(prompt, f"<answer>{target}</answer>")["correct"] == 0.0
+
+    def puzzles(prompts):
+        return {
+            (tuple(sorted(p.answer.split("=")[0].split())), p.answer.split("=")[1]) for p in prompts
+        }
+
+    assert not puzzles(held_out) & puzzles(trained)
+    assert task.prompts(0, 5, 3) == trained[5:8]
+
+
+@pytest.mark.parametrize("generator", ["chain_sum", "spell_backward", "simple_equations"])
+def test_a_generator_of_reasoning_gym(generator):
+    task = load(f"reasoning_gym:{generator}", tiny_tokenizer())
+    held_out, trained = task.eval_prompts(100), task.prompts(0, 0, 40)
+    assert task.name == f"reasoning_gym:{generator}"
+    assert not {p.text for p in task.eval_prompts(500)} & {p.text for p in trained}
+    assert task.prompts(0, 7, 2) == trained[7:9]
+    for prompt in [*held_out[:20], *trained[:20]]:
+        right = task.reward(prompt, f"Hm. <answer>{prompt.answer}</answer>")
+        assert right == {"correct": 1.0, "format": 1.0}
+        assert task.reward(prompt, "<answer>banana</answer>")["correct"] < 1.0
+        assert task.reward(prompt, prompt.answer) == {"correct": 0.0, "format": 0.0}
+
+
+def test_digits_in_words():
+    task = SumDigits(3, tiny_tokenizer())
+    prompt = task.eval_prompts(1)[0]
+    assert prompt.text.startswith("What is ")
+    assert task.reward(prompt, f"That is {prompt.answer}.") == {"correct": 1.0}
+    assert task.reward(prompt, f"{prompt.answer} or 99") == {"correct": 0.0}
+
+
+def test_tasks_that_cannot_be_are_refused():
+    for name in ("gsm8k", "countdown", "reasoning_gym:chain_sum"):
+        with pytest.raises(
+            ValueError, match=f"a model that knows words for --task {name.split(':')[0]}"
+        ):
+            load(name)
+    with pytest.raises(ValueError, match="reasoning_gym expects one of its .* generators, got 'x'"):
+        ReasoningGym("x", tiny_tokenizer())
+    with pytest.raises(ValueError, match="load expects --task to be one of sum_digits, gsm8k"):
+        load("gsm9k")
+
+
+# --- tokenizers -------------------------------------------------------------------------------
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "llama": "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
+    "{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+    "none": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("chatml", "<|im_end|>"), ("llama", "<|eot|>"), ("none", "</s>")]
+)
+def test_a_prompt_is_the_template_around_the_text(template, end):
+    tokenizer = tiny_tokenizer(TEMPLATES[template])
+    inner = tokenizer._tokenizer
+    assert tokenizer.end == inner.convert_tokens_to_ids(end)
+    tokens = tokenizer.encode("4 + 7?")
+    if template == "none":
+        assert inner.decode(tokens) == "4 + 7?"
+    else:
+        wanted = inner.apply_chat_template(
+            [{"role": "user", "content": "4 + 7?"}], add_generation_prompt=True, tokenize=False
+        )
+        assert inner.decode(tokens) == wanted
+        assert tokens == inner(wanted, add_special_tokens=False)["input_ids"]
+        asked = ChatTokenizer(inner, system="Be brief.").encode("4 + 7?")
+        assert "Be brief." in inner.decode(asked)
+    assert tokenizer.decode([*inner.encode("11", add_special_tokens=False), tokenizer.end]) == "11"
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama", "none"])
+def test_the_mask_covers_exactly_the_sampled_tokens(template):
+    """The rollout's rows are the prompt's tokens and then the sampler's, none encoded again."""
+    tokenizer = tiny_tokenizer(TEMPLATES[template])
+    task = SumDigits(3, tokenizer)
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", tokenizer.vocab_size))
+    sampler = funcrl.generators.Sampler(model)
+    sampler.push(funcrl.init_params(model, seed=0))
+    prompts = task.prompts(0, 0, 3)
+    completed = funcrl.rollouts.complete(task, sampler, prompts, Sampling(2, max_tokens=9), seed=0)
+    rollout = funcrl.rollouts.to_rollout(completed, torch.zeros(6))
+    for row in range(6):
+        asked = tokenizer.encode(prompts[row // 2].text)
+        count = int(completed.samples.mask[row].sum())
+        mask = rollout.mask[row]
+        assert mask.nonzero().squeeze(1).tolist() == list(range(len(asked), len(asked) + count))
+        assert rollout.tokens[row, : len(asked)].tolist() == asked
+        assert torch.equal(rollout.tokens[row][mask], completed.samples.tokens[row, :count])
+
+
+def pretrained(folder):
+    tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
+    tokenizer._tokenizer.save_pretrained(folder)
+    shape = funcrl.models.TransformerConfig(
+        vocab_size=tokenizer.vocab_size + 3,
+        width=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=8,
+        mlp_width=24,
+        qk_norm=False,
+    )
+    model = funcrl.models.Transformer(shape)  # its vocabulary is padded, as is often the case
+    params = funcrl.init_params(model, seed=5)
+    return funcrl.save_params(folder, model, params), params
+
+
+def run_config(folder, run, **options):
+    return TrainConfig(
+        **{
+            "run_dir": run,
+            "model": str(folder),
+            "steps": 2,
+            "num_prompts": 2,
+            "num_generations": 2,
+            "sampling": Sampling(max_tokens=3),
+            "warm_start": WarmStartConfig(steps=0),
+            "evaluation": EvaluationConfig(num_prompts=3),
+            **options,
+        }
+    )
+
+
+def test_a_run_begins_with_the_weights_and_the_tokenizer_of_a_folder(tmp_path):
+    folder, params = pretrained(tmp_path / "model")
+    trained = funcrl.train(run_config(folder, tmp_path / "run"))
+    first = funcrl.runs.read_lines(tmp_path / "run" / "completions.jsonl")[0]
+    assert first["prompt"].startswith("What is")
+    like = trained.state.params
+    reference, _ = funcrl.restore(tmp_path / "run" / "reference", like)  # the policy of step 0
+    assert all(torch.equal(reference[name], leaf) for name, leaf in params.items())
+    assert load_tokenizer(folder).encode("4")[0] == first_token(folder)
+    again = funcrl.train(run_config(folder, tmp_path / "again"))
+    assert all(torch.equal(again.state.params[name], leaf) for name, leaf in like.items())
+
+
+def first_token(folder):
+    return load_tokenizer(folder)._tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+class Loud(SumDigits):
+    """One's own, for a pretrained model."""
+
+    name = "loud"
+
+    def __init__(self, tokenizer):
+        super().__init__(2, tokenizer)
+
+
+def test_ones_own_task_takes_the_models_tokenizer(tmp_path):
+    tokenizer = tiny_tokenizer()
+    assert load(f"{__file__}:Loud", tokenizer).tokenizer is tokenizer
+    with pytest.raises(ValueError, match="Fixed to take the model's tokenizer"):
+        load(f"{__file__}:Fixed", tokenizer)
+    folder, _ = pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="train expects a tokenizer of at most"):
+        funcrl.train(run_config(folder, tmp_path / "run"), task=Wide())
+
+
+class Fixed(SumDigits):
+    """One's own, with a tokenizer that the model does not have."""
+
+    def __init__(self):
+        super().__init__()
+
+
+class Wide(Fixed):
+    def __init__(self):
+        super().__init__()
+        self.tokenizer = funcrl.tasks.CharTokenizer("".join(chr(0x4E00 + n) for n in range(999)))
+
+    def prompts(self, seed, start, count):
+        return [Prompt("\u4e00", "\u4e01")] * count

