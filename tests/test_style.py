@@ -12,6 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"types", "tree", "checks", "rng", "numerics"},
+    {"plain"},
     {"config"},
     {"protocols"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",

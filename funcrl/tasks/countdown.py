@@ -51,6 +51,10 @@ class Countdown:
         value = evaluate(answer, numbers)
         return {"correct": float(value == target), "format": float(bool(answer))}
 
+    def extract(self, completion: str) -> str:
+        """Return the answer that a completion votes for."""
+        return tagged_answer(completion)
+
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out puzzles, no two alike."""
         found: dict[Prompt, None] = {}

@@ -51,6 +51,10 @@ class Gsm8k:
             "format": float(bool(answer) and completion.count("####") == 1),
         }
 
+    def extract(self, completion: str) -> str:
+        """Return the answer that a completion votes for."""
+        return marked_answer(completion)
+
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return problems of the test split, spread over it."""
         order = sorted(range(len(self._test)), key=lambda row: rng.fold_in(1, row))

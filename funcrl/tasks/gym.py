@@ -55,6 +55,10 @@ class ReasoningGym:
         score = self._scorer.score_answer(answer, prompt.data) if answer else 0.0
         return {"correct": float(score), "format": float(bool(answer))}
 
+    def extract(self, completion: str) -> str:
+        """Return the answer that a completion votes for."""
+        return tagged_answer(completion)
+
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out problems."""
         return [_ask(entry) for entry in list(self._held_out.values())[:count]]

@@ -42,8 +42,11 @@ class SumDigits:
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return 1 for the sum and 0 for anything else; in words, the last number counts."""
-        answer = last_number(completion) if self.in_words else completion
-        return {"correct": float(answer == prompt.answer)}
+        return {"correct": float(self.extract(completion) == prompt.answer)}
+
+    def extract(self, completion: str) -> str:
+        """Return the answer that a completion votes for."""
+        return last_number(completion) if self.in_words else completion
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out prompts, spread over all of them by the order of their hashes."""

@@ -1,0 +1,92 @@
+"""Frozen dataclasses to nested dictionaries and back, as YAML holds them."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from funcrl import checks
+
+Config = TypeVar("Config")
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries of what YAML can write.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.to_plain(config.CheckpointConfig())
+        {'every': 50, 'keep_last': 3, 'keep_best': 1}
+    """
+    return {part.name: _plain(getattr(config, part.name)) for part in dataclasses.fields(config)}
+
+
+def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") -> Config:
+    """Return the configuration of nested dictionaries; what they leave out has its default.
+
+    Args:
+        kind: a dataclass.
+        values: option -> value.
+        path: where `values` stand, for errors.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.from_plain(config.CheckpointConfig, {"every": 5}).every
+        5
+        >>> config.from_plain(config.CheckpointConfig, {"evry": 5})
+        Traceback (most recent call last):
+        ValueError: CheckpointConfig has no option 'evry'; did you mean 'every'?
+    """
+    hints = typing.get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            close = difflib.get_close_matches(str(name), hints, n=1)
+            hint = f"; did you mean {path + close[0]!r}?" if close else "."
+            raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
+    return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value)
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(hint: Any, value: Any, path: str) -> Any:
+    """Return a value read from YAML as the type of its option, or say what was expected."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return from_plain(hint, value, f"{path}.")
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _typed(next(kind for kind in arguments if kind is not type(None)), value, path)
+    if origin is Literal:
+        checks.check_choice("train", path, value, arguments)
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(arguments[0], part, path) for part in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _typed(arguments[1], part, path) for name, part in value.items()}
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        return _number(value, path)  # YAML reads 1e-6 as a string
+    if not (isinstance(hint, type) and type(value) is hint):
+        name = getattr(hint, "__name__", str(hint))
+        raise ValueError(f"train expects {path} to be of type {name}, got {value!r}.")
+    return value
+
+
+def _number(text: str, path: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"train expects {path} to be a number, got {text!r}.") from None
