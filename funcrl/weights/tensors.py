@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Numbers decoded at a time: what a load needs besides the parameters themselves.
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 18
 
 
 class Stored(NamedTuple):
