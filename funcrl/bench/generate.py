@@ -1,6 +1,5 @@
 """Speed of the embedded sampler, beside transformers' generate() with the same weights."""
 
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from funcrl.generators import Sampler, Sampling
 from funcrl.memory import num_params
 from funcrl.models import SHAPES, Transformer, TransformerConfig, init_params
 from funcrl.types import Params
+from funcrl.weights import translate
 
 _GROUP = 8
 
@@ -167,19 +167,10 @@ def _peer(shape: TransformerConfig, params: Params) -> Any:
     leaf = params["norm.weight"]
     peer: Any = LlamaForCausalLM(config)
     peer = peer.to(device=leaf.device, dtype=leaf.dtype).eval()
-    peer.load_state_dict({_their_name(name): value for name, value in params.items()}, strict=False)
+    peer.load_state_dict(
+        {translate(name).hugging_face: value for name, value in params.items()}, strict=False
+    )
     return peer
-
-
-def _their_name(name: str) -> str:
-    renamed = re.sub(r"^blocks\.", "model.layers.", name)
-    renamed = renamed.replace("attention_norm", "input_layernorm")
-    renamed = renamed.replace("mlp_norm", "post_attention_layernorm")
-    renamed = re.sub(r"attention\.([qkvo])\.", r"self_attn.\1_proj.", renamed)
-    renamed = re.sub(r"mlp\.(gate|up|down)\.", r"mlp.\1_proj.", renamed)
-    renamed = re.sub(r"^embed\.", "model.embed_tokens.", renamed)
-    renamed = re.sub(r"^unembed\.", "lm_head.", renamed)
-    return re.sub(r"^norm\.", "model.norm.", renamed)
 
 
 def _rates(dtype: torch.dtype, device: str) -> tuple[float, float]:
