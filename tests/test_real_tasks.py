@@ -160,6 +160,18 @@ def test_problems_of_ones_own(tmp_path):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
 
 
+def test_problems_in_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    for split in ("train", "test"):
+        rows = pyarrow.table({"question": [f"{split}?"], "answer": ["#### 7"]})
+        pyarrow.parquet.write_table(rows, tmp_path / f"{split}.parquet")
+    task = load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    assert task.eval_prompts(1)[0].answer == "7"
+    assert task.prompts(0, 0, 1)[0].text.startswith("train?")
+
+
 # --- countdown, reasoning-gym, words ----------------------------------------------------------
 
 
