@@ -4,6 +4,7 @@ They read shapes, dtypes and Python numbers, never a tensor's values, so that th
 a function is traced, vmapped or compiled.
 """
 
+import importlib
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
@@ -127,6 +128,25 @@ def check_integer(function: str, name: str, value: object) -> None:
     """
     if not isinstance(value, int):
         raise TypeError(f"{function} expects {name} to be an integer, got {value!r}.")
+
+
+def import_extra(function: str, module: str, why: str, install: str) -> Any:
+    """Return a module that funcrl does not depend on, or say how to get it.
+
+    Example:
+        >>> from funcrl import checks
+        >>> checks.import_extra("load", "no_such_module", "for this task", "such")
+        Traceback (most recent call last):
+        ModuleNotFoundError: load expects no_such_module to be installed for this task: \
+pip install such.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{function} expects {module.partition('.')[0]} to be installed {why}: "
+            f"pip install {install}."
+        ) from error
 
 
 def check_callable(function: str, name: str, value: object, kind: str) -> None:

@@ -28,11 +28,11 @@ from funcrl.bench import (
     format_rows,
 )
 from funcrl.checkpoint import CheckpointError
-from funcrl.config import PRETRAINED, EvalConfig, TrainConfig, from_plain, to_plain
+from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.logging import view_for
 from funcrl.models import SHAPES
-from funcrl.parts import build
+from funcrl.parts import build, defaults
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
 from funcrl.train import train as run_training
@@ -197,21 +197,13 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
         return TrainConfig()
     if run is None and file is None:
         model = _value(args, "--model")
-        return TrainConfig() if model is None or model in SHAPES else PRETRAINED
+        return TrainConfig() if model is None else defaults(model)
     if run is not None and file is not None:
         raise ValueError("train expects --resume or --config, got both.")
     if run is not None and _value(args, "--run-dir") is not None:
         raise ValueError("train expects --resume or --run-dir, got both.")
     path = Path(file) if file is not None else Path(str(run)) / runs.CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"train expects YAML in {path}, got {error}.") from error
-    if not isinstance(values, dict | None):
-        raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
-    config = from_plain(TrainConfig, values or {})
+    config = read_config(TrainConfig, path)
     return config if run is None else replace(config, run_dir=Path(run))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from funcrl import checks
-from funcrl.plain import from_plain, to_plain
+from funcrl.plain import from_plain, read_config, to_plain
 
 __all__ = [
     "PRETRAINED",
@@ -19,6 +19,7 @@ __all__ = [
     "TrainConfig",
     "WarmStartConfig",
     "from_plain",
+    "read_config",
     "to_plain",
 ]
 

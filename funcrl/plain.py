@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
+
 from funcrl import checks
 
 Config = TypeVar("Config")
@@ -47,6 +49,31 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
             hint = f"; did you mean {path + close[0]!r}?" if close else "."
             raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def read_config(kind: type[Config], path: Path) -> Config:
+    """Return the configuration that a YAML file holds.
+
+    Args:
+        kind: a dataclass.
+        path: of the file.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.config import TrainConfig, read_config
+        >>> read_config(TrainConfig, pathlib.Path("no.yaml"))
+        Traceback (most recent call last):
+        FileNotFoundError: train expects a configuration at no.yaml, got no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"train expects YAML in {path}, got {error}.") from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
+    return from_plain(kind, values or {})
 
 
 def _plain(value: Any) -> Any:

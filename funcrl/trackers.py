@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from funcrl import checks
 from funcrl.runs import Completion, Row
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -64,13 +65,7 @@ def check_trackers(names: Sequence[str]) -> None:
         >>> check_trackers(["tensorboard"])
     """
     for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                f"train expects {name} to be installed for --log.trackers {name}: "
-                f"pip install {name}."
-            ) from error
+        checks.import_extra("train", name, f"for --log.trackers {name}", name)
 
 
 def _tracked_name(run: Path) -> str:

@@ -12,10 +12,19 @@ from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibat
 from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
 from funcrl.logprobs import score
-from funcrl.parts import Parts, build, first_params
+from funcrl.parts import Parts, build, empty_state, first_params
 from funcrl.protocols import Prompt, Task
 from funcrl.record import Record, open_folder, reference_policy
-from funcrl.rollouts import Completed, Graded, comparable, complete, grade, to_rollout
+from funcrl.rollouts import (
+    Completed,
+    Graded,
+    accuracies,
+    comparable,
+    complete,
+    grade,
+    to_completions,
+    to_rollout,
+)
 from funcrl.runs import Completion
 from funcrl.supervised import warm_start
 from funcrl.trackers import check_trackers
@@ -29,7 +38,7 @@ from funcrl.types import (
 )
 
 # What the run's seed is folded with, so that no two uses draw the same numbers.
-_WEIGHTS, _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(6)
+_PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
 
 
 class Rolled(NamedTuple):
@@ -88,10 +97,8 @@ def train(
     folder = open_folder(config.run_dir, resume)
     record = Record(config, folder, parts.task.name, view or SilentView(), command)
     try:
-        params = first_params(config, parts, rng.fold_in(config.seed, _WEIGHTS))
-        if record.resumed(parts.step.init(params, config.seed)) is None:
-            _begin(config, parts, params, record, started, stop)
-        del params  # the loop holds what it needs
+        if record.resumed(empty_state(config, parts)) is None:
+            _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
     except BaseException:
         record.save_unsaved()
@@ -105,7 +112,6 @@ def train(
 def _begin(
     config: TrainConfig,
     parts: Parts,
-    params: Params,
     record: Record,
     started: float,
     stop: Callable[[], bool],
@@ -122,6 +128,7 @@ def _begin(
     prompts = held_out or parts.task.prompts(
         rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
     )
+    params = first_params(config, parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
@@ -277,14 +284,8 @@ def _accuracy(
         parts.task, completed.prompts, completed.texts, config.reward_weights,
         config.on_reward_error,
     )  # fmt: skip
-    name = getattr(parts.task, "accuracy", "correct")
-    if name not in graded.rewards:
-        raise ValueError(
-            f"train expects the task {parts.task.name!r} to have a reward {name!r}, the mean of "
-            f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
-        )
     return {
-        "eval/accuracy": graded.rewards[name].nanmean().item(),  # of those with a reward
+        "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }
@@ -296,17 +297,4 @@ def _seen(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
         count = 1  # one to look at
     else:
         count = config.log.num_completions
-    completed, graded = rolled.completed, rolled.graded
-    return [
-        Completion(
-            step=index,
-            prompt=completed.prompts[row].text,
-            completion=completed.texts[row],
-            answer=completed.prompts[row].answer,
-            reward=graded.total[row].item(),
-            rewards={name: values[row].item() for name, values in graded.rewards.items()},
-            finish_reason=completed.samples.finish_reasons[row],
-            policy_version=completed.samples.policy_version,
-        )
-        for row in range(min(count, len(completed.texts)))
-    ]
+    return to_completions(rolled.completed, rolled.graded, index, count)

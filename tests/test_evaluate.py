@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import tiny_tokenizer
+from cases import tiny_pretrained
 
 import funcrl
 from funcrl import cli, runs
@@ -59,15 +59,7 @@ def test_its_numbers_are_those_of_the_completions_it_writes(run, tmp_path):
 
 
 def test_a_base_model_and_a_task_in_words(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer._tokenizer.save_pretrained(tmp_path)
-    shape = funcrl.models.TransformerConfig(
-        vocab_size=tokenizer.vocab_size, width=16, num_layers=1, num_heads=2, num_kv_heads=1,
-        head_width=8, mlp_width=24, qk_norm=False,
-    )  # fmt: skip
-    model = funcrl.models.Transformer(shape)
-    params = funcrl.init_params(model, seed=0)
-    funcrl.save_params(tmp_path, model, params)
+    tiny_pretrained(tmp_path)
     config = EvalConfig(model=str(tmp_path), task="countdown", num_prompts=3, max_tokens=5)
     result = funcrl.evaluate(config)
     assert (result.task, result.num_prompts) == ("countdown", 3)

@@ -115,6 +115,13 @@ def step_of(**options):
     return run, (PARAMS, BATCH)
 
 
+def written_config():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text("steps: 3")
+        return config.read_config(TrainConfig, path)
+
+
 EVALUATION = config.EvalConfig(num_prompts=3, max_tokens=2)
 
 
@@ -328,6 +335,10 @@ TABLE_OF_CALLS = {
     "checks.check_floating": (lambda x: checks.check_floating("f", "x", x), (T[0],)),
     "checks.check_finite": (lambda: checks.check_finite("f", "x", 1.0), ()),
     "checks.check_count": (lambda: checks.check_count("f", "x", 1), ()),
+    "checks.import_extra": (lambda: checks.import_extra("f", "math", "", "").pi, ()),
+    "config.read_config": (lambda: config.to_plain(written_config()), ()),
+    "rollouts.accuracies": (lambda: rollouts.accuracies(TASK, roll()[1]), ()),
+    "rollouts.to_completions": (lambda: rollouts.to_completions(*roll(), 1, 1)[0][:5], ()),
     "checks.check_integer": (lambda: checks.check_integer("f", "x", 1), ()),
     "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),
     "checks.check_positive": (lambda: checks.check_positive("f", "x", 1.0), ()),

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import tiny_tokenizer
+from cases import tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
@@ -316,21 +316,7 @@ def test_the_mask_covers_exactly_the_sampled_tokens(template):
 
 
 def pretrained(folder):
-    tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
-    tokenizer._tokenizer.save_pretrained(folder)
-    shape = funcrl.models.TransformerConfig(
-        vocab_size=tokenizer.vocab_size + 3,
-        width=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_width=8,
-        mlp_width=24,
-        qk_norm=False,
-    )
-    model = funcrl.models.Transformer(shape)  # its vocabulary is padded, as is often the case
-    params = funcrl.init_params(model, seed=5)
-    return funcrl.save_params(folder, model, params), params
+    return tiny_pretrained(folder, TEMPLATES["chatml"])
 
 
 def run_config(folder, run, **options):

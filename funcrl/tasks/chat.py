@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from funcrl import checks
+
 
 class ChatTokenizer:
     """A tokenizer of transformers as funcrl's: a prompt's text is the user's message.
@@ -76,12 +78,9 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
     """
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"load_tokenizer expects transformers for {path}: pip install transformers gguf."
-        ) from error
+    extra = "transformers gguf"
+    transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
+    load = transformers.AutoTokenizer.from_pretrained
     if path.is_dir():
-        return ChatTokenizer(AutoTokenizer.from_pretrained(path), system)
-    return ChatTokenizer(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), system)
+        return ChatTokenizer(load(path), system)
+    return ChatTokenizer(load(path.parent, gguf_file=path.name), system)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrl import rng
+from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import marked_answer, number_of, same_number
 
@@ -90,9 +90,6 @@ def _jsonl(path: Path) -> list[dict[str, object]]:
 
 
 def _parquet(path: Path) -> list[dict[str, object]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"gsm8k expects pyarrow for {path}: pip install pyarrow.") from error
-    rows: list[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
+    parquet = checks.import_extra("gsm8k", "pyarrow.parquet", f"for {path}", "pyarrow")
+    rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
     return rows

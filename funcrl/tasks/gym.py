@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funcrl import rng
+from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import tagged_answer
 
@@ -27,22 +27,19 @@ class ReasoningGym:
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, generator: str, tokenizer: Tokenizer) -> None:
-        try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise ImportError(
-                "reasoning_gym expects reasoning-gym to be installed: pip install reasoning-gym."
-            ) from error
-        if generator not in DATASETS:
+        why = f"for {generator!r}"
+        gym = checks.import_extra("reasoning_gym", "reasoning_gym.factory", why, "reasoning-gym")
+        known = gym.DATASETS
+        if generator not in known:
             raise ValueError(
-                f"reasoning_gym expects one of its {len(DATASETS)} generators, got {generator!r}; "
-                f"among them {', '.join(sorted(DATASETS)[:5])}."
+                f"reasoning_gym expects one of its {len(known)} generators, got {generator!r}; "
+                f"among them {', '.join(sorted(known)[:5])}."
             )
         self.name = f"reasoning_gym:{generator}"
         self.tokenizer = tokenizer
-        self._make = reasoning_gym.create_dataset
+        self._make = gym.create_dataset
         self._generator = generator
+        self._scorer: Any = self._make(generator, seed=0, size=1)
         self._held_out = {entry["question"]: entry for entry in self._entries(1, _MOST_HELD_OUT)}
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
@@ -62,10 +59,6 @@ class ReasoningGym:
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out problems."""
         return [_ask(entry) for entry in list(self._held_out.values())[:count]]
-
-    @property
-    def _scorer(self) -> Any:
-        return self._make(self._generator, seed=0, size=1)
 
     def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
         return list(self._make(self._generator, seed=rng.fold_in(seed) % 2**31, size=size))

@@ -1,7 +1,6 @@
 """The safetensors format: eight bytes of length, a JSON header, the numbers."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrl.runs import whole_file
 from funcrl.weights.tensors import Stored, plain
 
 _DTYPES = {
@@ -76,17 +76,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that every number is aligned
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                file.writelines(_bytes(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.writelines(_bytes(tensor))
 
 
 class _Refused(ValueError):
