@@ -1,6 +1,5 @@
 """How good a policy is: accuracy with its interval, pass@k and majority@k, on held-out prompts."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from funcrl.checkpoint import restore
 from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.estimates import interval, majority, pass_at
 from funcrl.parts import Parts, build, defaults, empty_state, first_params
+from funcrl.protocols import Environment, Task
 from funcrl.rollouts import Completed, accuracies, complete, grade, to_completions
 from funcrl.types import Params
 
@@ -65,7 +65,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     seed = rng.fold_in(config.seed, 0)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
     parts.generator.close()
-    graded = grade(parts.task, completed.prompts, completed.texts)
+    graded = grade(parts.task, completed.prompts, completed.outcomes)
     right = (accuracies(parts.task, graded) >= 1.0).view(-1, config.num_samples).tolist()
     if config.out is not None:
         rows = to_completions(completed, graded, step=0, count=len(completed.texts))
@@ -125,12 +125,18 @@ def _params(config: EvalConfig, options: TrainConfig, parts: Parts) -> Params:
     return dict(state.params)
 
 
+def _answers(task: Task | Environment, completed: Completed) -> list[str]:
+    """Return what each completion votes for."""
+    if hasattr(task, "extract"):
+        return [str(task.extract(outcome)) for outcome in completed.outcomes]
+    return [text.strip() for text in completed.texts]
+
+
 def _summarise(
     config: EvalConfig, parts: Parts, completed: Completed, right: list[list[bool]]
 ) -> Evaluation:
     n = config.num_samples
-    extract: Callable[[str], str] = getattr(parts.task, "extract", str.strip)
-    answers = [extract(text) for text in completed.texts]
+    answers = _answers(parts.task, completed)
     voted = [answers[start : start + n] for start in range(0, len(answers), n)]
 
     def mean(values: list[float]) -> float:

@@ -11,10 +11,10 @@ from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import Sampler
 from funcrl.logprobs import logprob_fn
 from funcrl.models import SHAPES, Transformer, init_params, shape
-from funcrl.protocols import Generator, Task
+from funcrl.protocols import Environment, Generator, Task
 from funcrl.sources import find
 from funcrl.step import grpo_step
-from funcrl.tasks import load, load_tokenizer
+from funcrl.tasks import check_task, load, load_tokenizer
 from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
 from funcrl.weights import find_model, load_config, load_params
 
@@ -25,7 +25,7 @@ _WEIGHTS = 0
 class Parts(NamedTuple):
     """What a configuration comes to."""
 
-    task: Task
+    task: Task | Environment
     model: Transformer
     weights: Path | None  # where pretrained ones are
     model_fn: ModelFn
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     sampling: Sampling
 
 
-def build(config: TrainConfig, task: Task | None = None) -> Parts:
+def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 
     Args:
@@ -53,6 +53,7 @@ def build(config: TrainConfig, task: Task | None = None) -> Parts:
     if task is None:
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
+    check_task("train", task)
     known = task.tokenizer.vocab_size
     model = Transformer(shape(config.model, known) if weights is None else load_config(weights))
     if known > model.config.vocab_size:

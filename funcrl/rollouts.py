@@ -1,17 +1,28 @@
 """From prompts to a rollout: generate, read, reward."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from funcrl import checks, rewards
-from funcrl.config import Sampling
-from funcrl.protocols import Generator, Prompt, Task, Tokenizer
+from funcrl.episodes import Completed, Failure, complete
+from funcrl.protocols import Environment, Prompt, Task
 from funcrl.runs import Completion
-from funcrl.types import Rollout, Samples
+from funcrl.types import Rollout
+
+__all__ = [
+    "Completed",
+    "Graded",
+    "RewardError",
+    "accuracies",
+    "comparable",
+    "complete",
+    "grade",
+    "to_completions",
+    "to_rollout",
+]
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max
@@ -19,16 +30,6 @@ _LARGEST = torch.finfo(torch.float32).max
 
 class RewardError(ValueError):
     """A reward that raised, or that is not a finite number."""
-
-
-class Completed(NamedTuple):
-    """Prompts and their completions: everything of length B is group-major."""
-
-    prompts: list[Prompt]  # [B], each prompt once for each of its samples
-    prompt_tokens: list[list[int]]  # [B]
-    samples: Samples
-    texts: list[str]  # [B], without the end token and from a stop string on
-    group_size: int
 
 
 class Graded(NamedTuple):
@@ -39,49 +40,10 @@ class Graded(NamedTuple):
     errors: list[str]  # what went wrong, one for each NaN of `total`
 
 
-def complete(
-    task: Task, generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, seed: int
-) -> Completed:
-    """Return `sampling.num_samples` completions of each prompt, ended by the task's end token.
-
-    Args:
-        task: whose tokenizer to use.
-        generator: with parameters pushed.
-        prompts: N of them.
-        sampling: how to draw; the tokenizer's end token is added to its stop tokens.
-        seed: of the draws.
-
-    Example:
-        >>> import funcrl
-        >>> task = funcrl.tasks.SumDigits()
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> sampler = funcrl.generators.Sampler(model)
-        >>> sampler.push(funcrl.init_params(model, seed=0))
-        >>> prompts = task.prompts(seed=0, start=0, count=2)
-        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
-        >>> len(funcrl.rollouts.complete(task, sampler, prompts, sampling, seed=0).texts)
-        6
-    """
-    if not prompts:
-        raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
-    tokenizer = task.tokenizer
-    tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
-    ends = tuple(dict.fromkeys((*sampling.stop_tokens, tokenizer.end)))
-    samples = generator.generate(tokens, replace(sampling, stop_tokens=ends), seed)
-    group = sampling.num_samples
-    return Completed(
-        prompts=[prompt for prompt in prompts for _ in range(group)],
-        prompt_tokens=[row for row in tokens for _ in range(group)],
-        samples=samples,
-        texts=_read(samples, tokenizer, ends, sampling),
-        group_size=group,
-    )
-
-
 def grade(
-    task: Task,
+    task: Task | Environment,
     prompts: Sequence[Prompt],
-    texts: Sequence[str],
+    outcomes: Sequence[Any],
     weights: Mapping[str, float] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
 ) -> Graded:
@@ -90,7 +52,7 @@ def grade(
     Args:
         task: whose `reward` to call.
         prompts: [B].
-        texts: [B].
+        outcomes: [B] the texts of completions, or an environment's last states.
         weights: name -> factor; the task's `reward_weights`, or 1 each, when left out.
         on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
             "skip" gives that completion no total.
@@ -105,8 +67,8 @@ def grade(
     checks.check_choice("grade", "on_error", on_error, ("stop", "skip"))
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        row, error = _reward(task, prompt, text)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        row, error = _reward(task, prompt, outcome)
         if error:
             if on_error == "stop":
                 raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
@@ -132,7 +94,7 @@ def grade(
     return Graded(parts, total, errors)
 
 
-def accuracies(task: Task, graded: Graded) -> Tensor:
+def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
     """Return the reward [B] that a task names as its accuracy; NaN where there is none.
 
     Example:
@@ -163,7 +125,7 @@ def to_completions(completed: Completed, graded: Graded, step: int, count: int) 
         >>> sampling = funcrl.config.Sampling(max_tokens=4)
         >>> completed = funcrl.rollouts.complete(
         ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
-        >>> graded = funcrl.rollouts.grade(task, completed.prompts, completed.texts)
+        >>> graded = funcrl.rollouts.grade(task, completed.prompts, completed.outcomes)
         >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
         1
     """
@@ -217,18 +179,20 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     device = samples.tokens.device
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
-    counts = samples.mask.sum(dim=1)[rows].tolist()
+    ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
+    counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
     width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
     # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
     drawn, logprobs = samples.tokens[rows].tolist(), samples.logprobs[rows].tolist()
+    sampled = samples.mask[rows].tolist()
 
     def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
         return [*before, *values[:count], *[0] * (width - len(before) - count)]
 
-    joined = zip(prompts, drawn, logprobs, counts, strict=True)
+    joined = zip(prompts, drawn, sampled, logprobs, counts, strict=True)
     columns = [
-        (padded(p, t, n), padded([0] * len(p), [1] * n, n), padded([0.0] * len(p), values, n))
-        for p, t, values, n in joined
+        (padded(p, t, n), padded([0] * len(p), m, n), padded([0.0] * len(p), values, n))
+        for p, t, m, values, n in joined
     ]
     tokens, mask, behavior = (list(column) for column in zip(*columns, strict=True))
     return Rollout(
@@ -241,27 +205,15 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     )
 
 
-def _read(
-    samples: Samples, tokenizer: Tokenizer, ends: Sequence[int], sampling: Sampling
-) -> list[str]:
-    """Return the completions' text, cut before what ended them."""
-    lengths = samples.mask.sum(dim=1).tolist()
-    texts = []
-    for row, length in zip(samples.tokens.tolist(), lengths, strict=True):
-        tokens = row[:length]
-        text = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
-        # As while drawing: a stop string counts from the token after `min_tokens` on.
-        early = len(tokenizer.decode(tokens[: sampling.min_tokens])) if sampling.stop else 0
-        found = [text.find(string, max(early - len(string) + 1, 0)) for string in sampling.stop]
-        texts.append(text[: min((at for at in found if at >= 0), default=len(text))])
-    return texts
-
-
-def _reward(task: Task, prompt: Prompt, text: str) -> tuple[Mapping[str, float], str]:
+def _reward(
+    task: Task | Environment, prompt: Prompt, outcome: Any
+) -> tuple[Mapping[str, float], str]:
     """Return a completion's rewards, or none and what went wrong."""
-    asked = f"for the completion {text[:80]!r} of {prompt.text[:80]!r}"
+    if isinstance(outcome, Failure):
+        return {}, outcome.message
+    asked = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
     try:
-        row = dict(task.reward(prompt, text))
+        row = dict(task.reward(prompt, outcome))
     except Exception as error:
         return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {asked}."
     if not row:

@@ -7,7 +7,8 @@ import torch
 from funcrl import algorithms, optim, tree
 from funcrl.batching import collate
 from funcrl.config import WarmStartConfig
-from funcrl.protocols import Prompt, Task
+from funcrl.episodes import demonstration
+from funcrl.protocols import Environment, Prompt, Task
 from funcrl.step import grpo_step
 from funcrl.types import ModelFn, Params, Rollout
 
@@ -15,7 +16,7 @@ from funcrl.types import ModelFn, Params, Rollout
 def warm_start(
     model_fn: ModelFn,
     params: Params,
-    task: Task,
+    task: Task | Environment,
     config: WarmStartConfig,
     seed: int,
     accuracy: Callable[[Params], float],
@@ -28,7 +29,7 @@ def warm_start(
     Args:
         model_fn: `(params, sample) -> TokenScores`.
         params: to start from.
-        task: whose prompts have answers.
+        task: whose prompts have answers, or an environment that has demonstrations.
         config: how long, and how far.
         seed: of the prompts.
         accuracy: measures parameters on held-out prompts.
@@ -60,29 +61,23 @@ def warm_start(
     return state.params, {"warm_start/steps": done, "warm_start/accuracy": reached}
 
 
-def _demonstrations(task: Task, prompts: Sequence[Prompt], device: torch.device) -> Rollout:
+def _demonstrations(
+    task: Task | Environment, prompts: Sequence[Prompt], device: torch.device
+) -> Rollout:
     """Return the prompts' own answers as a rollout in which each earned 1."""
-    rows = []
-    for prompt in prompts:
-        if not prompt.answer:
-            raise ValueError(
-                f"warm_start expects prompts with answers, got none for {prompt.text[:80]!r} from "
-                f"the task {task.name!r}; --warm-start.steps 0 goes without."
-            )
-        asked = task.tokenizer.encode(prompt.text)
-        rows.append((asked, [*task.tokenizer.encode(prompt.answer), task.tokenizer.end]))
-    width = max(len(asked) + len(answer) for asked, answer in rows)
-    shape_ = (len(rows), width)
-    tokens, mask = torch.zeros(shape_, dtype=torch.int64), torch.zeros(shape_, dtype=torch.bool)
-    for row, (asked, answer) in enumerate(rows):
-        tokens[row, : len(asked) + len(answer)] = torch.tensor(asked + answer)
-        mask[row, len(asked) : len(asked) + len(answer)] = True
+    rows = [demonstration(task, prompt) for prompt in prompts]
+    width = max(len(row) for row, _ in rows)
+    shape = (len(rows), width)
+    tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    for index, (row, said) in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+        mask[index, : len(row)] = torch.tensor(said)
     rollout: Rollout = tree.map(
         lambda leaf: leaf.to(device),
         Rollout(
             tokens=tokens,
             mask=mask,
-            behavior_logprobs=torch.zeros(shape_),
+            behavior_logprobs=torch.zeros(shape),
             rewards=torch.ones(len(rows)),
             group=torch.arange(len(rows)),
             policy_version=torch.zeros(len(rows), dtype=torch.int64),

@@ -13,7 +13,7 @@ from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
 from funcrl.logprobs import score
 from funcrl.parts import Parts, build, empty_state, first_params
-from funcrl.protocols import Prompt, Task
+from funcrl.protocols import Environment, Prompt, Task
 from funcrl.record import Record, open_folder, reference_policy
 from funcrl.rollouts import (
     Completed,
@@ -60,7 +60,7 @@ class Trained(NamedTuple):
 def train(
     config: TrainConfig,
     *,
-    task: Task | None = None,
+    task: Task | Environment | None = None,
     view: View | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
@@ -195,7 +195,7 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
     graded = grade(
         parts.task,
         completed.prompts,
-        completed.texts,
+        completed.outcomes,
         config.reward_weights,
         config.on_reward_error,
     )
@@ -281,7 +281,7 @@ def _accuracy(
     seed = rng.fold_in(config.seed, _EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
     graded = grade(
-        parts.task, completed.prompts, completed.texts, config.reward_weights,
+        parts.task, completed.prompts, completed.outcomes, config.reward_weights,
         config.on_reward_error,
     )  # fmt: skip
     return {

@@ -153,7 +153,7 @@ def roll():
     sampler = generators.Sampler(MICRO)
     sampler.push(MICRO_PARAMS)
     completed = rollouts.complete(TASK, sampler, TASK.prompts(0, 0, 2), SAMPLING, 0)
-    return completed, rollouts.grade(TASK, completed.prompts, completed.texts)
+    return completed, rollouts.grade(TASK, completed.prompts, completed.outcomes)
 
 
 def roll_with_rewards():

@@ -18,7 +18,7 @@ LAYERS = [
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
      "metrics", "batching", "prepare", "functional", "optim", "ops"},
     {"algorithms", "logprobs", "collectives", "graph", "models", "lora", "estimates"},
-    {"step", "runs", "sources"},
+    {"step", "runs", "sources", "episodes"},
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
      "memory", "trackers", "weights"},
     {"record", "parts"},

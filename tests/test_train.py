@@ -392,7 +392,7 @@ def test_ones_own_task_is_a_file(tmp_path):
     task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")
     prompt = task.prompts(0, 0, 1)[0]
     assert task.reward(prompt, prompt.text[-2::-1]) == {"correct": 1.0}
-    with pytest.raises(ValueError, match=r"reasoning_gym, or your own as file.py:Name, got 'sums'"):
+    with pytest.raises(ValueError, match=r"calculator, or your own as file.py:Name, got 'sums'"):
         funcrl.tasks.load("sums")
     with pytest.raises(FileNotFoundError, match="to name a file"):
         funcrl.tasks.load("no/such.py:Task")

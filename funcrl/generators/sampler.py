@@ -89,6 +89,7 @@ class Sampler:
             )
         checks.check_count("Sampler", "slots", slots)
         self._model = model
+        self.context_length = model.config.context_length
         self._decode = decode
         self._slots = slots
         self._dtype = dtype

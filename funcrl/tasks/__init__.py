@@ -1,6 +1,6 @@
 """Tasks: prompts, and what a completion of one is worth."""
 
-from funcrl.protocols import Prompt, Task, Tokenizer
+from funcrl.protocols import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.answers import (
     last_number,
     marked_answer,
@@ -8,25 +8,29 @@ from funcrl.tasks.answers import (
     same_number,
     tagged_answer,
 )
+from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
-from funcrl.tasks.load import TASKS, load
+from funcrl.tasks.load import TASKS, check_task, load
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.tasks.tokenizers import CharTokenizer
 
 __all__ = [
     "TASKS",
+    "Calculator",
     "CharTokenizer",
     "ChatTokenizer",
     "Countdown",
+    "Environment",
     "Gsm8k",
     "Prompt",
     "ReasoningGym",
     "SumDigits",
     "Task",
     "Tokenizer",
+    "check_task",
     "last_number",
     "load",
     "load_tokenizer",

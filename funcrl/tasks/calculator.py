@@ -1,0 +1,132 @@
+"""A worked environment: products that a policy may ask a calculator for."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from funcrl import checks, rng
+from funcrl.protocols import Prompt, Tokenizer
+from funcrl.tasks.answers import last_number
+from funcrl.tasks.tokenizers import CharTokenizer
+
+_HELD_OUT = 10
+
+
+class Desk(NamedTuple):
+    """The state of an episode: what the policy said last, and what the calculator shows."""
+
+    said: str = ""
+    shows: str | None = None  # until the policy reads it
+    called: bool = False
+
+
+class Calculator:
+    """`38*27=` is to be answered by `1026`, for which the policy may write `[38*27]` and read on.
+
+    A call ends the policy's own tokens; what the calculator shows is put behind it, `1026;`, or
+    `?;` for anything but a product. What the policy says after that is its answer, or another call.
+    With a model's own tokenizer the product is asked for in words, and a call is written
+    `<calc>38*27</calc>`. Rewards are `correct` and `called` (the calculator understood a call), a
+    tenth as much.
+
+    A tenth of all products is held out for evaluation: which ones, is a hash of their numbers.
+
+    Args:
+        digits: of each factor.
+        tokenizer: a pretrained model's; one of characters when left out.
+
+    Example:
+        >>> import funcrl
+        >>> desk = funcrl.tasks.Calculator(digits=2)
+        >>> state = desk.act(desk.begin(funcrl.tasks.Prompt("38*27=", "1026")), "[38*27]")
+        >>> desk.observe(state)
+        '1026;'
+        >>> state = desk.act(state, "1026")
+        >>> desk.observe(state) is None, desk.reward(funcrl.tasks.Prompt("38*27=", "1026"), state)
+        (True, {'correct': 1.0, 'called': 1.0})
+    """
+
+    name = "calculator"
+    accuracy = "correct"
+    reward_weights: Mapping[str, float] = {"correct": 1.0, "called": 0.1}
+    max_turns = 3
+
+    def __init__(self, digits: int = 2, tokenizer: Tokenizer | None = None) -> None:
+        checks.check_range("Calculator", "digits", digits, 1, 6)
+        self.digits = digits
+        self.in_words = tokenizer is not None
+        self.tokenizer: Tokenizer = tokenizer or CharTokenizer("0123456789*=[];?")
+        self._open, self._close = ("<calc>", "</calc>") if self.in_words else ("[", "]")
+        self.stop = (self._close,)
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return products that are not held out, drawn evenly."""
+        return [self._draw(False, seed, index) for index in range(start, start + count)]
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return held-out products, no two alike."""
+        found: dict[Prompt, None] = {}
+        index = 0
+        while len(found) < count and index < 100 * count:
+            found[self._draw(True, 1, index)] = None
+            index += 1
+        return list(found)
+
+    def begin(self, prompt: Prompt) -> Desk:
+        """Return an empty desk."""
+        del prompt
+        return Desk()
+
+    def act(self, state: Desk, completion: str) -> Desk:
+        """Return the desk after a call, or an answer."""
+        _, mark, call = completion.rpartition(self._open)
+        if not (mark and call.endswith(self._close)):
+            return Desk(completion, None, state.called)
+        shown = self._product(call.removesuffix(self._close))
+        return Desk(completion, shown, state.called or shown != "?")
+
+    def observe(self, state: Desk) -> str | None:
+        """Return what the calculator shows; None after an answer."""
+        if state.shows is None:
+            return None
+        return f" = {state.shows}\n" if self.in_words else f"{state.shows};"
+
+    def reward(self, prompt: Prompt, state: Desk) -> Mapping[str, float]:
+        """Return whether the answer is right, and whether the calculator was used."""
+        answered = state.shows is None and self.extract(state) == prompt.answer
+        return {"correct": float(answered), "called": float(state.called)}
+
+    def extract(self, state: Desk) -> str:
+        """Return the answer that an episode votes for; in words, the last number counts."""
+        return last_number(state.said) if self.in_words else state.said
+
+    def demonstrate(self, prompt: Prompt) -> Sequence[str]:
+        """Return a call and the answer."""
+        a, b = prompt.data
+        return [f"{self._open}{a}*{b}{self._close}", prompt.answer]
+
+    def _product(self, call: str) -> str:
+        """Return the product that a call asks for, "?" for anything else."""
+        factors = call.replace(" ", "").split("*")
+        plain = all(each.isascii() and each.isdigit() for each in factors)
+        if len(factors) != 2 or not plain or max(map(len, factors)) > 2 * self.digits:
+            return "?"
+        return str(int(factors[0]) * int(factors[1]))
+
+    def _draw(self, held_out: bool, seed: int, index: int) -> Prompt:
+        """Return the first of a few draws that is held out, or is not."""
+        lowest, count = 10 ** (self.digits - 1), 9 * 10 ** (self.digits - 1)
+        attempt = 0
+        while True:
+            a, b = (lowest + rng.fold_in(seed, index, attempt, k) % count for k in (0, 1))
+            if (rng.fold_in(0, a, b) % _HELD_OUT == 0) == held_out:
+                return self._ask(a, b)
+            attempt += 1
+
+    def _ask(self, a: int, b: int) -> Prompt:
+        if not self.in_words:
+            return Prompt(f"{a}*{b}=", str(a * b), (a, b))
+        text = (
+            f"What is {a} * {b}? Use the calculator: write {self._open}{a}*{b}{self._close} and "
+            f"read the result. Then answer with the number only."
+        )
+        return Prompt(text, str(a * b), (a, b))
