@@ -246,10 +246,14 @@ def _describe(config: TrainConfig) -> str:
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
     model = network.config
-    estimate = memory.estimate_memory(config, model, longest)
+    estimate = memory.estimate_memory(config, model, longest, getattr(task, "max_turns", 1))
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
-    facts: dict[str, Any] = {"num_parameters": memory.num_params(model), "memory": needs}
+    facts: dict[str, Any] = {
+        "num_parameters": memory.num_params(model),
+        "num_trained": memory.num_trained(config, model),
+        "memory": needs,
+    }
     return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
 
 

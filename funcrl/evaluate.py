@@ -56,7 +56,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
         raise ValueError(f"evaluate expects held-out prompts from --task {options.task}, got none.")
-    parts.generator.push(_params(config, options, parts))
+    parts.generator.push(parts.policy(_params(config, options, parts)))
     sampling = Sampling(
         num_samples=config.num_samples, max_tokens=options.sampling.max_tokens,
         temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,

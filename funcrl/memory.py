@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
-from funcrl.models import TransformerConfig
+from funcrl.models import Transformer, TransformerConfig
 
 _FLOAT = 4
 
@@ -54,8 +54,28 @@ def num_params(config: TransformerConfig) -> int:
     return c.num_layers * block + c.width + c.vocab_size * c.width * (1 if c.tied else 2)
 
 
+def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
+    """Return how many numbers are trained: all parameters, or those of adapters.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config import LoraConfig, TrainConfig
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> funcrl.memory.num_trained(TrainConfig(lora=LoraConfig(rank=4)), shape)
+        9728
+    """
+    lora = config.lora
+    if not lora.rank:
+        return num_params(shape)
+    return sum(
+        lora.rank * sum(leaf.shape)
+        for name, leaf in Transformer(shape).named_parameters()
+        if leaf.ndim == 2 and any(part in name for part in lora.targets)
+    )
+
+
 def estimate_memory(
-    config: TrainConfig, shape: TransformerConfig, prompt_tokens: int
+    config: TrainConfig, shape: TransformerConfig, prompt_tokens: int, num_turns: int = 1
 ) -> MemoryEstimate:
     """Return what training with this configuration needs.
 
@@ -63,6 +83,7 @@ def estimate_memory(
         config: the run's.
         shape: the model's.
         prompt_tokens: of the longest prompt.
+        num_turns: of an environment, whose own words are taken to be no longer than the policy's.
 
     Example:
         >>> import funcrl
@@ -71,9 +92,11 @@ def estimate_memory(
         >>> estimate.optimizer == 2 * estimate.parameters
         True
     """
-    c, params = shape, _FLOAT * num_params(shape)
+    c, params, trained = shape, _FLOAT * num_params(shape), _FLOAT * num_trained(config, shape)
+    merged = params if config.lora.rank else 0  # the base and what it comes to with adapters
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
-    length = prompt_tokens + config.sampling.max_tokens
+    spoken = config.sampling.max_tokens * (2 * num_turns - 1)
+    length = prompt_tokens + spoken
     all_rows = config.num_prompts * config.num_generations // config.num_minibatches
     rows = min(config.microbatch or all_rows, all_rows)
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
@@ -87,15 +110,15 @@ def estimate_memory(
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     slots = min(config.slots, config.num_prompts * config.num_generations)
     return MemoryEstimate(
-        parameters=params,
-        optimizer=2 * params,
-        reference=params if config.algorithm.kl else 0,
+        parameters=trained + 2 * merged if merged else params,
+        optimizer=2 * trained,
+        reference=trained if config.algorithm.kl else 0,
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
         activations=rows * length * c.num_layers * block_bytes + copies,
         logits=4 * min(config.logprob_chunk, rows * length) * c.vocab_size * _FLOAT,
-        gradients=params,
+        gradients=trained + merged,
         # Several updates a step: the state before the first is kept to go back to.
-        next_state=3 * params * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=3 * params,
+        next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
+        checkpoint=3 * trained,
         cache=2 * c.num_layers * kv * slots * length * compute,
     )

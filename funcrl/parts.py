@@ -10,6 +10,7 @@ from funcrl import algorithms, optim, ratios, rng
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import Sampler
 from funcrl.logprobs import logprob_fn
+from funcrl.lora import Lora, lora
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.protocols import Environment, Generator, Task
 from funcrl.sources import find
@@ -20,6 +21,7 @@ from funcrl.weights import find_model, load_config, load_params
 
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
 _WEIGHTS = 0
+_ADAPTERS = 100
 
 
 class Parts(NamedTuple):
@@ -28,11 +30,16 @@ class Parts(NamedTuple):
     task: Task | Environment
     model: Transformer
     weights: Path | None  # where pretrained ones are
-    model_fn: ModelFn
+    lora: Lora | None  # where adapters are trained
+    model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
     step: Step
     generator: Generator
     sampling: Sampling
+
+    def policy(self, trained: Params) -> Params:
+        """Return the parameters of `model`, to generate with, from what is trained."""
+        return trained if self.lora is None else self.lora.merge(trained)
 
 
 def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
@@ -66,6 +73,8 @@ def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
     sampling = replace(config.sampling, num_samples=config.num_generations)
     temperature = sampling.temperature or 1.0
     model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
+    adapters = _adapters(config, model, weights, model_fn)
+    model_fn = model_fn if adapters is None else adapters.model_fn
     algorithm = _algorithm(config)
     optimizer = _optimizer(config.optimizer, config.num_updates)
     step = grpo_step(
@@ -73,7 +82,7 @@ def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
     )
     decode = task.tokenizer.decode
     generator = Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
-    return Parts(task, model, weights, model_fn, algorithm, step, generator, sampling)
+    return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
 
 
 def _find_weights(name: str) -> Path:
@@ -88,7 +97,9 @@ def _find_weights(name: str) -> Path:
 
 
 def first_params(config: TrainConfig, parts: Parts) -> Params:
-    """Return the parameters before any training: pretrained ones, or new ones from the seed.
+    """Return what is trained, before any training.
+
+    Pretrained parameters, or new ones from the seed; or adapters that change nothing yet.
 
     Args:
         config: the whole configuration.
@@ -101,9 +112,9 @@ def first_params(config: TrainConfig, parts: Parts) -> Params:
         >>> len(first_params(config, funcrl.build(config)))
         24
     """
-    if parts.weights is not None:
-        return load_params(parts.weights, device=config.device)[1]
-    return init_params(parts.model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
+    if parts.lora is not None:
+        return parts.lora.init(rng.fold_in(config.seed, _ADAPTERS))
+    return _base(config, parts.model, parts.weights)
 
 
 def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
@@ -121,6 +132,8 @@ def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
         >>> empty_state(config, parts).params.keys() == first_params(config, parts).keys()
         True
     """
+    if parts.lora is not None:
+        return parts.step.init(parts.lora.init(0), config.seed)
     params = {
         name: torch.empty(leaf.shape, device=config.device)
         for name, leaf in sorted(parts.model.named_parameters())
@@ -137,6 +150,27 @@ def defaults(model: str) -> TrainConfig:
         (400, 0)
     """
     return replace(TrainConfig() if model in SHAPES else PRETRAINED, model=model)
+
+
+def _base(config: TrainConfig, model: Transformer, weights: Path | None) -> Params:
+    if weights is not None:
+        return load_params(weights, device=config.device)[1]
+    return init_params(model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
+
+
+def _adapters(
+    config: TrainConfig, model: Transformer, weights: Path | None, model_fn: ModelFn
+) -> Lora | None:
+    """Return the model as a function of adapters, if such are trained."""
+    rank, alpha, parts = config.lora.rank, config.lora.alpha, config.lora.targets
+    if not rank:
+        return None
+
+    def targets(name: str) -> bool:
+        return any(part in name for part in parts)
+
+    base = _base(config, model, weights)
+    return lora(model_fn, base, rank=rank, alpha=alpha, targets=targets)
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:

@@ -20,6 +20,7 @@ __all__ = [
     "comparable",
     "complete",
     "grade",
+    "punish_overlong",
     "to_completions",
     "to_rollout",
 ]
@@ -53,7 +54,7 @@ def grade(
         task: whose `reward` to call.
         prompts: [B].
         outcomes: [B] the texts of completions, or an environment's last states.
-        weights: name -> factor; the task's `reward_weights`, or 1 each, when left out.
+        weights: name -> factor; of those left out, the task's `reward_weights`, or else 1.
         on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
             "skip" gives that completion no total.
 
@@ -89,9 +90,32 @@ def grade(
     failed = torch.tensor([not row for row in rows])
     kept = {name: values[~failed] for name, values in parts.items()}
     total = torch.full((len(rows),), nan)
-    factors = weights or getattr(task, "reward_weights", None)
-    total[~failed] = rewards.weighted_sum(kept, dict(factors) if factors else None)
+    given = {**getattr(task, "reward_weights", {}), **(weights or {})}
+    # `weighted_sum` refuses the names that are none.
+    total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
     return Graded(parts, total, errors)
+
+
+def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int) -> Graded:
+    """Return the rewards with DAPO's soft overlong punishment, `overlong`, among them.
+
+    Args:
+        graded: [B].
+        lengths: [B] of the completions, in tokens.
+        max_length: from here on the punishment is 1.
+        cache: over how many tokens before it grows.
+
+    Example:
+        >>> import torch, funcrl
+        >>> graded = funcrl.rollouts.Graded({"correct": torch.ones(2)}, torch.ones(2), [])
+        >>> funcrl.rollouts.punish_overlong(graded, torch.tensor([5, 8]), 10, cache=4).total
+        tensor([1.0000, 0.5000])
+    """
+    if "overlong" in graded.rewards:
+        raise ValueError("punish_overlong expects no reward of that name, got 'overlong'.")
+    punishment = rewards.soft_overlong(lengths, max_length, cache)
+    named = {**graded.rewards, "overlong": punishment}
+    return graded._replace(rewards=named, total=graded.total + punishment)
 
 
 def accuracies(task: Task | Environment, graded: Graded) -> Tensor:

@@ -22,6 +22,7 @@ from funcrl.rollouts import (
     comparable,
     complete,
     grade,
+    punish_overlong,
     to_completions,
     to_rollout,
 )
@@ -155,7 +156,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     done, state, _ = record.progress
     reference = reference_policy(record.folder, done, state.params) if config.algorithm.kl else None
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
-    parts.generator.push(state.params, done)
+    parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
@@ -168,7 +169,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
         row |= numbers | {"time/train": time.perf_counter() - start}
         start = time.perf_counter()
-        parts.generator.push(state.params, index)
+        parts.generator.push(parts.policy(state.params), index)
         row["time/push"] = time.perf_counter() - start
         row["step_time"] = time.perf_counter() - clock
         every = config.evaluation.every
@@ -199,6 +200,10 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         config.reward_weights,
         config.on_reward_error,
     )
+    if config.overlong:
+        most = config.sampling.max_tokens * getattr(parts.task, "max_turns", 1)
+        lengths = completed.samples.mask.sum(dim=1).cpu()
+        graded = punish_overlong(graded, lengths, most, config.overlong)
     total = comparable(graded.total, completed.group_size)
     rollout = to_rollout(completed, total)
     kept = total.isfinite()
@@ -208,6 +213,8 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
     reasons = completed.samples.finish_reasons
     cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(rollout.tokens.device)
     numbers = metrics.describe_rollout(rollout, named, cut)
+    if isinstance(parts.task, Environment):
+        numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
         numbers["num_reward_errors"] = len(graded.errors)
     numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
@@ -276,7 +283,7 @@ def _accuracy(
     start = time.perf_counter()
     if not prompts:
         return {}
-    parts.generator.push(params, index)
+    parts.generator.push(parts.policy(params), index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, _EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)

@@ -5,6 +5,7 @@ import torch
 from cases import tiny_batch, tiny_model
 from torch.func import grad, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcrl
 from funcrl import grads
@@ -245,3 +246,27 @@ def test_bad_input_is_refused():
         funcrl.ops.linear_scores(hidden[0], weight, targets[0, :3])
     with pytest.raises(ValueError, match="logprob_fn expects chunk"):
         funcrl.logprob_fn(tiny_model(), chunk=0)
+
+
+def test_a_constant_weight_costs_no_gradient():
+    """Three products a chunk and not four: logits twice, and the gradient of `hidden`."""
+    hidden, weight = torch.randn(6, 8), torch.randn(11, 8)
+    targets = torch.randint(0, 11, (6,))
+
+    def loss(hidden, weight):
+        return funcrl.ops.linear_scores(hidden, weight, targets, chunk=2)[0].sum()
+
+    counts = []
+    for wanted in (0, (0, 1)):
+        with CountProducts() as count:
+            torch.func.grad(loss, wanted)(hidden, weight)
+        counts.append(count.products)
+    assert counts == [9, 12]
+
+
+class CountProducts(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))

@@ -67,6 +67,7 @@ LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
 SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
 TASK = tasks.SumDigits()
+PROMPT = tasks.Prompt("1+2=", "3")
 MICRO = models.Transformer(models.shape("micro", TASK.tokenizer.vocab_size))
 MICRO_FN, MICRO_PARAMS = funcrl.logprob_fn(MICRO), funcrl.init_params(MICRO, seed=0)
 TRAIN = TrainConfig(
@@ -136,6 +137,10 @@ def save_and_load(params):
         funcrl.save_params(Path(folder) / "model", MICRO, params)
         config = weights.load_config(Path(folder) / "model")
         return config.width, funcrl.load_params(Path(folder) / "model")[1]
+
+
+def with_more_rewards():
+    return tasks.with_rewards(TASK, {"format": tasks.matches("[0-9]")})
 
 
 def tokenizer_from_a_folder():
@@ -310,6 +315,13 @@ TABLE_OF_CALLS = {
     "rollouts.comparable": (lambda x: rollouts.comparable(x, 2), (torch.ones(4),)),
     "rollouts.to_rollout": (lambda: rollouts.to_rollout(*roll_with_rewards()), ()),
     "runs.read_lines": (lambda: runs.read_lines(Path("no/such")), ()),
+    "tasks.boxed_answer": (lambda: tasks.boxed_answer("\\boxed{5}"), ()),
+    "tasks.check_task": (lambda: tasks.check_task("f", TASK), ()),
+    "tasks.matches": (lambda: tasks.matches("5")(None, "5"), ()),
+    "tasks.with_rewards": (lambda: with_more_rewards().reward(PROMPT, "5"), ()),
+    "rollouts.punish_overlong": (
+        lambda x: rollouts.punish_overlong(roll()[1], x, 4, 2).total, (torch.arange(4),)),
+    "memory.num_trained": (lambda: memory.num_trained(TRAIN, MICRO.config), ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),

@@ -12,15 +12,19 @@ from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConf
 from funcrl.tasks import (
     ChatTokenizer,
     Countdown,
+    Judge,
     Prompt,
     ReasoningGym,
     SumDigits,
+    boxed_answer,
     last_number,
     load,
     load_tokenizer,
     marked_answer,
+    matches,
     same_number,
     tagged_answer,
+    with_rewards,
 )
 from funcrl.tasks.countdown import evaluate
 
@@ -172,6 +176,137 @@ def test_problems_in_parquet(tmp_path):
     assert task.prompts(0, 0, 1)[0].text.startswith("train?")
 
 
+# --- math ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def competition():
+    return load("math", tiny_tokenizer())
+
+
+def test_math_agrees_with_all_gold_answers(competition):
+    test = competition.eval_prompts(10_000)
+    train = competition.prompts(0, 0, 7498)  # of 7,500, two of which have an empty box
+    assert len(test) == len(set(test)) == 500
+    assert sorted(train) == sorted(competition.prompts(0, 7498, 7498))
+    assert not {prompt.text for prompt in test} & {prompt.text for prompt in train}
+    for prompt in test:
+        completion = f"As \\boxed{{?}} shows, it is $\\boxed{{{prompt.answer}}}$."
+        assert competition.reward(prompt, completion) == {"correct": 1, "format": 1}
+
+
+# (gold, the same, not the same)
+MEANT = [
+    ("\\frac{1}{2}", ["0.5", "\\frac12", "\\dfrac{1}{2}", "1/2", "\\frac24"], ["2", "1", "-0.5"]),
+    ("2\\sqrt{3}", ["\\sqrt{12}", "\\sqrt{3}\\cdot2"], ["\\sqrt{6}", "3.46"]),
+    ("(3,\\frac{\\pi}{2})", ["\\left( 3, \\frac{\\pi}{2} \\right)"], ["(\\frac{\\pi}{2},3)", "3"]),
+    ("x^2+2x+1", ["(x+1)^2", "1+2x+x^2"], ["x^2+2x", "(x+1)^3"]),
+    ("1,234", ["1234"], ["1.234", "1234, 5", "1234 or 5", ""]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "same", "other"), MEANT)
+def test_math_compares_what_is_meant(competition, gold, same, other):
+    def correct(answer):
+        return competition.reward(Prompt("?", gold), f"\\boxed{{{answer}}}")["correct"]
+
+    assert [correct(answer) for answer in same] == [1] * len(same)
+    assert [correct(answer) for answer in other] == [0] * len(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("\\boxed{5}", "5"),
+        ("\\boxed{4}, no: \\boxed{ 5 }", "5"),
+        ("\\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}"),
+        ("\\boxed{5", ""),
+        ("\\boxed{4} \\boxed{5", ""),
+        ("5", ""),
+        ("boxed{5}", ""),
+    ],
+)
+def test_the_boxed_answer_is_the_last_one(text, wanted):
+    assert boxed_answer(text) == wanted
+
+
+def test_an_answer_that_would_take_for_ever_is_wrong():
+    judge = Judge(seconds=0.5)
+    assert judge.same("2.0", "2")
+    child = judge._child
+    assert not judge.same("9^{9^{9^9}}", "2")
+    assert child.returncode is not None
+    assert judge.same("2.0", "2")  # by another process
+    assert judge._child is not child
+    judge._child.kill()
+    assert judge.same("4/2", "2")  # one that died is replaced
+    assert not judge.same("1" * 10_000, "2")
+
+
+def test_problems_of_ones_own_for_math(tmp_path):
+    for split in ("train", "test"):
+        row = {"problem": f"{split}?", "solution": "Well, \\boxed{\\frac12}."}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    task = load(f"math:{tmp_path}", tiny_tokenizer())
+    assert task.prompts(0, 0, 1)[0].text.startswith("train?")
+    assert task.reward(task.eval_prompts(1)[0], "\\boxed{0.5}")["correct"] == 1
+    (tmp_path / "test.jsonl").write_text('{"problem": "?", "solution": "no box"}\n')
+    with pytest.raises(ValueError, match="math expects a problem with an answer.* in row 1 of"):
+        load(f"math:{tmp_path}", tiny_tokenizer())
+    (tmp_path / "test.jsonl").write_text('{"problem": "?"\n')
+    with pytest.raises(ValueError, match="math expects one JSON object a line, .* in line 1 of"):
+        load(f"math:{tmp_path}", tiny_tokenizer())
+
+
+# --- rewards put together ---------------------------------------------------------------------
+
+
+def test_more_rewards_are_weighed_beside_the_tasks_own():
+    thinks = matches("<think>.*</think>.+")
+    lengths = lambda prompt, text: float(len(text))  # noqa: E731 (what a user would write)
+    task = with_rewards(
+        Gsm8kLike(), {"thinks": thinks, "length": lengths}, {"length": -0.01, "thinks": 0.5}
+    )
+    prompts = [Prompt("?", "5")] * 2
+    graded = funcrl.rollouts.grade(task, prompts, ["<think>\n</think>5", "5"])
+    assert list(graded.rewards) == ["correct", "format", "thinks", "length"]
+    # 1 + 0.1 + 0.5 - 0.17 for the first, 1 + 0.1 - 0.01 for the second
+    assert graded.total.tolist() == pytest.approx([1.43, 1.09])
+    again = funcrl.rollouts.grade(task, prompts, ["5", "5"], {"length": 0.0})
+    assert again.total.tolist() == pytest.approx([1.1, 1.1])
+    with pytest.raises(ValueError, match="a weight for each of .* got .*'size'"):
+        funcrl.rollouts.grade(task, prompts, ["5", "5"], {"size": 0.0})
+    with pytest.raises(ValueError, match="with_rewards expects new names, got 'correct'"):
+        with_rewards(Gsm8kLike(), {"correct": thinks}).reward(*prompts)
+    with pytest.raises(ValueError, match="with_rewards expects weights of .*, got 'x'"):
+        with_rewards(Gsm8kLike(), {"thinks": thinks}, {"x": 1.0})
+    assert not isinstance(task, funcrl.tasks.Environment)
+    assert isinstance(
+        with_rewards(funcrl.tasks.Calculator(), {"x": lengths}), funcrl.tasks.Environment
+    )
+
+
+class Gsm8kLike(SumDigits):
+    reward_weights = {"correct": 1.0, "format": 0.1}  # noqa: RUF012 (read only)
+
+    def reward(self, prompt, completion):
+        return {"correct": 1.0, "format": 1.0}
+
+
+def test_a_run_punishes_what_is_too_long(tmp_path):
+    config = TrainConfig(
+        run_dir=tmp_path / "run", steps=1, num_prompts=4, overlong=4,
+        sampling=Sampling(max_tokens=6), warm_start=WarmStartConfig(steps=0),
+        evaluation=EvaluationConfig(every=0),
+    )  # fmt: skip
+    row = funcrl.train(config).history[1]
+    assert -1 <= row["rewards/overlong/mean"] < 0
+    total = row["rewards/correct/mean"] + row["rewards/overlong/mean"]
+    assert row["reward"] == pytest.approx(total, abs=1e-6)
+    with pytest.raises(ValueError, match="train expects 0 <= --overlong <= 8, got 9"):
+        TrainConfig(overlong=9, sampling=Sampling(max_tokens=8))
+
+
 # --- countdown, reasoning-gym, words ----------------------------------------------------------
 
 
@@ -250,7 +385,7 @@ def test_digits_in_words():
 
 
 def test_tasks_that_cannot_be_are_refused():
-    for name in ("gsm8k", "countdown", "reasoning_gym:chain_sum"):
+    for name in ("gsm8k", "math", "countdown", "reasoning_gym:chain_sum"):
         with pytest.raises(
             ValueError, match=f"a model that knows words for --task {name.split(':')[0]}"
         ):

@@ -77,10 +77,11 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Any) -> Any:
-        grad_hidden, grad_weight = _Gradients.apply(  # type: ignore[no-untyped-call]  # (torch's own)
-            *ctx.saved_tensors, grad_logprob, grad_entropy, ctx.temperature, ctx.chunk
+        trained = ctx.needs_input_grad[1]  # not where adapters are trained on a constant base
+        grad_hidden, *grad_weight = _Gradients.apply(  # type: ignore[no-untyped-call]  # (torch's own)
+            *ctx.saved_tensors, grad_logprob, grad_entropy, ctx.temperature, ctx.chunk, trained
         )
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, *(grad_weight or (None,)), None, None, None
 
     @staticmethod
     def vmap(
@@ -116,10 +117,10 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
-        grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, trained: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         if not hidden.shape[0]:
-            return torch.zeros_like(hidden), torch.zeros_like(weight)
+            return torch.zeros_like(hidden), *([torch.zeros_like(weight)] if trained else [])
         grad_hidden = []
         grad_weight: Tensor | None = None
         for rows in _chunks(hidden.shape[0], chunk):
@@ -137,12 +138,15 @@ class _Gradients(torch.autograd.Function):
             gradient = gradient.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
             outer = gradient.div_(temperature).to(hidden.dtype)
             grad_hidden.append(outer @ weight)
+            if not trained:
+                continue
             for part in _chunks(weight.shape[0], _VOCABULARY):  # no second [V, D] for the product
                 product = (outer[:, part].mT @ hidden[rows]).to(gradient.dtype)
                 if grad_weight is None:
                     grad_weight = product.new_zeros(weight.shape)
                 grad_weight[part] += product
-        assert grad_weight is not None
+        if grad_weight is None:
+            return (torch.cat(grad_hidden),)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from funcrl.protocols import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.answers import (
+    boxed_answer,
     last_number,
     marked_answer,
     number_of,
@@ -10,9 +11,12 @@ from funcrl.tasks.answers import (
 )
 from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
+from funcrl.tasks.competition import Math
+from funcrl.tasks.compose import RewardFn, matches, with_rewards
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
+from funcrl.tasks.judge import Judge
 from funcrl.tasks.load import TASKS, check_task, load
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.tasks.tokenizers import CharTokenizer
@@ -25,17 +29,23 @@ __all__ = [
     "Countdown",
     "Environment",
     "Gsm8k",
+    "Judge",
+    "Math",
     "Prompt",
     "ReasoningGym",
+    "RewardFn",
     "SumDigits",
     "Task",
     "Tokenizer",
+    "boxed_answer",
     "check_task",
     "last_number",
     "load",
     "load_tokenizer",
     "marked_answer",
+    "matches",
     "number_of",
     "same_number",
     "tagged_answer",
+    "with_rewards",
 ]

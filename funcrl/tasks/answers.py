@@ -33,6 +33,24 @@ def tagged_answer(text: str) -> str:
     return found[-1].strip() if found else ""
 
 
+def boxed_answer(text: str) -> str:
+    r"""Return what stands in the last `\boxed{...}`, "" when there is none, or no end of it.
+
+    Example:
+        >>> from funcrl.tasks import boxed_answer
+        >>> boxed_answer(r"So \boxed{2}, that is \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
+    """
+    before, mark, after = text.rpartition("\\boxed{")
+    del before
+    depth = 1 if mark else 0
+    for place, char in enumerate(after):
+        depth += (char == "{") - (char == "}")
+        if depth == 0 and mark:
+            return after[:place].strip()
+    return ""
+
+
 def last_number(text: str) -> str:
     """Return the last whole number that a text names, "" when there is none.
 

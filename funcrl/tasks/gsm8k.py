@@ -1,12 +1,11 @@
 """GSM8K: word problems of grade school (arXiv:2110.14168)."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import marked_answer, number_of, same_number
+from funcrl.tasks.records import epochs, read_records, spread
 
 _ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 
@@ -32,16 +31,7 @@ class Gsm8k:
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """Return problems of the training split: every epoch is a permutation of them."""
-        epochs: dict[int, list[int]] = {}
-        chosen = []
-        for index in range(start, start + count):
-            epoch, place = divmod(index, len(self._train))
-            if epoch not in epochs:
-                epochs[epoch] = sorted(
-                    range(len(self._train)), key=lambda row: rng.fold_in(seed, epoch, row)
-                )
-            chosen.append(self._train[epochs[epoch][place]])
-        return chosen
+        return epochs(self._train, seed, start, count)
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the marked number is right, and whether there is one."""
@@ -57,17 +47,13 @@ class Gsm8k:
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return problems of the test split, spread over it."""
-        order = sorted(range(len(self._test)), key=lambda row: rng.fold_in(1, row))
-        return [self._test[row] for row in order[:count]]
+        return spread(self._test, count)
 
 
 def _read(folder: Path, split: str) -> list[Prompt]:
     """Return the problems of a split; the gold answer stands after the mark of its solution."""
-    rows = None
-    for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
-        if path.exists():
-            rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-            break
+    files = [folder / f"{split}.jsonl", folder / f"{split}.parquet"]
+    rows = next((read_records("gsm8k", path) for path in files if path.exists()), None)
     if not rows:
         raise FileNotFoundError(
             f"gsm8k expects problems in {folder}/{split}.jsonl or .parquet, got none."
@@ -82,14 +68,3 @@ def _read(folder: Path, split: str) -> list[Prompt]:
             )
         prompts.append(Prompt(str(row["question"]) + _ASK, gold))
     return prompts
-
-
-def _jsonl(path: Path) -> list[dict[str, object]]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
-
-
-def _parquet(path: Path) -> list[dict[str, object]]:
-    parquet = checks.import_extra("gsm8k", "pyarrow.parquet", f"for {path}", "pyarrow")
-    rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
-    return rows

