@@ -1,8 +1,10 @@
 """GSM8K: word problems of grade school (arXiv:2110.14168)."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
@@ -29,6 +31,12 @@ class Gsm8k:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._train, self._test = (_read(folder, split) for split in ("train", "test"))
+        both = {prompt.text for prompt in self._train} & {prompt.text for prompt in self._test}
+        if both:
+            raise ValueError(
+                f"gsm8k expects no problem in both train and test of {folder}, got "
+                f"{min(both).removesuffix(_ASK)[:80]!r}."
+            )
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """Return problems of the training split: every epoch is a permutation of them."""
@@ -52,8 +60,14 @@ class Gsm8k:
         }
 
     def extract(self, completion: str) -> str:
-        """Return the answer that a completion votes for."""
-        return marked_answer(completion)
+        """Return the answer that a completion votes for; however it is written, a number is one."""
+        answer = marked_answer(completion)
+        number = number_of(answer)
+        return answer if number is None else f"{number.normalize():f}"
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the solution that the data have."""
+        return str(prompt.data)
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return problems of the test split, spread over it."""
@@ -74,22 +88,34 @@ def _read(folder: Path, split: str) -> list[Prompt]:
         )
     prompts = []
     for number, row in enumerate(rows, start=1):
-        gold = marked_answer(str(row.get("answer", "")))
-        if "question" not in row or number_of(gold) is None:
+        is_row = isinstance(row, dict) and "question" in row
+        solution = str(row.get("answer", "")) if is_row else ""
+        gold = marked_answer(solution)
+        if number_of(gold) is None:
             raise ValueError(
                 f"gsm8k expects a question and an answer that ends in '#### NUMBER', got neither "
                 f"in row {number} of {split} in {folder}."
             )
-        prompts.append(Prompt(str(row["question"]) + _ASK, gold))
+        # <<2*3=6>> are the notes of the data's makers for a calculator.
+        shown = re.sub(r"<<[^<>]*>>", "", solution)
+        prompts.append(Prompt(str(row["question"]) + _ASK, gold, shown))
     return prompts
 
 
-def _jsonl(path: Path) -> list[dict[str, object]]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+def _jsonl(path: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(
+                f"gsm8k expects one JSON object a line, got {line[:60]!r} in line {number} of "
+                f"{path}."
+            ) from error
+    return rows
 
 
-def _parquet(path: Path) -> list[dict[str, object]]:
+def _parquet(path: Path) -> list[Any]:
     parquet = checks.import_extra("gsm8k", "pyarrow.parquet", f"for {path}", "pyarrow")
-    rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
+    rows: list[Any] = parquet.read_table(path).to_pylist()
     return rows
