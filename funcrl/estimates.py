@@ -82,5 +82,7 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
     # Each as often as it was given: one answer may be judged in two ways.
-    judged = [judgement for answer, judgement in zip(answers, right, strict=True) if answer in winners]
+    judged = [
+        judgement for answer, judgement in zip(answers, right, strict=True) if answer in winners
+    ]
     return sum(judged) / len(judged) if judged else 0.0

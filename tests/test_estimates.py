@@ -84,6 +84,7 @@ def test_majority():
 
 def test_bad_input_is_refused():
     for call in (lambda: pass_at(3, 4, 1), lambda: pass_at(3, 1, 4), lambda: interval([]),
-                 lambda: interval([2.0]), lambda: interval([0.5], 0), lambda: majority(["1"], [])):  # fmt: skip
+                 lambda: interval([2.0]), lambda: interval([0.5], 0),
+                 lambda: majority(["1"], [])):  # fmt: skip
         with pytest.raises(ValueError, match="expects"):
             call()

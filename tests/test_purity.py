@@ -317,6 +317,7 @@ TABLE_OF_CALLS = {
     "load_params": (save_and_load, (MICRO_PARAMS,)),
     "save_params": (save_and_load, (MICRO_PARAMS,)),
     "tasks.load_tokenizer": (tokenizer_from_a_folder, ()),
+    "tasks.check_task": (lambda: tasks.check_task("train", TASK), ()),
     "tasks.last_number": (lambda: tasks.last_number("4 and 5"), ()),
     "tasks.marked_answer": (lambda: tasks.marked_answer("#### 5"), ()),
     "tasks.number_of": (lambda: float(tasks.number_of("5")), ()),
