@@ -65,7 +65,7 @@ def check_task_named(function: str, folder: Path) -> None:
         >>> try:
         ...     runs.check_task_named("evaluate", folder)
         ... except ValueError as error:
-        ...     print(str(error)[:35])
+        ...     print(str(error)[:34])
         evaluate expects task=, the object
     """
     name = read_facts(folder).get("task_object")
