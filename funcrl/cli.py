@@ -1,6 +1,5 @@
 """The command line: every option is a field of a config dataclass."""
 
-import json
 import os
 import signal
 import sys
@@ -113,10 +112,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     @app.command(name="eval")
     def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
         """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
-        result = evaluate(config)
-        if config.json is not None:
-            runs.write_whole(config.json, json.dumps(result._asdict(), indent=1) + "\n")
-        print(format_evaluation(result))
+        print(format_evaluation(evaluate(config)))
 
     @app.command(name="models")
     def _models() -> None:

@@ -320,8 +320,8 @@ class EvalConfig:
 
     run: Path | None = None
     """The folder of a run, whose last checkpoint, task and limits are taken."""
-    model: str = "micro"
-    """Without a run: a shape, or pretrained weights, as for `funcrl train`."""
+    model: str | None = None
+    """Without a run: a shape, or pretrained weights, as for `funcrl train`; micro when left out."""
     task: str | None = None
     """As for `funcrl train`; the run's, or sum_digits, when left out."""
     num_prompts: int = 100
@@ -332,14 +332,14 @@ class EvalConfig:
     """The k of pass@k and majority@k; none above num_samples."""
     temperature: float = 0.0
     """0 takes the most likely token, and then one sample says it all."""
-    top_p: float = 1.0
-    """As in training."""
-    top_k: int = 0
-    """As in training."""
+    top_p: float | None = None
+    """As in training; the run's when left out, as all else about drawing."""
+    top_k: int | None = None
+    """As in training; the run's when left out."""
     max_tokens: int | None = None
     """A completion ends here; the run's limit when left out."""
     system_prompt: str | None = None
-    """As for `funcrl train`."""
+    """As for `funcrl train`; the run's when left out."""
     seed: int = 0
     """Of the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -356,8 +356,24 @@ class EvalConfig:
     """Write the result here as well."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_samples"):
-            checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
+        for name in ("run", "out", "json"):
+            if not isinstance(getattr(self, name), Path | None):
+                raise TypeError(f"evaluate expects {name} as a Path, got {getattr(self, name)!r}.")
+        if self.run is not None and self.model is not None:
+            raise ValueError(f"evaluate expects --run or --model, got both ({self.model}).")
+        for name in ("num_prompts", "num_samples", "slots", "threads", "max_tokens"):
+            if getattr(self, name) is not None:
+                checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
+        checks.check_integer("evaluate", "--seed", self.seed)
+        checks.check_range("evaluate", "--seed", self.seed, 0, 2**63 - 1)
+        if self.temperature != 0:  # as in Sampling
+            checks.check_range("evaluate", "--temperature", self.temperature, 1e-6, 1e6)
+        if self.top_p is not None:
+            checks.check_positive("evaluate", "--top-p", self.top_p)
+            checks.check_range("evaluate", "--top-p", self.top_p, 0.0, 1.0)
+        if self.top_k is not None:
+            checks.check_integer("evaluate", "--top-k", self.top_k)
+            checks.check_range("evaluate", "--top-k", self.top_k, 0, float("inf"))
         for k in self.ks:
             checks.check_range("evaluate", "--ks", k, 1, self.num_samples)
         if self.temperature == 0 and self.num_samples > 1:

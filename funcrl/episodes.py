@@ -74,7 +74,7 @@ def complete(
     """Return `sampling.num_samples` completions of each prompt, or episodes of an environment.
 
     Args:
-        task: whose tokenizer to use; its end token and its stop strings end a completion.
+        task: whose tokenizer to use; its end tokens and its stop strings end a completion.
         generator: with parameters pushed.
         prompts: N of them.
         sampling: how to draw; `max_tokens` is a turn's.
@@ -96,7 +96,7 @@ def complete(
     asked = [task.tokenizer.encode(prompt.text) for prompt in prompts]
     sampling = replace(
         sampling,
-        stop_tokens=_together(sampling.stop_tokens, (task.tokenizer.end,)),
+        stop_tokens=_together(sampling.stop_tokens, _ends(task.tokenizer)),
         stop=_together(sampling.stop, getattr(task, "stop", ())),
     )
     samples = generator.generate(asked, sampling, seed)
@@ -118,16 +118,24 @@ def complete(
     )
 
 
-def demonstration(task: Task | Environment, prompt: Prompt) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a right answer with its prompt, and which of them a policy would say.
+class Demonstration(NamedTuple):
+    """A right completion of a prompt."""
+
+    tokens: list[int]  # the prompt's, and all that follow
+    mask: list[bool]  # which of them a policy would say
+    outcome: Any  # what is rewarded: the text, or an environment's last state
+
+
+def demonstration(task: Task | Environment, prompt: Prompt) -> Demonstration:
+    """Return a right completion of a prompt: what the task demonstrates, or the prompt's answer.
 
     For an environment, what `demonstrate` does is played, and answered by the environment.
 
     Example:
         >>> import funcrl
         >>> task = funcrl.tasks.SumDigits()
-        >>> tokens, mask = funcrl.episodes.demonstration(task, funcrl.tasks.Prompt("1+2=", "3"))
-        >>> tokens, mask
+        >>> found = funcrl.episodes.demonstration(task, funcrl.tasks.Prompt("1+2=", "3"))
+        >>> found.tokens, found.mask
         ([2, 11, 3, 12, 4, 0], [False, False, False, False, True, True])
     """
     tokenizer = task.tokenizer
@@ -139,13 +147,14 @@ def demonstration(task: Task | Environment, prompt: Prompt) -> tuple[list[int], 
         mask.extend([said] * len(more))
 
     if not isinstance(task, Environment):
-        if not prompt.answer:
+        shown = task.demonstrate(prompt) if hasattr(task, "demonstrate") else prompt.answer
+        if not shown:
             raise ValueError(
                 f"warm_start expects prompts with answers, got none for {prompt.text[:80]!r} from "
                 f"the task {task.name!r}; --warm-start.steps 0 goes without."
             )
-        extend([*_plain(tokenizer, prompt.answer), tokenizer.end], True)
-        return tokens, mask
+        extend([*_plain(tokenizer, shown), tokenizer.end], True)
+        return Demonstration(tokens, mask, shown)
     if not hasattr(task, "demonstrate"):
         raise ValueError(
             f"warm_start expects the environment {task.name!r} to have demonstrate(prompt), got "
@@ -159,7 +168,7 @@ def demonstration(task: Task | Environment, prompt: Prompt) -> tuple[list[int], 
         observation = task.observe(state)
         if observation is not None:
             extend(_answer(tokenizer, observation, inline), False)
-    return tokens, mask
+    return Demonstration(tokens, mask, state)
 
 
 def _play(
@@ -214,6 +223,10 @@ def _answer(tokenizer: Tokenizer, observation: str, inline: bool) -> list[int]:
         return _plain(tokenizer, observation)
     encode = getattr(tokenizer, "encode_reply", tokenizer.encode)
     return list(encode(observation))
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(getattr(tokenizer, "ends", (tokenizer.end,)))
 
 
 def _plain(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -9,16 +9,19 @@ from funcrl import checks
 _Z = 1.959963984540054  # of a normal distribution's middle 95%
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
     """Return the 95% confidence interval of a mean of independent values in [0, 1].
 
-    Wilson's score interval, with the spread of the values in place of a coin's, so that a prompt
-    with several samples counts as one value; it stays in [0, 1] and is right near its ends.
+    Wilson's score interval, which stays in [0, 1] and is right near its ends, for as many coins n
+    as would scatter like the values: samples of one prompt are alike, and count for less than
+    samples of several. With N values, s^2 their unbiased variance, and m samples in each,
 
-        (p + z^2 / 2n +- z sqrt(v / n + z^2 / 4n^2)) / (1 + z^2 / n),    v <= p (1 - p)
+        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+        n = min(1 + N p (1 - p) / s^2, N m),    N if the values are all equal
 
     Args:
-        values: one for each prompt.
+        values: one for each prompt: the share of its samples that are right.
+        num_samples: m, of each prompt.
 
     Example:
         >>> from funcrl.estimates import interval
@@ -27,13 +30,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         (0.49, 0.943)
     """
     checks.check_count("interval", "the number of values", len(values))
-    n, mean = len(values), math.fsum(values) / len(values)
+    checks.check_count("interval", "num_samples", num_samples)
     for value in values:
         checks.check_range("interval", "a value", value, 0.0, 1.0)
-    variance = math.fsum((value - mean) ** 2 for value in values) / n
+    count, p = len(values), math.fsum(values) / len(values)
+    square_sum = math.fsum((value - p) ** 2 for value in values)
+    n = float(count)
+    if square_sum > 1e-12 * count:  # not only rounding
+        n = min(1 + count * p * (1 - p) * (count - 1) / square_sum, count * num_samples)
     square = _Z * _Z
-    half = _Z * math.sqrt(variance / n + square / (4 * n * n))
-    center, scale = mean + square / (2 * n), 1 + square / n
+    half = _Z * math.sqrt(p * (1 - p) / n + square / (4 * n * n))
+    center, scale = p + square / (2 * n), 1 + square / n
     return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
 
 
@@ -58,7 +65,7 @@ def pass_at(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Return whether the most frequent answer is right; between equally frequent ones, the share.
+    """Return how often the most frequent answer is right; of equally frequent ones, the mean.
 
     Args:
         answers: one for each sample; "" is no answer, and has no vote.
@@ -74,5 +81,8 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     votes = Counter(answer for answer in answers if answer)
     most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
-    truth = dict(zip(answers, right, strict=True))
-    return sum(truth[answer] for answer in winners) / len(winners) if winners else 0.0
+    # Each as often as it was given: one answer may be judged in two ways.
+    judged = [
+        judgement for answer, judgement in zip(answers, right, strict=True) if answer in winners
+    ]
+    return sum(judged) / len(judged) if judged else 0.0

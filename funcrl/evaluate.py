@@ -1,7 +1,10 @@
 """How good a policy is: accuracy with its interval, pass@k and majority@k, on held-out prompts."""
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -11,12 +14,20 @@ from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.estimates import interval, majority, pass_at
 from funcrl.parts import Parts, build, defaults, empty_state, first_params
 from funcrl.protocols import Environment, Task
-from funcrl.rollouts import Completed, accuracies, complete, grade, to_completions
+from funcrl.rollouts import (
+    Completed,
+    Graded,
+    RewardError,
+    accuracies,
+    complete,
+    grade,
+    to_completions,
+)
 from funcrl.types import Params
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation came to; every number is a mean over prompts."""
+    """What an evaluation came to; accuracies are means over prompts, the last ones over samples."""
 
     task: str
     policy: str
@@ -29,16 +40,19 @@ class Evaluation(NamedTuple):
     majority_at: dict[int, float]
     mean_length: float
     clipped_ratio: float
+    num_errors: int = 0  # samples without a reward: their prompts are left out
 
 
-def evaluate(config: EvalConfig) -> Evaluation:
+def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> Evaluation:
     """Return how a run's last checkpoint, or a model, does on a task's held-out prompts.
 
-    A completion is right when the reward that the task names as its `accuracy` is 1. Completions
-    are written to `config.out`, where it is given.
+    A completion is right when the reward that the task names as its `accuracy` is 1. Where a run
+    skips rewards that raise, so does its evaluation: with all samples of that prompt. Completions
+    are written to `config.out` and the result to `config.json`, where they are given.
 
     Args:
         config: what to evaluate, and how.
+        task: in place of the one that the configuration names.
 
     Example:
         >>> import funcrl
@@ -47,31 +61,38 @@ def evaluate(config: EvalConfig) -> Evaluation:
         >>> result.num_prompts, 0 <= result.low <= result.accuracy <= result.high <= 1
         (5, True)
     """
+    if task is not None and config.task is not None:
+        raise ValueError(f"evaluate expects task= or --task, got both ({config.task}).")
     if config.out is not None and config.out.exists():
         raise FileExistsError(f"evaluate expects --out to be a new file, got {config.out}.")
-    options = _options(config)
+    for file in (config.out, config.json):
+        if file is not None:  # before hours of drawing, not after
+            file.parent.mkdir(parents=True, exist_ok=True)
+    options = _options(config, task)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    parts = build(options)
+    parts = build(options, task, function="evaluate")
+    facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
-        raise ValueError(f"evaluate expects held-out prompts from --task {options.task}, got none.")
-    parts.generator.push(parts.policy(_params(config, options, parts)))
-    sampling = Sampling(
-        num_samples=config.num_samples, max_tokens=options.sampling.max_tokens,
-        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
-        stop=options.sampling.stop,
-    )  # fmt: skip
-    seed = rng.fold_in(config.seed, 0)
-    completed = complete(parts.task, parts.generator, prompts, sampling, seed)
+        raise ValueError(
+            f"evaluate expects held-out prompts from the task {parts.task.name!r}, got none."
+        )
+    sampling = _sampling(config, options)
+    step, params = _params(config, options, parts)
+    parts.generator.push(parts.policy(params), step)
+    completed = complete(
+        parts.task, parts.generator, prompts, sampling, rng.fold_in(config.seed, 0)
+    )
     parts.generator.close()
-    graded = grade(parts.task, completed.prompts, completed.outcomes)
-    right = (accuracies(parts.task, graded) >= 1.0).view(-1, config.num_samples).tolist()
-    if config.out is not None:
-        rows = to_completions(completed, graded, step=0, count=len(completed.texts))
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        runs.append_lines(config.out, [row._asdict() for row in rows])
-    return _summarise(config, parts, completed, right)
+    trained_on = facts.get("task", facts.get("task_object", parts.task.name))
+    own = config.run is not None and parts.task.name == trained_on
+    weights = options.reward_weights if own else None  # they are of the run's rewards
+    graded = _grade(config.out, step, parts.task, completed, weights, options.on_reward_error)
+    result = _summarise(config, parts.task, completed, graded)
+    if config.json is not None:
+        runs.write_whole(config.json, json.dumps(result._asdict(), indent=1) + "\n")
+    return result
 
 
 def format_evaluation(result: Evaluation) -> str:
@@ -95,11 +116,14 @@ def format_evaluation(result: Evaluation) -> str:
     for label, values in (("pass", result.pass_at), ("majority", result.majority_at)):
         lines += [f"{f'{label}@{k}':<11} {value:.3f}" for k, value in values.items()]
     lines.append(f"length {result.mean_length:.1f} tokens, {result.clipped_ratio:.0%} cut off")
+    if result.num_errors:
+        lines.append(f"{result.num_errors} samples without a reward; their prompts are left out")
     return "\n".join(lines)
 
 
-def _options(config: EvalConfig) -> TrainConfig:
+def _options(config: EvalConfig, task: Task | Environment | None) -> TrainConfig:
     """Return the options of the run that is evaluated, or of a run that would begin so."""
+    options = defaults(config.model or TrainConfig.model)
     if config.run is not None:
         path = config.run / runs.CONFIG
         if not path.is_file():
@@ -108,21 +132,69 @@ def _options(config: EvalConfig) -> TrainConfig:
                 f"{runs.CONFIG}."
             )
         options = read_config(TrainConfig, path)
-    else:
-        options = replace(defaults(config.model), system_prompt=config.system_prompt)
-    changes: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
-    if config.task is not None:
-        changes["task"] = config.task
-    if config.max_tokens is not None:
-        changes["sampling"] = replace(options.sampling, max_tokens=config.max_tokens)
-    return replace(options, **changes, threads=config.threads, slots=config.slots)
+    system_prompt = config.system_prompt
+    if system_prompt is None and task is None:  # a task that is given brings its own
+        system_prompt = options.system_prompt
+    return replace(
+        options, task=config.task or options.task, system_prompt=system_prompt,
+        device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
+    )  # fmt: skip
 
 
-def _params(config: EvalConfig, options: TrainConfig, parts: Parts) -> Params:
+def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
+    """Return how the run draws, but for what is said otherwise."""
+    changes = {
+        name: getattr(config, name)
+        for name in ("max_tokens", "top_p", "top_k")
+        if getattr(config, name) is not None
+    }
+    return replace(
+        options.sampling, num_samples=config.num_samples, temperature=config.temperature, **changes
+    )
+
+
+def _facts(
+    config: EvalConfig, task: Task | Environment, given: Task | Environment | None
+) -> dict[str, str]:
+    """Return what the run wrote down about itself, after checking that the task is the run's."""
     if config.run is None:
-        return first_params(options, parts)
-    state, _ = restore(config.run / runs.CHECKPOINTS, empty_state(options, parts))
-    return dict(state.params)
+        return {}
+    facts = runs.read_facts(config.run)
+    if config.task is None and given is None:
+        runs.check_task_named("evaluate", config.run)
+        if facts.get("task", task.name) != task.name:
+            raise ValueError(
+                f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
+                f"got {task.name!r}; --task evaluates on another."
+            )
+    return facts
+
+
+def _params(config: EvalConfig, options: TrainConfig, parts: Parts) -> tuple[int, Params]:
+    """Return the parameters to evaluate, and after how many steps they were saved."""
+    if config.run is None:
+        return 0, first_params(options, parts)
+    state, extra = restore(config.run / runs.CHECKPOINTS, empty_state(options, parts))
+    return extra["step"], dict(state.params)
+
+
+def _grade(
+    out: Path | None,
+    step: int,
+    task: Task | Environment,
+    completed: Completed,
+    weights: Mapping[str, float] | None,
+    on_error: Literal["stop", "skip"],
+) -> Graded:
+    """Return what completions are worth; they are written down even if a reward raises."""
+    graded = Graded({}, torch.full((len(completed.texts),), torch.nan), [])
+    try:
+        graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
+    finally:
+        if out is not None:
+            rows = to_completions(completed, graded, step, count=len(completed.texts))
+            runs.append_lines(out, [row._asdict() for row in rows])
+    return graded
 
 
 def _answers(task: Task | Environment, completed: Completed) -> list[str]:
@@ -133,32 +205,39 @@ def _answers(task: Task | Environment, completed: Completed) -> list[str]:
 
 
 def _summarise(
-    config: EvalConfig, parts: Parts, completed: Completed, right: list[list[bool]]
+    config: EvalConfig, task: Task | Environment, completed: Completed, graded: Graded
 ) -> Evaluation:
     n = config.num_samples
-    answers = _answers(parts.task, completed)
-    voted = [answers[start : start + n] for start in range(0, len(answers), n)]
+    accuracy = accuracies(task, graded).view(-1, n)
+    whole = accuracy.isfinite().all(dim=1)
+    if not whole.any():
+        raise RewardError(f"evaluate expects a prompt without errors, got none: {graded.errors[0]}")
+    right = (accuracy[whole] >= 1.0).tolist()
+    answers = _answers(task, completed)
+    voted = [answers[row * n : row * n + n] for row in whole.nonzero().squeeze(1).tolist()]
 
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
+    def mean(values: Iterable[float]) -> float:
+        listed = list(values)
+        return sum(listed) / len(listed)
 
-    shares = [mean([float(each) for each in row]) for row in right]
-    low, high = interval(shares)
-    cut = [reason == "length" for reason in completed.samples.finish_reasons]
+    shares = [sum(row) / n for row in right]
+    low, high = interval(shares, n)
+    reasons = completed.samples.finish_reasons
     return Evaluation(
-        task=parts.task.name,
-        policy=str(config.run or config.model),
+        task=task.name,
+        policy=str(config.run or config.model or TrainConfig.model),
         num_prompts=len(right),
         num_samples=n,
         accuracy=mean(shares),
         low=low,
         high=high,
-        pass_at={k: mean([pass_at(n, sum(row), k) for row in right]) for k in config.ks},
+        pass_at={k: mean(pass_at(n, sum(row), k) for row in right) for k in config.ks},
         # The first k of each prompt's samples, which are drawn alike.
         majority_at={
-            k: mean([majority(a[:k], r[:k]) for a, r in zip(voted, right, strict=True)])
+            k: mean(majority(a[:k], r[:k]) for a, r in zip(voted, right, strict=True))
             for k in config.ks
         },
         mean_length=float(completed.samples.mask.sum()) / len(answers),
-        clipped_ratio=mean([float(each) for each in cut]),
+        clipped_ratio=mean(float(reason == "length") for reason in reasons),
+        num_errors=len(graded.errors),
     )

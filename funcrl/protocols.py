@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     Two more methods are optional, for a tokenizer that writes prompts as conversations:
     `encode_answer(text)`, the tokens of a text within an answer, and `encode_reply(text)`, those
     that follow an answer's end when a message comes next, up to where it is answered. Both are
-    `encode` when left out.
+    `encode` when left out. So is `ends`, all tokens that end a completion, where there are several.
     """
 
     vocab_size: int
@@ -37,9 +37,10 @@ class Tokenizer(Protocol):
 class Task(Protocol):
     """What a policy is trained on.
 
-    Four more attributes are optional: `reward_weights`, name -> factor (1 each when left out);
+    Five more attributes are optional: `reward_weights`, name -> factor (1 each when left out);
     `accuracy`, the name of the reward that `eval/accuracy` is the mean of ("correct");
     `extract(completion)`, the answer that a completion votes for in majority@k (all of its text);
+    `demonstrate(prompt)`, the text of a right completion, for a warm start (the prompt's answer);
     and `stop`, strings that end a completion.
     """
 
@@ -67,8 +68,8 @@ class Environment(Protocol):
     observation is put right behind it, as a tool's result is. After any other, the observation is
     the next message. A completion that was cut off is acted with, too, and is the last.
 
-    The other attributes that `Task` has are optional here too, and `extract` gets the last state.
-    So is `demonstrate(prompt)`, the texts of a right episode's actions, for a warm start.
+    The other attributes that `Task` has are optional here too; `extract` gets the last state, and
+    `demonstrate(prompt)` returns the texts of a right episode's actions.
     """
 
     name: str

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +42,17 @@ class Record:
         title: shown above the run.
         view: shows the run.
         command: what started the run, for environment.json.
+        facts: what else goes there.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: Path, title: str, view: View, command: Sequence[str] = ()
-    ) -> None:
+        self, config: TrainConfig, folder: Path, title: str, view: View,
+        command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.note = folder, view.note
         self._progress: Progress | None = None
-        self._config, self._title, self._view, self._command = config, title, view, command
+        self._config, self._title, self._view = config, title, view
+        self._facts = _environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         self._trackers: list[Tracker] = []
@@ -69,7 +72,7 @@ class Record:
         if found is not None:
             _check_goes_on(self._config, self.folder, found.step)
         # From here on the folder holds a run, which `--resume` finds even before its first step.
-        _write_facts(self.folder, self._config, self._command)
+        _write_facts(self.folder, self._config, self._facts)
         if found is None:
             self._empty = True
             return None
@@ -223,12 +226,11 @@ def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
         )
 
 
-def _write_facts(folder: Path, config: TrainConfig, command: Sequence[str]) -> None:
+def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
     plain = configs.to_plain(config)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     runs.write_whole(folder / runs.CONFIG, text)
-    facts = json.dumps(_environment(command), indent=1)
-    runs.write_whole(folder / runs.ENVIRONMENT, facts + "\n")
+    runs.write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
 
 
 def open_folder(folder: Path | None, resume: bool) -> Path:

@@ -40,6 +40,41 @@ class Completion(NamedTuple):
     policy_version: int
 
 
+def read_facts(folder: Path) -> dict[str, str]:
+    """Return what a run wrote down about its machine and its task; nothing when there is no file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> runs.read_facts(pathlib.Path(tempfile.mkdtemp()))
+        {}
+    """
+    path = folder / ENVIRONMENT
+    facts: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return facts
+
+
+def check_task_named(function: str, folder: Path) -> None:
+    """Raise if a run was given its task as an object, which its configuration does not name.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"task_object": "mine"}')
+        >>> try:
+        ...     runs.check_task_named("evaluate", folder)
+        ... except ValueError as error:
+        ...     print(str(error)[:34])
+        evaluate expects task=, the object
+    """
+    name = read_facts(folder).get("task_object")
+    if name is not None:
+        raise ValueError(
+            f"{function} expects task=, the object {name!r} that {folder} was trained on, got none."
+        )
+
+
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append one JSON object a line; numbers that JSON cannot write become null.
 

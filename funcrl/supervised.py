@@ -7,7 +7,7 @@ import torch
 from funcrl import algorithms, optim, tree
 from funcrl.batching import collate
 from funcrl.config import WarmStartConfig
-from funcrl.episodes import demonstration
+from funcrl.episodes import Demonstration, demonstration
 from funcrl.protocols import Environment, Prompt, Task
 from funcrl.step import grpo_step
 from funcrl.types import ModelFn, Params, Rollout
@@ -53,7 +53,10 @@ def warm_start(
     device = state.step.device
     while done < config.steps and reached < config.accuracy:
         prompts = task.prompts(seed, done * config.num_prompts, config.num_prompts)
-        rollout = _demonstrations(task, prompts, device)
+        shown = [demonstration(task, prompt) for prompt in prompts]
+        if not done:
+            _check_right(task, prompts, shown)
+        rollout = _demonstrated(shown, device)
         state, _ = step(state, collate(rollout, algorithm))
         done += 1
         if done % config.every == 0 or done == config.steps:
@@ -61,15 +64,27 @@ def warm_start(
     return state.params, {"warm_start/steps": done, "warm_start/accuracy": reached}
 
 
-def _demonstrations(
-    task: Task | Environment, prompts: Sequence[Prompt], device: torch.device
-) -> Rollout:
-    """Return the prompts' own answers as a rollout in which each earned 1."""
-    rows = [demonstration(task, prompt) for prompt in prompts]
-    width = max(len(row) for row, _ in rows)
+def _check_right(
+    task: Task | Environment, prompts: Sequence[Prompt], shown: Sequence[Demonstration]
+) -> None:
+    """Raise if a policy would learn to say what earns nothing."""
+    name = getattr(task, "accuracy", "correct")
+    for prompt, (_, _, outcome) in zip(prompts, shown, strict=True):
+        value = task.reward(prompt, outcome).get(name, 1.0)
+        if value < 1.0:
+            raise ValueError(
+                f"warm_start expects demonstrations that are right, got {repr(outcome)[:80]} for "
+                f"{prompt.text[:80]!r}, for which the reward {name!r} of {task.name!r} is {value}; "
+                f"give the task demonstrate(prompt), or go without by --warm-start.steps 0."
+            )
+
+
+def _demonstrated(rows: Sequence[Demonstration], device: torch.device) -> Rollout:
+    """Return demonstrations as a rollout in which each earned 1."""
+    width = max(len(row) for row, _, _ in rows)
     shape = (len(rows), width)
     tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    for index, (row, said) in enumerate(rows):
+    for index, (row, said, _) in enumerate(rows):
         tokens[index, : len(row)] = torch.tensor(row)
         mask[index, : len(row)] = torch.tensor(said)
     rollout: Rollout = tree.map(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import metrics, rng
+from funcrl import metrics, rng, runs
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
 from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
@@ -96,7 +96,10 @@ def train(
     check_trackers(config.log.trackers)
     parts = build(config, task)
     folder = open_folder(config.run_dir, resume)
-    record = Record(config, folder, parts.task.name, view or SilentView(), command)
+    if task is None:
+        runs.check_task_named("train", folder)
+    facts = {"task" if task is None else "task_object": parts.task.name}
+    record = Record(config, folder, parts.task.name, view or SilentView(), command, facts)
     try:
         if record.resumed(empty_state(config, parts)) is None:
             _begin(config, parts, record, started, stop)

@@ -259,7 +259,7 @@ def test_equal_contexts_go_on_differently():
 def test_a_demonstration_is_what_a_policy_would_have_said():
     task = Calculator()
     prompt = task.prompts(0, 0, 1)[0]
-    tokens, mask = demonstration(task, prompt)
+    tokens, mask, _ = demonstration(task, prompt)
     first, second = task.demonstrate(prompt)
     script = Script(task.tokenizer, [first], [second])
     row = to_rollout(complete(task, script, [prompt], Sampling(max_tokens=20), 0), torch.ones(1))

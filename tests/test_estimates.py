@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from funcrl.estimates import interval, majority, pass_at
 
@@ -29,8 +30,11 @@ def test_the_interval_covers_and_narrows():
     low, high = interval([0.0] * 20)
     assert low == 0.0
     assert 0.1 < high < 0.2
-    wide, narrow = interval([0.0, 1.0] * 10), interval([0.4, 0.6] * 10)
-    assert narrow[1] - narrow[0] < wide[1] - wide[0]  # samples of one prompt are not coins
+    wide, narrow = interval([0.0, 1.0] * 10, 5), interval([0.4, 0.6] * 10, 5)
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]
+    assert narrow == pytest.approx(interval([0.0, 1.0] * 50))  # as 20 * 5 single samples
+    assert wide == pytest.approx(interval([0.0, 1.0] * 10))  # as 20: each prompt's five are one
+    assert interval([0.5] * 20, 8) == pytest.approx(interval([0.0, 1.0] * 10))
 
 
 def test_the_interval_holds_the_truth_95_times_in_100():
@@ -44,7 +48,35 @@ def test_the_interval_holds_the_truth_95_times_in_100():
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.parametrize(
+    ("n", "m", "rates"),
+    [
+        (100, 8, (0.01,)),
+        (100, 8, (0.002,)),
+        (30, 16, (0.99,)),
+        (100, 8, (0.5,)),
+        (100, 8, (0.2, *[0.0] * 19)),
+        (200, 4, (0.0, 1.0)),
+        (50, 8, (0.05, 0.5, 0.9)),
+    ],
+)
+def test_the_interval_holds_the_truth_with_several_samples_of_a_prompt(n, m, rates):
+    """Prompts are drawn from a mixture of rates, and m samples of each; 1500 evaluations."""
+    generator = torch.Generator().manual_seed(0)
+    truth = sum(rates) / len(rates)
+    drawn = torch.tensor(rates)[torch.randint(0, len(rates), (1500, n), generator=generator)]
+    coins = torch.rand(1500, n, m, generator=generator) < drawn[..., None]
+    shares = coins.double().mean(dim=2).tolist()
+    covered = [low - 1e-9 <= truth <= high + 1e-9 for low, high in (interval(v, m) for v in shares)]
+    assert 0.9 <= sum(covered) / 1500 <= 0.995
+    flat = [interval(row, 1) for row in coins.double().flatten(1).tolist()]
+    if rates == (0.0, 1.0):  # where all samples of a prompt are one, they must not count as m
+        assert sum(low <= truth <= high for low, high in flat) / 1500 < 0.8
+
+
 def test_majority():
+    assert majority(["7", "7", "3"], [True, False, False]) == 0.5  # not the last judgement
+    assert majority(["7", "7", "3"], [False, True, False]) == 0.5
     assert majority(["1", "2", "2"], [True, False, False]) == 0.0
     assert majority(["", "", "2"], [False, False, True]) == 1.0
     assert majority(["", ""], [False, False]) == 0.0
@@ -52,6 +84,7 @@ def test_majority():
 
 def test_bad_input_is_refused():
     for call in (lambda: pass_at(3, 4, 1), lambda: pass_at(3, 1, 4), lambda: interval([]),
-                 lambda: interval([2.0]), lambda: majority(["1"], [])):  # fmt: skip
+                 lambda: interval([2.0]), lambda: interval([0.5], 0),
+                 lambda: majority(["1"], [])):  # fmt: skip
         with pytest.raises(ValueError, match="expects"):
             call()

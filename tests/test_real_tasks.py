@@ -1,6 +1,9 @@
 """Tasks with pretrained tokenizers: what is asked, what counts as right, and what is trained on."""
 
 import json
+import os
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -112,6 +115,20 @@ def test_the_tagged_answer_is_the_last_one(text, wanted):
         ("none", ""),
         ("3.5", ""),
         ("12 or 3.5", "12"),
+        ("4+7+2=13", "13"),
+        ("**13**", "13"),
+        ("(13)", "13"),
+        ("$13, then", "13"),
+        ("2+0", "0"),
+        ("-13", ""),
+        ("is \u221213", ""),
+        ("13%", ""),
+        ("13 %", ""),
+        ("13 .5", ""),
+        ("x13y", ""),
+        ("x13", ""),
+        ("13e0", ""),
+        ("1,234%", ""),
     ],
 )
 def test_the_last_number(text, wanted):
@@ -159,9 +176,26 @@ def test_problems_of_ones_own(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"question": "?", "answer": "no mark"}\n')
     with pytest.raises(ValueError, match="gsm8k expects a question and an answer .* row 1 of test"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    for text in ("[1]", '{"answer": "#### 1"}', "null"):
+        (tmp_path / "test.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="gsm8k expects .* (row|line) 1 of"):
+            load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    (tmp_path / "test.jsonl").write_text('\n{"question": "a"')
+    with pytest.raises(ValueError, match=r"one JSON object a line, got .* line 2 of .*test.jsonl"):
+        load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+    (tmp_path / "test.jsonl").write_text((tmp_path / "train.jsonl").read_text())
+    with pytest.raises(ValueError, match=r"no problem in both train and test, got .train\?"):
+        load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match="gsm8k expects problems in"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
+
+
+def test_a_number_has_one_vote_however_it_is_written(gsm8k):
+    texts = ["#### 1,234", "#### $1234.00", "#### 1234", "#### 5", "#### 5", "5"]
+    assert [gsm8k.extract(text) for text in texts] == ["1234"] * 3 + ["5", "5", ""]
+    assert gsm8k.extract("#### 1000 apples") == "1000 apples"
+    assert gsm8k.extract("#### 1,000") == "1000"
 
 
 def test_problems_in_parquet(tmp_path):
@@ -359,6 +393,8 @@ def test_every_puzzle_has_a_solution_and_no_held_out_one_is_trained_on():
         }
 
     assert not puzzles(held_out) & puzzles(trained)
+    many = task.eval_prompts(800)
+    assert len(puzzles(many)) == len(many) == 800  # (3, 5, 7) and (5, 3, 7) are one puzzle
     assert task.prompts(0, 5, 3) == trained[5:8]
 
 
@@ -376,12 +412,111 @@ def test_a_generator_of_reasoning_gym(generator):
         assert task.reward(prompt, prompt.answer) == {"correct": 0.0, "format": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("generator", "answers"),
+    [
+        ("prime_factorization", ["two times 3", "2 * x"]),
+        ("boxnet", ["0", "[[1]]", '{"a": 1}']),
+        ("game_of_life", ["{}", '{"a": 1}']),
+        ("complex_arithmetic", ["nan", "nan + nani", "inf"]),
+        ("countdown", ["9**9**9", "9*\n*9**9", "9!!!!", "exit()", "().__class__"]),
+        ("binary_matrix", ["9**9**9", "9*\n*9**9**9", "exit()"]),
+        ("spiral_matrix", ["9**9**9", "exit()"]),
+        ("string_insertion", ["9**9**9", "exit()"]),
+        ("n_queens", ["9**9**9", "exit()"]),
+    ],
+)
+def test_a_wrong_answer_of_any_kind_scores_low(generator, answers):
+    """A verifier that raises would end a run, one that runs text as Python could do anything."""
+    task = load(f"reasoning_gym:{generator}", tiny_tokenizer())
+    prompts = task.eval_prompts(20)
+    for answer in answers:
+        completion = f"<answer>{answer}</answer>"
+        assert all(task.reward(prompt, completion)["correct"] < 0.1 for prompt in prompts)
+    for prompt in prompts:
+        known = prompt.answer not in ("None", "")  # some generators know no answer of their own
+        assert task.reward(prompt, task.demonstrate(prompt))["correct"] == float(known)
+
+
+def test_generators_that_pay_for_anything_or_never_end_are_refused():
+    for name in ("game_of_life_halting", "puzzle24", "simple_integration", "composite"):
+        with pytest.raises(ValueError, match=f"expects a generator to train on, got '{name}': it"):
+            ReasoningGym(name, tiny_tokenizer())
+
+
+def test_problems_that_depend_on_the_hash_seed_need_a_fixed_one():
+    script = """
+from funcrl.tasks import ReasoningGym
+for name in ("isomorphic_strings", "polynomial_multiplication", "ransom_note"):
+    task = ReasoningGym(name, None)
+    print([(prompt.text, prompt.answer) for prompt in task.eval_prompts(20)])
+    assert all(task.reward(p, task.demonstrate(p))["correct"] == 1 for p in task.eval_prompts(9))
+    for text in ("x**9**9**9", "(x**9)**9", "exit()", "1" * 60 + "!"):
+        assert task.reward(task.eval_prompts(1)[0], f"<answer>{text}</answer>")["correct"] == 0
+"""
+
+    def run(seed):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    first, second, random = run("0"), run("0"), run("random")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert "reasoning_gym expects PYTHONHASHSEED=0" in random.stderr
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "countdown", "countdown:5", "reasoning_gym:chain_sum"])
+def test_what_a_task_demonstrates_is_right(name):
+    task = load(name, tiny_tokenizer())
+    for prompt in task.prompts(0, 0, 50):
+        shown = funcrl.episodes.demonstration(task, prompt)
+        assert task.reward(prompt, shown.outcome) == {"correct": 1.0, "format": 1.0}
+        said = [token for token, mine in zip(*shown[:2], strict=True) if mine]
+        assert task.tokenizer.decode(said) == shown.outcome
+        assert "<<" not in shown.outcome
+
+
+def test_a_warm_start_on_wrong_answers_is_refused_before_any_step():
+    class Marked(SumDigits):
+        """Wants a mark, and has none in its answers."""
+
+        def reward(self, prompt, completion):
+            return {"correct": float(marked_answer(completion) == prompt.answer)}
+
+    task = Marked(3)
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+    with pytest.raises(ValueError, match="warm_start expects demonstrations that are right, got"):
+        funcrl.warm_start(
+            funcrl.logprob_fn(model), funcrl.init_params(model, seed=0), task,
+            WarmStartConfig(steps=2), seed=0, accuracy=lambda params: 0.0,
+        )  # fmt: skip
+
+
 def test_digits_in_words():
     task = SumDigits(3, tiny_tokenizer())
     prompt = task.eval_prompts(1)[0]
     assert prompt.text.startswith("What is ")
     assert task.reward(prompt, f"That is {prompt.answer}.") == {"correct": 1.0}
     assert task.reward(prompt, f"{prompt.answer} or 99") == {"correct": 0.0}
+
+
+def test_many_digits_are_held_out_without_looking_at_all():
+    found = SumDigits(9).eval_prompts(200)
+    assert len(set(found)) == 200
+    assert SumDigits(9).eval_prompts(200) == found
+
+
+def test_countdown_refuses_what_has_no_puzzles():
+    tokenizer = tiny_tokenizer()
+    for name in ("countdown:x", "countdown:-2", "sum_digits:3.5", "calculator:a"):
+        with pytest.raises(ValueError, match=f"load expects a whole number in --task {name}"):
+            load(name, tokenizer)
+    for options in ({"count": 0}, {"count": 30}, {"largest": 1}, {"largest": 0}):
+        with pytest.raises(ValueError, match="Countdown expects"):
+            Countdown(tokenizer, **options)
+    with pytest.raises(ValueError, match="Countdown expects more puzzles than 2 numbers up to 2"):
+        Countdown(tokenizer, count=2, largest=2).eval_prompts(1)
 
 
 def test_tasks_that_cannot_be_are_refused():
@@ -428,6 +563,74 @@ def test_a_prompt_is_the_template_around_the_text(template, end):
         asked = ChatTokenizer(inner, system="Be brief.").encode("4 + 7?")
         assert "Be brief." in inner.decode(asked)
     assert tokenizer.decode([*inner.encode("11", add_special_tokens=False), tokenizer.end]) == "11"
+
+
+def test_every_end_ends_an_answer(tmp_path):
+    """The template's, the tokenizer's, and those of the model's generation_config.json."""
+    folder, _ = pretrained(tmp_path / "model")
+    inner = load_tokenizer(folder)._tokenizer
+    ids = inner.convert_tokens_to_ids
+    assert load_tokenizer(folder).ends == (ids("<|im_end|>"), ids("</s>"))
+    for found in (ids("<|eot|>"), [ids("<|eot|>"), ids("</s>")]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+        tokenizer = load_tokenizer(folder)
+        assert set(tokenizer.ends) == {ids("<|im_end|>"), ids("</s>"), ids("<|eot|>")}
+    tokens = [*inner.encode("11", add_special_tokens=False), ids("</s>")]
+    assert tokenizer.decode(tokens) == "11"
+
+    class Asked:
+        def generate(self, prompts, sampling, seed):
+            self.sampling = sampling
+            raise StopIteration
+
+    asked, task = Asked(), SumDigits(3, tokenizer)
+    with pytest.raises(StopIteration):
+        funcrl.rollouts.complete(task, asked, task.prompts(0, 0, 1), Sampling(), seed=0)
+    assert asked.sampling.stop_tokens == tokenizer.ends
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("gpt-2", "It's 12345.", ["It", "'s", "_12345", "."]),
+        ("smollm", "It's 123.", ["It", "'s", "_", "1", "2", "3", "."]),
+        ("llama-bpe", "It'S 12345.", ["It", "'S", "_", "123", "45", "."]),
+        ("qwen2", "It's 12.", ["It", "'s", "_", "1", "2", "."]),
+        ("default", "A-12345", ["A", "-", "123", "45"]),
+    ],
+)
+def test_a_gguf_file_says_how_text_is_split(tmp_path, name, text, pieces):
+    splits = gguf_tokenizer(tmp_path / "model.gguf", name)._tokenizer.backend_tokenizer
+    found = splits.pre_tokenizer.pre_tokenize_str(text)
+    assert [piece.replace("\u0120", "_") for piece, _ in found] == pieces
+
+
+def test_a_gguf_file_that_splits_in_an_unknown_way_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"load_tokenizer expects tokenizer.ggml.pre .* 'viking'"):
+        gguf_tokenizer(tmp_path / "model.gguf", "viking")
+
+
+def gguf_tokenizer(path, name):
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "</s>"])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return load_tokenizer(path)
+
+
+def test_a_systems_message_without_a_template_is_refused():
+    with pytest.raises(ValueError, match="ChatTokenizer expects a tokenizer with a chat template"):
+        ChatTokenizer(tiny_tokenizer(None)._tokenizer, system="Be brief.")
+    with pytest.raises(ValueError, match="train expects --system-prompt with pretrained weights"):
+        funcrl.build(TrainConfig(system_prompt="Be brief."))
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama", "none"])

@@ -9,7 +9,7 @@ import torch
 import funcrl
 from funcrl.config import Sampling
 from funcrl.sources import find
-from funcrl.tasks import SumDigits, load_tokenizer
+from funcrl.tasks import SumDigits, load, load_tokenizer
 from funcrl.weights import find_model
 
 LENGTH = 12
@@ -44,6 +44,21 @@ def test_the_chat_template_ends_a_turn_and_begins_the_next(tokenizer):
     text = tokenizer._tokenizer.decode(tokenizer.encode("What is 4 + 7?"))
     assert text.endswith("<|im_start|>user\nWhat is 4 + 7?<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer._tokenizer.convert_ids_to_tokens(tokenizer.end) == "<|im_end|>"
+
+
+def test_digits_are_tokens_of_their_own(tokenizer):
+    """As in the model's tokenizer.json: Digits(individual_digits=True) before ByteLevel."""
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    inner = tokenizer._tokenizer
+    wanted = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    wanted.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    texts = [prompt.text for prompt in load("gsm8k", tokenizer).eval_prompts(2000)]
+    for text in [*texts, "  4", "a  12 b", "\n\n4", "$ 4", "x1234", "12.5%", "\u00bd \u0663"]:
+        found = tokenizer.encode_answer(text)
+        assert found == wanted.encode(text, add_special_tokens=False).ids, text
 
 
 def test_logits_equal_those_of_transformers(ours, theirs, tokenizer):

@@ -167,7 +167,9 @@ def test_an_interrupt_saves_the_last_whole_step(tmp_path):
                      task=Interrupting(), view=Notes(notes))  # fmt: skip
     assert f"Saved step 3 in {tmp_path / 'run' / 'checkpoints'}" in notes[-1]
     assert f"--resume {tmp_path / 'run'}" in notes[-1]
-    resumed = funcrl.train(small(tmp_path / "run", steps=6), resume=True)
+    with pytest.raises(ValueError, match="train expects task=, the object 'sum_digits' that"):
+        funcrl.train(small(tmp_path / "run", steps=6), resume=True)
+    resumed = funcrl.train(small(tmp_path / "run", steps=6), task=SumDigits(), resume=True)
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
 
 

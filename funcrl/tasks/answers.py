@@ -5,6 +5,11 @@ from decimal import Decimal
 
 # 1234, 1,234, -12.50 and .5, with a dollar sign or without; a full stop may end the sentence.
 _NUMBER = re.compile(r"([-+]?)\$?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)\.?")
+# Digits with nothing on them: no letter, sign, point or per cent. The - of 2-3 is no sign.
+_WHOLE = re.compile(
+    r"(?<![^\W_])(?<![.,])(?<!(?<![\w)])[-+\u2212])\d+(?:,\d{3})*"
+    r"(?![\d,]*\.?\d|[^\W_]|\s*%|\s\.\d)"
+)
 _MARK = "####"
 
 
@@ -54,12 +59,14 @@ def boxed_answer(text: str) -> str:
 def last_number(text: str) -> str:
     """Return the last whole number that a text names, "" when there is none.
 
+    One with a sign, a per cent sign, decimals or letters on it is another number.
+
     Example:
         >>> from funcrl.tasks import last_number
         >>> last_number("4 + 7 is 11, so it is 13.")
         '13'
     """
-    found = re.findall(r"(?<![\d.,])\d+(?:,\d{3})*(?![\d,]*\.?\d)", text)
+    found = _WHOLE.findall(text)
     return found[-1].replace(",", "") if found else ""
 
 

@@ -1,6 +1,8 @@
 """A pretrained model's own tokenizer, with its chat template around each prompt."""
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,21 @@ from funcrl import checks
 
 # Stands for what a model said, in a conversation that is written only to look at its form.
 _ANSWER = "an answer such as no template holds"
+
+# How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
+# Transformers reads some of these names, and splits like gpt-2 where it knows none.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_LLAMA3,),
+    "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
+    "smollm": (r"\p{N}", _GPT2),
+}
 
 
 class ChatTokenizer:
@@ -20,13 +37,22 @@ class ChatTokenizer:
     Args:
         tokenizer: a `transformers.PreTrainedTokenizerBase`.
         system: the system's message; the template's own when left out.
+        ends: tokens that end an answer besides the template's own and the tokenizer's `eos_token`.
     """
 
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, system: str | None = None, ends: Sequence[int] = ()) -> None:
+        if system is not None and tokenizer.chat_template is None:
+            raise ValueError(
+                f"ChatTokenizer expects a tokenizer with a chat template for the system's message, "
+                f"got none for {system!r}."
+            )
         self._tokenizer = tokenizer
         self._system = system
         self.vocab_size = len(tokenizer)
         self.end = _end_of_turn(tokenizer)
+        eos = tokenizer.eos_token_id
+        found = (self.end, *ends, *(() if eos is None else (eos,)))
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys(found))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a conversation that has come to the model's turn."""
@@ -69,8 +95,8 @@ class ChatTokenizer:
         return tokens[1:]
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens; the end token has none."""
-        kept = [token for token in tokens if token != self.end]
+        """Return the text of tokens; those that end an answer have none."""
+        kept = [token for token in tokens if token not in self.ends]
         return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
 
@@ -111,5 +137,37 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
     transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
     load = transformers.AutoTokenizer.from_pretrained
     if path.is_dir():
-        return ChatTokenizer(load(path), system)
-    return ChatTokenizer(load(path.parent, gguf_file=path.name), system)
+        return ChatTokenizer(load(path), system, _generation_ends(path / "generation_config.json"))
+    tokenizer = load(path.parent, gguf_file=path.name)
+    _split_as_written(tokenizer, path)
+    return ChatTokenizer(tokenizer, system)
+
+
+def _generation_ends(path: Path) -> list[int]:
+    """Return the tokens at which the model's makers stop."""
+    found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def _split_as_written(tokenizer: Any, path: Path) -> None:
+    """Give a tokenizer that was read from a GGUF file the splits which that file names."""
+    gguf = checks.import_extra("load_tokenizer", "gguf", f"for {path}", "gguf")
+    fields = gguf.GGUFReader(path).fields
+
+    def text(name: str, default: str) -> str:
+        return str(fields[name].contents()) if name in fields else default
+
+    if text("tokenizer.ggml.model", "") != "gpt2":
+        return  # sentencepiece splits nothing
+    name = text("tokenizer.ggml.pre", "default")
+    if name not in _SPLITS:
+        raise ValueError(
+            f"load_tokenizer expects tokenizer.ggml.pre to be one of {', '.join(_SPLITS)}, got "
+            f"{name!r} in {path}; the model's Hugging Face folder has its tokenizer whole."
+        )
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[name]]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )

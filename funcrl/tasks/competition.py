@@ -7,7 +7,7 @@ from pathlib import Path
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import boxed_answer
 from funcrl.tasks.judge import Judge
-from funcrl.tasks.records import epochs, read_records, spread
+from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
 _ASK = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
 
@@ -31,6 +31,7 @@ class Math:
     def __init__(self, train: Path, test: Path, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._train, self._test = _read(train), _read(test)
+        check_apart("math", self._train, self._test)
         self._judge = Judge()
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
@@ -46,6 +47,10 @@ class Math:
     def extract(self, completion: str) -> str:
         """Return the answer that a completion votes for."""
         return boxed_answer(completion)
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the solution that the data has."""
+        return str(prompt.data)
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out problems, spread over them."""
@@ -65,5 +70,5 @@ def _read(path: Path) -> list[Prompt]:
                 f"math expects a problem with an answer, or a solution with a \\boxed one, got "
                 f"neither in row {number} of {path}."
             )
-        prompts.append(Prompt(str(row["problem"]) + _ASK, gold))
+        prompts.append(Prompt(str(row["problem"]) + _ASK, gold, solution or f"\\boxed{{{gold}}}"))
     return prompts

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from funcrl import rng
+from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import tagged_answer
 
 _HELD_OUT = 10
+_TRIES = 1000
+_SIGNS = "+-*"
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -28,7 +30,7 @@ class Countdown:
 
     Args:
         tokenizer: the model's.
-        count: numbers of a puzzle.
+        count: numbers of a puzzle, 2 to 9.
         largest: of the numbers.
     """
 
@@ -37,6 +39,8 @@ class Countdown:
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, tokenizer: Tokenizer, count: int = 3, largest: int = 20) -> None:
+        checks.check_range("Countdown", "count", count, 2, 9)
+        checks.check_range("Countdown", "largest", largest, 2, 10_000)
         self.tokenizer = tokenizer
         self._count, self._largest = count, largest
 
@@ -57,30 +61,39 @@ class Countdown:
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out puzzles, no two alike."""
-        found: dict[Prompt, None] = {}
-        index = 0
-        while len(found) < count and index < 100 * count:
-            found[self._find(True, 1, index)] = None
-            index += 1
-        return list(found)
+        found: dict[tuple[int, ...], Prompt] = {}
+        for index in range(100 * count):
+            prompt = self._find(True, 1, index)
+            numbers, target = _puzzle(prompt.answer)
+            found.setdefault((*sorted(numbers), target), prompt)
+            if len(found) == count:
+                break
+        return list(found.values())
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the expression that the puzzle was made from."""
+        return f"<answer>{prompt.data}</answer>"
 
     def _find(self, held_out: bool, seed: int, index: int) -> Prompt:
-        attempt = 0
-        while True:
-            numbers, target = self._draw(seed, index, attempt)
+        for attempt in range(_TRIES):
+            numbers, target, expression = self._draw(seed, index, attempt)
             key = rng.fold_in(0, *sorted(numbers), target)
             if target > 0 and (key % _HELD_OUT == 0) == held_out:
-                return _ask(numbers, target)
-            attempt += 1
+                return _ask(numbers, target, expression)
+        raise ValueError(
+            f"Countdown expects more puzzles than {self._count} numbers up to {self._largest} "
+            f"have, got none to {'hold out' if held_out else 'train on'} in {_TRIES} tries."
+        )
 
-    def _draw(self, *seed: int) -> tuple[list[int], int]:
-        """Return numbers and what a random expression of them comes to."""
+    def _draw(self, *seed: int) -> tuple[list[int], int, str]:
+        """Return numbers, and what a random expression of them comes to, and that expression."""
         draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
         numbers = [1 + draw % self._largest for draw in draws[: self._count]]
-        value = numbers[0]
+        value, expression = numbers[0], str(numbers[0])
         for number, draw in zip(numbers[1:], draws[self._count :], strict=False):
             value = (value + number, value - number, value * number)[draw % 3]
-        return numbers, value
+            expression = f"({expression}) {_SIGNS[draw % 3]} {number}"
+        return numbers, value, expression
 
 
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
@@ -113,13 +126,13 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     raise ValueError("neither a number nor an operation")
 
 
-def _ask(numbers: Sequence[int], target: int) -> Prompt:
+def _ask(numbers: Sequence[int], target: int, expression: str) -> Prompt:
     listed = ", ".join(map(str, numbers))
     text = (
         f"Using the numbers {listed}, each exactly once, with + - * / and parentheses, make "
         f"{target}. Give the expression as <answer>...</answer>."
     )
-    return Prompt(text, f"{' '.join(map(str, numbers))} = {target}")
+    return Prompt(text, f"{' '.join(map(str, numbers))} = {target}", expression)
 
 
 def _puzzle(answer: str) -> tuple[list[int], int]:

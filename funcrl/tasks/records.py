@@ -48,6 +48,21 @@ def _record(task: str, path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
+def check_apart(task: str, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    """Raise if a problem is in both splits.
+
+    Example:
+        >>> from funcrl.tasks import Prompt
+        >>> from funcrl.tasks.records import check_apart
+        >>> check_apart("mine", [Prompt("a")], [Prompt("b")])
+    """
+    both = {prompt.text for prompt in train} & {prompt.text for prompt in test}
+    if both:
+        raise ValueError(
+            f"{task} expects no problem in both train and test, got {min(both)[:80]!r}."
+        )
+
+
 def epochs(problems: Sequence[Prompt], seed: int, start: int, count: int) -> list[Prompt]:
     """Return the problems number start, start + 1, ... of a stream of permutations of them all.
 
