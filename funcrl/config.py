@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Literal
 
 from funcrl import checks
+from funcrl.config_generation import CompileConfig, Sampling, VLLMConfig
 from funcrl.plain import from_plain, read_config, to_plain
 
 __all__ = [
     "PRETRAINED",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CompileConfig",
     "EvalConfig",
     "EvaluationConfig",
     "LogConfig",
@@ -18,61 +20,12 @@ __all__ = [
     "OptimizerConfig",
     "Sampling",
     "TrainConfig",
+    "VLLMConfig",
     "WarmStartConfig",
     "from_plain",
     "read_config",
     "to_plain",
 ]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
-
-    num_samples: int = 1
-    """Completions of each prompt: the group that an advantage compares."""
-    max_tokens: int = 64
-    """A completion ends here at the latest."""
-    min_tokens: int = 0
-    """A stop token is not drawn, and a stop string not looked for, before so many tokens."""
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
-    top_k: int = 0
-    """Only the k most likely tokens (ties at the last place included); 0 for all."""
-    top_p: float = 1.0
-    """Only the most likely tokens that make up this probability (ties at the last included)."""
-    min_p: float = 0.0
-    """Only tokens at least this probability times that of the most likely one."""
-    stop_tokens: tuple[int, ...] = ()
-    """Drawing one of these ends a completion; it is the completion's last token."""
-    stop: tuple[str, ...] = ()
-    """A completion ends as soon as its text contains one of these strings."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_samples", "max_tokens"):
-            checks.check_count("Sampling", name, getattr(self, name))
-        for name in ("min_tokens", "top_k"):
-            checks.check_integer("Sampling", name, getattr(self, name))
-        checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
-        checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
-        if self.temperature != 0:  # smaller ones overflow float32
-            checks.check_range("Sampling", "temperature", self.temperature, 1e-6, 1e6)
-        checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
-        checks.check_positive("Sampling", "top_p", self.top_p)
-        checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
-        for name, kind in (("stop_tokens", int), ("stop", str)):
-            values = getattr(self, name)
-            if not (isinstance(values, tuple) and all(isinstance(each, kind) for each in values)):
-                raise TypeError(
-                    f"Sampling expects {name} to be a tuple of {kind.__name__}, got {values!r}."
-                )
-        if "" in self.stop:
-            raise ValueError("Sampling expects stop strings of at least one character, got ''.")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens are never drawn, so that the others are likelier than they were."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +42,8 @@ class AlgorithmConfig:
     entropy: float = 0.02
     """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers."""
     max_importance: float | None = None
-    """Truncate importance weights of the generator's log-probabilities here; none when left out."""
+    """Truncate the importance weights that correct for a generator whose log-probabilities are not
+    quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
 
     def __post_init__(self) -> None:
         checks.check_range("AlgorithmConfig", "kl", self.kl, 0.0, float("inf"))
@@ -230,8 +184,8 @@ class TrainConfig:
     system_prompt: str | None = None
     """The system's message in a pretrained model's chat template; the template's own when left
     out."""
-    generator: Literal["sampler"] = "sampler"
-    """What draws completions."""
+    generator: Literal["sampler", "vllm"] = "sampler"
+    """What draws completions: the embedded sampler, or a vLLM engine in this process."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -267,6 +221,7 @@ class TrainConfig:
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=8))
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

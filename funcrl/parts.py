@@ -8,7 +8,7 @@ import torch
 
 from funcrl import algorithms, optim, ratios, rng
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
-from funcrl.generators import Sampler
+from funcrl.generators import VLLM, DecodeFn, Sampler
 from funcrl.logprobs import logprob_fn
 from funcrl.lora import Lora, lora
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -22,6 +22,8 @@ from funcrl.weights import find_model, load_config, load_params
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
 _WEIGHTS = 0
 _ADAPTERS = 100
+# vLLM rounds otherwise than the trainer: its log-probabilities are corrected for, up to here.
+_VLLM_IMPORTANCE = 2.0
 
 
 class Parts(NamedTuple):
@@ -90,7 +92,7 @@ def build(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
     decode = task.tokenizer.decode
-    generator = Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
+    generator = _generator(config, model, decode, dtype)
     return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
 
 
@@ -182,9 +184,23 @@ def _adapters(
     return lora(model_fn, base, rank=rank, alpha=alpha, targets=targets)
 
 
+def _generator(
+    config: TrainConfig, model: Transformer, decode: DecodeFn, dtype: torch.dtype | None
+) -> Generator:
+    if config.generator == "sampler":
+        return Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
+    # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
+    engine = config.vllm
+    if config.sampling.temperature != 1:
+        engine = replace(engine, logprobs="sampling")
+    return VLLM(model, config=engine, dtype=dtype or torch.float32, decode=decode)
+
+
 def _algorithm(config: TrainConfig) -> Algorithm:
     options = config.algorithm
     importance = options.max_importance
+    if importance is None and config.generator == "vllm":
+        importance = _VLLM_IMPORTANCE
     tunables: dict[str, Any] = {
         "kl": options.kl,
         "kl_estimator": options.kl_estimator,

@@ -12,15 +12,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"types", "tree", "checks", "rng", "numerics"},
-    {"plain"},
+    {"plain", "config_generation"},
     {"config"},
     {"protocols"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
      "metrics", "batching", "prepare", "functional", "optim", "ops"},
     {"algorithms", "logprobs", "collectives", "graph", "models", "lora", "estimates"},
     {"step", "runs", "sources", "episodes"},
+    {"weights"},
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
-     "memory", "trackers", "weights"},
+     "memory", "trackers"},
     {"record", "parts"},
     {"train", "evaluate"},
     {"bench"},

@@ -1,7 +1,18 @@
 """Generators: from prompts to samples. One interface, `push`, `generate`, `close`."""
 
 from funcrl.config import Sampling
+from funcrl.generators.batch import DecodeFn
 from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.sampler import Sampler, sample
+from funcrl.generators.vllm import VLLM
 
-__all__ = ["Sampler", "Sampling", "draw", "draw_tokens", "sample", "sampling_logprobs"]
+__all__ = [
+    "VLLM",
+    "DecodeFn",
+    "Sampler",
+    "Sampling",
+    "draw",
+    "draw_tokens",
+    "sample",
+    "sampling_logprobs",
+]

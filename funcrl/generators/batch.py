@@ -208,13 +208,20 @@ def _finish_reason(
     tokens: list[int], full: bool, sampling: Sampling, decode: DecodeFn | None
 ) -> str:
     """Return why a sample ends here, "" when it goes on."""
-    if tokens[-1] in sampling.stop_tokens or _has_stop_string(tokens, sampling, decode):
+    if tokens[-1] in sampling.stop_tokens or has_stop_string(tokens, sampling, decode):
         return "stop"
     return "length" if full or len(tokens) == sampling.max_tokens else ""
 
 
-def _has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
-    """Return whether the last token finished a stop string."""
+def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
+    """Return whether the last token finished a stop string.
+
+    Example:
+        >>> from funcrl.generators.batch import has_stop_string
+        >>> from funcrl.config import Sampling
+        >>> has_stop_string([1, 2], Sampling(stop=("b",)), lambda tokens: "ab"[: len(tokens)])
+        True
+    """
     if decode is None or not sampling.stop or len(tokens) <= sampling.min_tokens:
         return False
     # Enough of the last tokens to hold a stop string and the character that the window may cut.

@@ -110,7 +110,7 @@ class Sampler:
         params = self._params
         if params is None:
             raise RuntimeError("Sampler.generate expects parameters, got none; call push first.")
-        _check_prompts(prompts, sampling, self._model, self._decode)
+        check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         with torch.inference_mode():
             written = [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
             if self._network is None or written != self._written:
@@ -148,26 +148,45 @@ def _collect(batch: Batch, version: int) -> Samples:
     )
 
 
-def _check_prompts(
-    prompts: Prompts, sampling: Sampling, model: Transformer, decode: DecodeFn | None
+def check_prompts(
+    prompts: Prompts,
+    sampling: Sampling,
+    model: Transformer,
+    decode: DecodeFn | None,
+    context_length: int,
 ) -> None:
+    """Raise if a generator cannot complete these prompts.
+
+    Args:
+        prompts: N lists of tokens.
+        sampling: how to draw.
+        model: whose vocabulary it is.
+        decode: from tokens to text.
+        context_length: tokens of a prompt and its completion, at most.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.generators.sampler import check_prompts
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> check_prompts([[1, 2]], funcrl.config.Sampling(), model, None, context_length=64)
+    """
     config = model.config
     if len(prompts) == 0:
         raise ValueError("generate expects at least one prompt, got none.")
     if sampling.stop and decode is None:
         raise ValueError(
             f"generate expects a decode function for stop strings, got stop={sampling.stop} and no "
-            f"decode; make the generator by Sampler(model, decode=tokenizer.decode)."
+            f"decode; make the generator with decode=tokenizer.decode."
         )
     if len(set(sampling.stop_tokens)) >= config.vocab_size:
         raise ValueError("generate expects a token that is not a stop token, got none.")
     for token in sampling.stop_tokens:
         checks.check_range("generate", "stop_tokens", token, 0, config.vocab_size - 1)
     for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < config.context_length:
+        if not 0 < len(prompt) < context_length:
             raise ValueError(
-                f"generate expects prompts of 1 to {config.context_length - 1} tokens, fewer than "
-                f"the model's context_length, got {len(prompt)} in prompt {index}."
+                f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
+                f"the generator's context_length, got {len(prompt)} in prompt {index}."
             )
         wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
         if wrong:

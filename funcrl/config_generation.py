@@ -1,0 +1,100 @@
+"""Configuration of what generates: how samples are drawn, and the engine that draws them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from funcrl import checks
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
+
+    num_samples: int = 1
+    """Completions of each prompt: the group that an advantage compares."""
+    max_tokens: int = 64
+    """A completion ends here at the latest."""
+    min_tokens: int = 0
+    """A stop token is not drawn, and a stop string not looked for, before so many tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens (ties at the last place included); 0 for all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that make up this probability (ties at the last included)."""
+    min_p: float = 0.0
+    """Only tokens at least this probability times that of the most likely one."""
+    stop_tokens: tuple[int, ...] = ()
+    """Drawing one of these ends a completion; it is the completion's last token."""
+    stop: tuple[str, ...] = ()
+    """A completion ends as soon as its text contains one of these strings."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "max_tokens"):
+            checks.check_count("Sampling", name, getattr(self, name))
+        for name in ("min_tokens", "top_k"):
+            checks.check_integer("Sampling", name, getattr(self, name))
+        checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
+        checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
+        if self.temperature != 0:  # smaller ones overflow float32
+            checks.check_range("Sampling", "temperature", self.temperature, 1e-6, 1e6)
+        checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
+        checks.check_positive("Sampling", "top_p", self.top_p)
+        checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
+        for name, kind in (("stop_tokens", int), ("stop", str)):
+            values = getattr(self, name)
+            if not (isinstance(values, tuple) and all(isinstance(each, kind) for each in values)):
+                raise TypeError(
+                    f"Sampling expects {name} to be a tuple of {kind.__name__}, got {values!r}."
+                )
+        if "" in self.stop:
+            raise ValueError("Sampling expects stop strings of at least one character, got ''.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, so that the others are likelier than they were."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How a program is compiled."""
+
+    backend: Literal["eager", "inductor"] = "eager"
+    """eager runs each operation as it is written; inductor fuses them, which changes rounding."""
+    cudagraph: Literal["none", "piecewise", "full"] = "none"
+    """Replay kernels without launching each: all but attention, or all. Needs a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.backend == "eager" and self.cudagraph == "piecewise":
+            raise ValueError(
+                "CompileConfig expects backend inductor with cudagraph piecewise, whose pieces it "
+                "makes, got backend eager."
+            )
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """A vLLM engine in this process."""
+
+    form: Literal["native", "unified"] = "unified"
+    """vLLM's own class for the architecture, or funcrl's `Transformer` inside vLLM."""
+    attention: Literal["auto", "vllm", "funcrl"] = "auto"
+    """Of the unified form: vLLM's kernel on its paged cache, or funcrl's own attention there. auto
+    takes vLLM's where it has one for the model's head width."""
+    context_length: int = 2048
+    """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
+    slots: int = 64
+    """Samples under way at a time."""
+    cache_bytes: int = 1 << 30
+    """For keys and values; never more than `slots` samples of `context_length` can fill."""
+    batched_tokens: int = 8192
+    """Tokens of prompts in one forward pass."""
+    logprobs: Literal["policy", "sampling"] = "policy"
+    """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
+    distribution that was sampled from. The other is NaN then."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "slots", "cache_bytes", "batched_tokens"):
+            checks.check_count("VLLMConfig", name, getattr(self, name))

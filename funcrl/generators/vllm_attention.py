@@ -1,0 +1,120 @@
+"""funcrl's attention on vLLM's paged cache, for head widths that vLLM has no kernel for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+
+from funcrl.ops import attend_hidden
+
+
+@dataclass
+class Layout:
+    """Where the tokens of one forward pass belong."""
+
+    starts: list[int]  # of each request's new tokens, and the end of the last
+    lengths: list[int]  # of each request, new tokens included
+    blocks: Tensor  # [requests, most] the blocks of each request
+    slots: Tensor  # [tokens] where each new token's key and value go
+
+
+class LayoutBuilder(AttentionMetadataBuilder):
+    """Reads a `Layout` off what vLLM says of a batch."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Layout:
+        """Return the batch's layout."""
+        del common_prefix_len, fast_build
+        said, count = common_attn_metadata, common_attn_metadata.num_reqs
+        return Layout(
+            said.query_start_loc[: count + 1].tolist(),
+            said.seq_lens[:count].tolist(),
+            said.block_table_tensor[:count].long(),
+            said.slot_mapping[: said.num_actual_tokens].long(),
+        )
+
+
+class FuncrlBackend(AttentionBackend):
+    """Named as vLLM names any backend from outside."""
+
+    supported_dtypes = [torch.float32, torch.bfloat16]  # noqa: RUF012 (vLLM reads a list)
+    supported_kv_cache_dtypes = ["auto", "float32", "bfloat16"]  # noqa: RUF012 (the same)
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name for a backend that is not vLLM's."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """Return what computes."""
+        return PagedAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """Return what reads batches."""
+        return LayoutBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
+    ) -> tuple[int, ...]:
+        """Return the cache's shape, for which versions before 0.32 ask."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+class PagedAttention(AttentionImpl):
+    """`attend_hidden` on the keys and values of each request."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kw: Any) -> None:
+        del args
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = kw.get("num_kv_heads", num_heads)
+        self.kv_cache_dtype = kw.get("kv_cache_dtype", "auto")
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Layout | None, output: Tensor, *_: Any, **__: Any,
+    ) -> Tensor:  # fmt: skip
+        """Write the new keys and values, and each token's attention into `output`."""
+        del layer
+        if attn_metadata is None:  # vLLM tries how much memory a pass takes
+            return output.zero_()
+        at, size, width = attn_metadata, kv_cache.shape[2], self.head_size
+        count = len(at.slots)
+        pairs = torch.cat([key[:count], value[:count]], dim=-1).to(kv_cache.dtype)
+        kv_cache[at.slots // size, :, at.slots % size] = pairs
+        if at.starts == list(range(len(at.lengths) + 1)):
+            self._last(query, kv_cache, at, output)
+            return output
+        for row, length in enumerate(at.lengths):
+            new = slice(at.starts[row], at.starts[row + 1])
+            blocks = at.blocks[row, : -(-length // size)]
+            known = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+            places = torch.arange(length, device=query.device)
+            hidden = places > places[length - (new.stop - new.start) :, None]
+            q = query[new].transpose(0, 1)
+            said = attend_hidden(q, known[..., :width], known[..., width:], hidden)
+            output[new] = said.transpose(0, 1).to(output.dtype)
+        return output
+
+    def _last(self, query: Tensor, kv_cache: Tensor, at: Layout, output: Tensor) -> None:
+        """Attend from one new token of each request, all requests at once."""
+        longest, size, width = max(at.lengths), kv_cache.shape[2], self.head_size
+        blocks = at.blocks[:, : -(-longest // size)]
+        known = kv_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        lengths = torch.tensor(at.lengths, device=query.device)
+        hidden = torch.arange(longest, device=query.device) >= lengths[:, None]
+        # A slot that nobody has written to may hold NaN, and 0 times NaN is NaN.
+        known = known.masked_fill(hidden[:, None, :, None], 0.0)
+        count = len(at.lengths)
+        q = query[:count, :, None]
+        said = attend_hidden(q, known[..., :width], known[..., width:], hidden[:, None])
+        output[:count] = said.squeeze(2).to(output.dtype)

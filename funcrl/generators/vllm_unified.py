@@ -1,0 +1,150 @@
+"""funcrl's own network inside vLLM: registered classes, and nothing on disk."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.transformers_utils.config import register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from funcrl.functional import bind
+from funcrl.generators.packed import pack_weights
+from funcrl.generators.vllm_attention import FuncrlBackend
+from funcrl.models import Transformer, TransformerConfig
+from funcrl.ops import AttendFn
+from funcrl.types import Params
+
+_NAME = "FuncrlForCausalLM"
+
+
+def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
+    """Register the classes, and return the arguments of vLLM's engine that make it use them.
+
+    All that describes the model is in the arguments; the registered names stand for code alone.
+    """
+    ModelRegistry.register_model(_NAME, FuncrlForCausalLM)
+    register_config_parser("funcrl")(Parser)
+    register_model_loader("funcrl")(Loader)
+    described = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_width,
+        "num_hidden_layers": shape.num_layers,
+        "intermediate_size": shape.mlp_width,
+        "max_position_embeddings": shape.context_length,
+        "tie_word_embeddings": shape.tied,
+        "funcrl_shape": asdict(shape),
+        "funcrl_attention": own_attention,
+    }
+    return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": described}
+
+
+class Parser(ConfigParserBase):
+    """The description of a model that is all in the engine's arguments."""
+
+    def parse(self, model: Any, trust_remote_code: bool, *_: Any, **__: Any) -> Any:
+        """Return what vLLM takes for the content of a config.json."""
+        del model, trust_remote_code
+        basic = {"architectures": [_NAME], "model_type": "funcrl"}
+        return basic, PretrainedConfig.from_dict(basic)
+
+
+class Loader(BaseModelLoader):
+    """Loads nothing: parameters are pushed."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Do nothing."""
+
+
+class FuncrlForCausalLM(nn.Module):
+    """`Transformer` with vLLM's cache below its attention."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        described = vllm_config.model_config.hf_config
+        self.shape = c = TransformerConfig(**described.funcrl_shape)
+        self.skeleton = Transformer(c)
+        backend = {"attn_backend": FuncrlBackend} if described.funcrl_attention else {}
+        self.attention = nn.ModuleList(
+            Attention(
+                c.num_heads, c.head_width, c.head_width**-0.5, num_kv_heads=c.num_kv_heads,
+                cache_config=vllm_config.cache_config, prefix=f"{prefix}layers.{index}.attention",
+                **backend,
+            )
+            for index in range(c.num_layers)
+        )  # fmt: skip
+        # Compiled code and graphs hold on to addresses: there parameters are copied into these.
+        self.fixed = not vllm_config.model_config.enforce_eager
+        first = {
+            name: torch.zeros(leaf.shape) for name, leaf in self.skeleton.named_parameters()
+        }  # in the engine's dtype and on its device, which are the defaults here
+        self.network = bind(self.skeleton, first)
+        self.attends: Sequence[AttendFn] = [self._on(layer) for layer in self.attention]
+
+    def adopt(self, params: Params) -> None:
+        """Compute with these parameters from now on: by reference, or copied where graphs are."""
+        own = dict(self.network.named_parameters())
+        dtype, device = self.network.norm.weight.dtype, self.network.norm.weight.device
+        if self.fixed:
+            torch._foreach_copy_([own[name].data for name in params], list(params.values()))
+            return
+        cast = {name: leaf.to(device=device, dtype=dtype) for name, leaf in params.items()}
+        self.network = pack_weights(self.skeleton, cast)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [N, D] of tokens."""
+        out: Tensor = self.network.embed(input_ids)
+        return out
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the last layer's output [N, D] of the tokens of all requests, end to end."""
+        del intermediate_tensors, inputs_embeds
+        out: Tensor = self.network(input_ids, positions, self.attends, head=_hidden)
+        return out
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [n, V] of some of the tokens."""
+        out: Tensor = self.network.unembed(hidden_states)
+        return out
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load nothing."""
+        del weights
+        return set()
+
+    def _on(self, layer: nn.Module) -> AttendFn:
+        """Return attention on the layer's cache: vLLM's axes are [N, H C], ours [H, N, C]."""
+        heads, width = self.shape.num_heads, self.shape.head_width
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            flat = [part.transpose(0, 1).flatten(1) for part in (q, k, v)]
+            out: Tensor = layer(*flat)
+            return out.unflatten(-1, (heads, width)).transpose(0, 1)
+
+        return attend
+
+
+def _hidden(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the last layer's output as it is: `compute_logits` gets some of its rows."""
+    del weight
+    return x

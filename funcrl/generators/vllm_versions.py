@@ -1,0 +1,56 @@
+"""What differs between the versions of vLLM, in one place."""
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+# The first and the last minor version of 0.x that were run; 0.24 is CUDA's for torch 2.11, 0.32 and
+# 0.33 are the CPU's and CUDA's for torch 2.13 and 2.14.
+_FIRST, _LAST = 24, 33
+
+
+def check_version() -> int:
+    """Return the minor version of the installed vLLM 0.x; raise if there is none that will do.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import supported
+        >>> supported("0.32.0+cpu"), supported("0.10.2")
+        (32, None)
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "VLLM expects vLLM, which is not installed; --generator sampler needs none. On a GPU: "
+            "pip install vllm==0.24.0 (torch 2.11); on a CPU see docs/vllm.md."
+        )
+    import vllm
+
+    minor = supported(vllm.__version__)
+    if minor is None:
+        raise ImportError(
+            f"VLLM expects vLLM 0.{_FIRST} to 0.{_LAST}, got {vllm.__version__}; the embedded "
+            f"sampler needs none."
+        )
+    return minor
+
+
+def supported(version: str) -> int | None:
+    """Return the minor version of a supported 0.x version, None for any other.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import supported
+        >>> supported("0.24.0"), supported("1.0.0")
+        (24, None)
+    """
+    major, minor = version.split(".")[:2]
+    return int(minor) if major == "0" and _FIRST <= int(minor) <= _LAST else None
+
+
+def registered_backend_arguments(backend: Any) -> dict[str, Any]:
+    """Return how an `Attention` layer is told its backend: the same keyword in all versions.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import registered_backend_arguments
+        >>> registered_backend_arguments(None)
+        {}
+    """
+    return {} if backend is None else {"attn_backend": backend}
