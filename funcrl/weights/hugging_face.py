@@ -4,18 +4,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcrl.models import TransformerConfig
+from funcrl.weights.described import Described
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
 }  # fmt: skip
 # Options that change the network, with the values under which they do not.
-_UNCHANGED: dict[str, tuple[Any, ...]] = {
+_PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
+    "is_causal": (True, None),
+    "quantization_config": (None,),
+}
+# The same of rotary positions, in either of the two places that transformers reads.
+_PLAIN_ROPE: dict[str, tuple[Any, ...]] = {
+    "rope_type": ("default",),
+    "type": ("default",),
+    "factor": (1, None),
+    "partial_rotary_factor": (1, None),
 }
 
 
@@ -33,38 +43,38 @@ def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfi
         ValueError: load_params supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, \
 got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformers.
     """
-    name = (values.get("architectures") or [None])[0]
-    if name not in _ARCHITECTURES:
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if name not in tuple(_ARCHITECTURES):  # a list or an object is none, and has no hash
         raise ValueError(
             f"load_params supports {', '.join(_ARCHITECTURES)}, got {name!r} in {place}; "
             f"funcrl.functional takes any module of transformers."
         )
-    for option, allowed in _UNCHANGED.items():
-        if values.get(option, allowed[0]) not in allowed:
-            raise ValueError(
-                f"load_params supports {option} {allowed[0]!r}, got {values[option]!r} in {place}."
-            )
-    missing = [each for each in ("vocab_size", "hidden_size", "num_hidden_layers",
-                                 "num_attention_heads", "intermediate_size")
-               if each not in values]  # fmt: skip
-    if missing:
-        raise ValueError(f"load_params expects {missing[0]} in {place}, got none.")
-    num_heads = values["num_attention_heads"]
     kind = _ARCHITECTURES[name]
-    return TransformerConfig(
-        vocab_size=values["vocab_size"],
-        width=values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
+    # These two may be null, which says the same as nothing.
+    left_out = {"num_key_value_heads": None, "head_dim": None}.items()
+    said = Described(
+        {key: each for key, each in values.items() if (key, each) not in left_out}, place
+    )
+    num_layers = said.get("num_hidden_layers", int)
+    said.check(
+        _PLAIN | {"model_type": (kind,), "layer_types": (None, ["full_attention"] * num_layers)}
+    )
+    width, num_heads = said.get("hidden_size", int), said.get("num_attention_heads", int)
+    return said.shape(
+        vocab_size=said.get("vocab_size", int),
+        width=width,
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=values.get("num_key_value_heads") or num_heads,
-        head_width=values.get("head_dim") or values["hidden_size"] // num_heads,
-        mlp_width=values["intermediate_size"],
+        num_kv_heads=said.get("num_key_value_heads", int, num_heads),
+        head_width=said.get("head_dim", int, max(width // num_heads, 1)),
+        mlp_width=said.get("intermediate_size", int),
         qk_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
-        rope_theta=float(_rope_theta(values, place)),
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        tied=bool(values.get("tie_word_embeddings", False)),
-        context_length=values.get("max_position_embeddings", 2048),
+        rope_theta=_rope_theta(said),
+        norm_eps=float(said.get("rms_norm_eps", float, 1e-6)),
+        tied=said.get("tie_word_embeddings", bool, False),
+        context_length=said.get("max_position_embeddings", int, 2048),
     )
 
 
@@ -82,12 +92,7 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         >>> from_hugging_face(to_hugging_face(config, "float32"), "here") == config
         True
     """
-    if config.qk_norm and config.qkv_bias:
-        raise ValueError(
-            "save_params expects a shape that Llama, Qwen2 or Qwen3 has, got qk_norm and qkv_bias "
-            "together."
-        )
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    kind = architecture(config)
     name = next(name for name, each in _ARCHITECTURES.items() if each == kind)
     return {
         "architectures": [name],
@@ -109,12 +114,42 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _rope_theta(values: Mapping[str, Any], place: str) -> float:
-    """Return the base of rotary positions, which newer files keep in `rope_parameters`."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+def architecture(config: TransformerConfig) -> str:
+    """Return the family that has this shape: llama, qwen2 or qwen3.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.weights.hugging_face import architecture
+        >>> architecture(funcrl.models.TransformerConfig(qk_norm=True))
+        'qwen3'
+    """
+    if config.qk_norm and config.qkv_bias:
         raise ValueError(
-            f"load_params supports plain rotary positions, got rope type {kind!r} in {place}."
+            "save_params expects a shape that Llama, Qwen2 or Qwen3 has, got qk_norm and qkv_bias "
+            "together."
         )
-    return rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+
+
+def _rope_theta(said: Described) -> float:
+    """Return the base of rotary positions: transformers has kept it in three places by now.
+
+    Its versions differ in which place wins, so all that are there must say the same.
+    """
+    found = [said.get("rope_theta", float)] if "rope_theta" in said.values else []
+    for place in ("rope_scaling", "rope_parameters"):
+        rope = said.values.get(place) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(
+                f"load_params expects an object as {place} in {said.place}, got {rope!r}."
+            )
+        inside = Described(
+            {f"{place}.{n}": each for n, each in rope.items()}, said.place, f"{place}."
+        )
+        unknown = rope.keys() - _PLAIN_ROPE.keys() - {"rope_theta"}
+        inside.check(_PLAIN_ROPE | dict.fromkeys(sorted(unknown), (None,)))
+        if "rope_theta" in rope:
+            found.append(inside.get("rope_theta", float))
+    if len(set(found)) > 1:
+        raise ValueError(f"load_params expects one rope_theta in {said.place}, got {found}.")
+    return float(found[0]) if found else 10_000.0

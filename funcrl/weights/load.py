@@ -1,24 +1,26 @@
-"""Parameters from files, and back: `load_params` and `save_params`."""
+"""Parameters from files: `load_params`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrl.functional import check_params
+from funcrl import checks
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.runs import write_whole
 from funcrl.types import Params
+from funcrl.weights.described import read_json
 from funcrl.weights.gguf import gguf_config, read_gguf
-from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
+from funcrl.weights.hugging_face import from_hugging_face
 from funcrl.weights.names import translate
-from funcrl.weights.safetensors import read_safetensors, write_safetensors
-from funcrl.weights.tensors import Stored, read_tensor
+from funcrl.weights.safetensors import NAMES, read_safetensors
+from funcrl.weights.tensors import Stored, read_tensor, same_bytes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+# What older checkpoints hold besides, and transformers reads no more either.
+_FREQUENCIES = ".rotary_emb.inv_freq"
+# The parameters whose rows are stored in another order where rotation pairs neighbours.
+_ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
 
 def load_params(
@@ -43,14 +45,14 @@ def load_params(
         >>> again.config == model.config, torch.equal(loaded["norm.weight"], params["norm.weight"])
         (True, True)
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"load_params expects a floating-point dtype, got {dtype}.")
+    checks.check_choice("load_params", "dtype", dtype, NAMES)
     config, stored, by_neighbours = _look(Path(path))
     params = {}
     for name, each in sorted(stored.items()):
         leaf = read_tensor(each, dtype)
-        if by_neighbours and name.endswith(("attention.q.weight", "attention.k.weight")):
-            leaf = _rotated_by_halves(leaf, config.head_width)
+        if by_neighbours and is_rotated(name):
+            # Rotation shall pair (i, i + C/2), where it was (2 i, 2 i + 1).
+            leaf = regrouped(leaf, (config.head_width // 2, 2))
         params[name] = leaf.to(device)
     return Transformer(config), params
 
@@ -73,8 +75,10 @@ def load_config(path: str | Path) -> TransformerConfig:
     return _look(Path(path))[0]
 
 
-def find_model(path: Path) -> Path:
+def find_model(path: str | Path) -> Path:
     """Return the model in a folder: itself, or the only one that is somewhere inside.
+
+    A .gguf file beside a config.json is the model if there are no weights in safetensors.
 
     Example:
         >>> import pathlib
@@ -82,67 +86,46 @@ def find_model(path: Path) -> Path:
         >>> find_model(pathlib.Path("model.gguf")).name
         'model.gguf'
     """
-    if not path.is_dir() or (path / CONFIG).exists():
+    path = Path(path)
+    if not path.is_dir() or _is_model(path):
         return path
-    found = [each.parent for each in path.rglob(CONFIG)] + list(path.rglob("*.gguf"))
+    folders = [each.parent for each in path.rglob(CONFIG) if _is_model(each.parent)]
+    found = sorted([*folders, *path.rglob("*.gguf")])
     if len(found) != 1:
-        names = ", ".join(str(each.relative_to(path)) for each in sorted(found)) or "none"
+        names = ", ".join(str(each.relative_to(path)) for each in found) or "none"
         raise FileNotFoundError(
             f"load_params expects one model in {path}, a {CONFIG} or a .gguf file, got {names}."
         )
     return found[0]
 
 
-def save_params(
-    path: str | Path,
-    model: Transformer,
-    params: Mapping[str, Tensor],
-    *,
-    max_shard_bytes: int = 5_000_000_000,
-) -> Path:
-    """Write a Hugging Face folder that transformers, vLLM and `load_params` read; return it.
-
-    Args:
-        path: the folder, made when it is missing.
-        model: whose parameters they are.
-        params: in the dtype to be written.
-        max_shard_bytes: larger models are spread over several files.
+def is_rotated(name: str) -> bool:
+    """Return whether a parameter's rows are those of queries or keys.
 
     Example:
-        >>> import pathlib, tempfile, funcrl
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> params = funcrl.init_params(model, seed=0)
-        >>> folder = funcrl.save_params(pathlib.Path(tempfile.mkdtemp()) / "model", model, params)
-        >>> sorted(file.name for file in folder.iterdir())
-        ['config.json', 'model.safetensors']
+        >>> from funcrl.weights.load import is_rotated
+        >>> is_rotated("blocks.0.attention.q.weight"), is_rotated("blocks.0.attention.v.weight")
+        (True, False)
     """
-    path = Path(path)
-    check_params(model, dict(params))
-    dtypes = {leaf.dtype for leaf in params.values()}
-    if len(dtypes) != 1:
-        raise TypeError(
-            f"save_params expects parameters of one dtype, got {sorted(map(str, dtypes))}."
-        )
-    described = to_hugging_face(model.config, str(dtypes.pop()).removeprefix("torch."))
-    path.mkdir(parents=True, exist_ok=True)
-    # Until the description is there, the folder is not a model: it goes first and comes last.
-    for name in (CONFIG, INDEX):
-        (path / name).unlink(missing_ok=True)
-    shards = _shards(
-        {translate(name).hugging_face: leaf for name, leaf in params.items()}, max_shard_bytes
-    )
-    if len(shards) == 1:
-        write_safetensors(path / SINGLE, shards[0])
-    else:
-        files = [
-            f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
-        ]
-        for file, shard in zip(files, shards, strict=True):
-            write_safetensors(path / file, shard)
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(path / INDEX, {"metadata": {}, "weight_map": places})
-    _write_json(path / CONFIG, described)
-    return path
+    return name.endswith(_ROTATED)
+
+
+def regrouped(rows: Tensor, head: tuple[int, int]) -> Tensor:
+    """Return rows of whole heads, in each of which a grid of rows is read by its other axis.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.weights.load import regrouped
+        >>> regrouped(torch.arange(8), (2, 2))
+        tensor([0, 2, 1, 3, 4, 6, 5, 7])
+    """
+    return rows.unflatten(0, (-1, *head)).transpose(1, 2).reshape(rows.shape)
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder is one of Hugging Face, broken ones among them."""
+    weights = any((folder / name).exists() for name in (SINGLE, INDEX))
+    return (folder / CONFIG).exists() and (weights or not list(folder.glob("*.gguf")))
 
 
 def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
@@ -153,9 +136,15 @@ def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
     if path.suffix == ".gguf" and path.is_file():
         gguf = read_gguf(path)
         config, by_neighbours = gguf_config(gguf, path)
-        # Frequencies of rotation, which some files carry, follow from the configuration.
-        names = {name: each for name, each in gguf.tensors.items() if name != "rope_freqs.weight"}
-        return config, _named(config, names, "gguf", path), by_neighbours
+        tensors = dict(gguf.tensors)
+        # The only trace of Llama 3's scaled rotation: each frequency is divided by its factor.
+        factors = tensors.pop("rope_freqs.weight", None)
+        if factors is not None and (read_tensor(factors, torch.float32) != 1).any():
+            raise ValueError(
+                f"load_params supports plain rotary positions, got rope_freqs.weight with factors "
+                f"other than 1 in {path}."
+            )
+        return config, _named(config, tensors, "gguf", path), by_neighbours
     raise FileNotFoundError(
         f"load_params expects a folder with {CONFIG} or a .gguf file, got {path}"
         f"{'' if path.exists() else ', which does not exist'}."
@@ -163,24 +152,54 @@ def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
 
 
 def _from_folder(path: Path) -> tuple[TransformerConfig, dict[str, Stored]]:
-    config = from_hugging_face(_read_json(path / CONFIG), str(path / CONFIG))
-    if (path / INDEX).exists():
-        places = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise ValueError(f"load_params expects a weight_map in {path / INDEX}, got none.")
-        files = sorted(set(places.values()))
-    else:
-        files = [SINGLE]
-    found: dict[str, Stored] = {}
-    for file in files:
-        if not (path / file).is_file():
-            raise FileNotFoundError(
-                f"load_params expects weights in {path / file}, got no such file."
+    config = from_hugging_face(read_json(path / CONFIG), str(path / CONFIG))
+    found = _stored_in(path)
+    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    if config.tied and head and embedding:  # some files have it twice
+        if not same_bytes(head, embedding):
+            raise ValueError(
+                f"load_params expects lm_head.weight in {path} to be the embedding, because "
+                f"{CONFIG} says tie_word_embeddings, got other numbers; say false there to use "
+                f"them."
             )
-        found |= read_safetensors(path / file)
-    if config.tied:
-        found.pop("lm_head.weight", None)  # some files have it twice
+        del found["lm_head.weight"]
     return config, _named(config, found, "hugging_face", path)
+
+
+def _stored_in(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a folder, each from the file that the index names for it.
+
+    One whole file goes before an index, as in transformers.
+    """
+    if (path / SINGLE).exists() or not (path / INDEX).exists():
+        return _read(path / SINGLE)
+    places = read_json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"load_params expects a weight_map in {path / INDEX}, got none.")
+    for name, file in places.items():
+        plain = isinstance(file, str) and Path(file).name == file
+        if not (plain and file.endswith(".safetensors")):
+            raise ValueError(
+                f"load_params expects the name of a file beside {path / INDEX}, got {file!r} for "
+                f"{name!r}."
+            )
+    found = {}
+    for file in sorted(set(places.values())):
+        for name, stored in _read(path / file).items():
+            if places.get(name) != file:
+                raise ValueError(
+                    f"load_params expects each tensor where {path / INDEX} says, got {name!r} in "
+                    f"{file} too."
+                )
+            found[name] = stored
+    return found
+
+
+def _read(file: Path) -> dict[str, Stored]:
+    if not file.is_file():
+        raise FileNotFoundError(f"load_params expects weights in {file}, got no such file.")
+    tensors = read_safetensors(file).items()
+    return {name: stored for name, stored in tensors if not name.endswith(_FREQUENCIES)}
 
 
 def _named(
@@ -205,37 +224,3 @@ def _named(
             f"got {min(left)!r} besides."
         )
     return stored
-
-
-def _rotated_by_halves(weight: Tensor, head_width: int) -> Tensor:
-    """Return rows of q or k so that rotation pairs (i, i + C/2), where it was (2 i, 2 i + 1)."""
-    heads = weight.unflatten(0, (-1, head_width // 2, 2))
-    return heads.transpose(1, 2).reshape(weight.shape)
-
-
-def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        size += tensor.numel() * tensor.element_size()
-        if shards[-1] and size > most:
-            shards.append({})
-            size = tensor.numel() * tensor.element_size()
-        shards[-1][name] = tensor
-    return shards
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"load_params expects {path}, got no such file.")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"load_params expects JSON in {path}, got {error}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"load_params expects an object in {path}, got {type(values).__name__}.")
-    return values
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=2) + "\n")

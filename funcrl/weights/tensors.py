@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +67,43 @@ def plain(dtype: torch.dtype) -> tuple[int, int, Callable[[Tensor], Tensor]]:
     return 1, dtype.itemsize, lambda raw: raw.view(dtype)
 
 
+def as_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """Give a tensor's bytes a slice at a time, so that no whole copy is made.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.weights.tensors import as_bytes
+        >>> b"".join(as_bytes(torch.ones(1)))
+        b'\\x00\\x00\\x80?'
+    """
+    for part in tensor.detach().reshape(-1).split(1 << 22):
+        yield part.cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Return whether two tensors in files are the same numbers, stored alike.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.weights.tensors import Stored, plain, same_bytes
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
+        >>> _ = path.write_bytes(b"12341234")
+        >>> one = Stored(path, 0, (1,), *plain(torch.float32))
+        >>> same_bytes(one, one._replace(offset=4)), same_bytes(one, one._replace(offset=2))
+        (True, False)
+    """
+    if (one.shape, one.num_bytes) != (other.shape, other.num_bytes):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        for begin in range(0, one.num_bytes, 1 << 22):
+            size = min(1 << 22, one.num_bytes - begin)
+            if first.read(size) != second.read(size):
+                return False
+    return True
+
+
 def _decode_into(out: Tensor, stored: Stored, file: int, first: int, count: int) -> None:
     start = stored.offset + first * stored.block_bytes
     # A mapping begins at a multiple of the page size.
@@ -77,5 +114,13 @@ def _decode_into(out: Tensor, stored: Stored, file: int, first: int, count: int)
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=before)
         if before % 8:  # numbers may lie anywhere in a file, but not in memory
             raw = raw.clone()
-        out.copy_(stored.decode(raw.view(count, stored.block_bytes)).reshape(-1))
+        numbers = stored.decode(raw.view(count, stored.block_bytes)).reshape(-1)
+        out.copy_(numbers)
+        fits = out.isfinite().all() or torch.equal(out.isfinite(), numbers.isfinite())
+        del numbers
         del raw  # the mapping cannot be closed while a tensor looks at it
+    if not fits:
+        raise ValueError(
+            f"load_params expects numbers that {out.dtype} can hold, got larger ones in "
+            f"{stored.path}; load them in another dtype."
+        )

@@ -1,0 +1,166 @@
+"""Parameters to files: `save_params`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl import checks
+from funcrl.functional import check_params
+from funcrl.models import Transformer, TransformerConfig
+from funcrl.runs import whole_file, write_whole
+from funcrl.weights.described import read_json
+from funcrl.weights.gguf_write import GGUF_DTYPES, write_gguf
+from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
+from funcrl.weights.load import CONFIG, INDEX, SINGLE
+from funcrl.weights.names import translate
+from funcrl.weights.safetensors import NAMES, write_safetensors
+from funcrl.weights.tokenizer import tokenizer_files, tokenizer_metadata
+
+
+def save_params(
+    path: str | Path,
+    model: Transformer,
+    params: Mapping[str, Tensor],
+    *,
+    tokenizer: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write a model that transformers, llama.cpp or vLLM and `load_params` read; return its path.
+
+    Everything is checked first. A crash leaves the model that was there, or the new one: a folder
+    is written over only if it holds the same network, or none.
+
+    Args:
+        path: a .gguf file, or a Hugging Face folder; made when it is missing.
+        model: whose parameters they are.
+        params: in the dtype to be written.
+        tokenizer: the folder or the .gguf file whose tokenizer goes along, such as the one that
+            the parameters were loaded from. Without one, llama.cpp does not run a .gguf file.
+        max_shard_bytes: larger models are spread over several files of a folder.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> params = funcrl.init_params(model, seed=0)
+        >>> folder = funcrl.save_params(pathlib.Path(tempfile.mkdtemp()) / "model", model, params)
+        >>> sorted(file.name for file in folder.iterdir())
+        ['config.json', 'model.safetensors']
+        >>> funcrl.save_params(folder / "model.gguf", model, params).name
+        'model.gguf'
+    """
+    path, to_gguf = Path(path), Path(path).suffix == ".gguf"
+    dtype = _check(model, params, GGUF_DTYPES if to_gguf else NAMES)
+    config, source = model.config, None if tokenizer is None else Path(tokenizer)
+    described = to_hugging_face(config, str(dtype).removeprefix("torch."))
+    if to_gguf:
+        metadata = [] if source is None else tokenizer_metadata(source, config.vocab_size)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(path, config, params, metadata)
+        return path
+    files = {} if source is None else tokenizer_files(source)
+    _check_same_network(path, config)
+    path.mkdir(parents=True, exist_ok=True)
+    weights = _write_weights(
+        path, {translate(name).hugging_face: leaf for name, leaf in params.items()}, max_shard_bytes
+    )
+    for name, content in files.items():
+        with whole_file(path / name) as file:
+            file.write(content)
+    # Where there was no model, this makes the folder one.
+    _write_json(path / CONFIG, described)
+    _remove_others(path, weights)
+    return path
+
+
+def _check(
+    model: Transformer, params: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, Any]
+) -> torch.dtype:
+    """Return the dtype of parameters that can be written."""
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            f"save_params expects a funcrl.models.Transformer, got {type(model).__name__}."
+        )
+    check_params(model, params, "save_params")
+    found = {leaf.dtype for leaf in params.values()}
+    if len(found) != 1:
+        raise TypeError(
+            f"save_params expects parameters of one dtype, got {sorted(map(str, found))}."
+        )
+    checks.check_choice("save_params", "parameters", dtype := found.pop(), dtypes)
+    for name, leaf in params.items():
+        if leaf.is_meta:
+            raise ValueError(
+                f"save_params expects parameters with values, got a meta tensor for {name!r}."
+            )
+    return dtype
+
+
+def _check_same_network(path: Path, config: TransformerConfig) -> None:
+    """Raise unless the folder holds this network, or none.
+
+    Weights and their description are two files, which nothing can exchange at once. They need
+    not be, as long as the description says the same before and after.
+    """
+    if not (path / CONFIG).exists():
+        return
+    try:
+        there = from_hugging_face(read_json(path / CONFIG), str(path / CONFIG))
+        if replace(there, context_length=config.context_length) != config:
+            raise ValueError(f"{there} is not {config}")
+    except ValueError as error:
+        raise ValueError(
+            f"save_params expects a new folder, or one with a model of the same shape, got {path} "
+            f"with another; remove it first ({error})."
+        ) from error
+
+
+def _write_weights(path: Path, tensors: dict[str, Tensor], most: int) -> set[str]:
+    """Write tensors under names that the present model does not use; return those that count.
+
+    The last step makes them the model: one whole file, which readers prefer, comes, goes or is
+    exchanged, or the index is.
+    """
+    shards = _shards(tensors, most)
+    if len(shards) == 1:
+        write_safetensors(path / SINGLE, shards[0])
+        return {SINGLE}
+    count = len(shards)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    index = (path / INDEX).read_text() if (path / INDEX).exists() else ""
+    if names[0] in index:
+        names = [name.replace("model-", "model-b-") for name in names]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(path / name, shard)
+    places = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+    _write_json(path / INDEX, {"metadata": {}, "weight_map": places})
+    (path / SINGLE).unlink(missing_ok=True)
+    return {*names, INDEX}
+
+
+def _remove_others(path: Path, weights: set[str]) -> None:
+    """Remove what earlier saves left: readers may prefer it, and it takes room."""
+    for pattern in ("model*.safetensors*", ".model*.safetensors*"):
+        for file in path.glob(pattern):
+            if file.name not in weights:
+                file.unlink()
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        if shards[-1] and size > most:
+            shards.append({})
+            size = tensor.numel() * tensor.element_size()
+        shards[-1][name] = tensor
+    return shards
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(values, indent=2) + "\n")

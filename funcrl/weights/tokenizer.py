@@ -1,0 +1,79 @@
+"""The tokenizer that goes along with saved weights."""
+
+import tempfile
+from pathlib import Path
+
+from funcrl import checks
+from funcrl.weights.gguf import read_gguf
+from funcrl.weights.load import find_model
+
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_VOCABULARIES = _FILES[:3]  # one of these is in every folder with a tokenizer
+
+
+def tokenizer_files(source: Path) -> dict[str, bytes]:
+    """Return the files of a folder's tokenizer by name, made by transformers from a GGUF file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.weights.tokenizer import tokenizer_files
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "tokenizer.json").write_text("{}")
+        >>> tokenizer_files(folder)
+        {'tokenizer.json': b'{}'}
+    """
+    if _has_tokenizer(source):
+        return {name: (source / name).read_bytes() for name in _FILES if (source / name).exists()}
+    model = find_model(source)
+    if _has_tokenizer(model):
+        return tokenizer_files(model)
+    if model.suffix != ".gguf" or not model.is_file():
+        raise FileNotFoundError(
+            f"save_params expects a tokenizer in {source}, one of {', '.join(_VOCABULARIES)} or a "
+            f".gguf file, got none."
+        )
+    why, install = f"for the tokenizer in {model}", "transformers gguf"
+    transformers = checks.import_extra("save_params", "transformers", why, install)
+    made = transformers.AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        return tokenizer_files(Path(folder))
+
+
+def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
+    """Return a GGUF file's metadata of its tokenizer, as they are in the file.
+
+    Args:
+        source: the file, or a folder with one.
+        vocab_size: of the model that they go along with.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.weights.tokenizer import tokenizer_metadata
+        >>> tokenizer_metadata(pathlib.Path(tempfile.mkdtemp()), 13)
+        Traceback (most recent call last):
+        ValueError: save_params expects the tokenizer of a .gguf file for a .gguf file, got \
+...; llama.cpp's convert_hf_to_gguf.py converts a folder with its tokenizer.
+    """
+    found = list(source.rglob("*.gguf")) if source.is_dir() else [source]
+    if len(found) != 1 or found[0].suffix != ".gguf":
+        raise ValueError(
+            f"save_params expects the tokenizer of a .gguf file for a .gguf file, got {source}; "
+            f"llama.cpp's convert_hf_to_gguf.py converts a folder with its tokenizer."
+        )
+    model, gguf = found[0], read_gguf(found[0])
+    num_tokens = len(gguf.metadata.get("tokenizer.ggml.tokens", ()))
+    if num_tokens != vocab_size:
+        raise ValueError(
+            f"save_params expects a tokenizer of {vocab_size} tokens, got {num_tokens} in {model}."
+        )
+    with model.open("rb") as file:
+        raw = file.read(max(end for _, end in gguf.spans.values()))
+    return [raw[slice(*span)] for name, span in gguf.spans.items() if name.startswith("tokenizer.")]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _VOCABULARIES)

