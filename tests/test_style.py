@@ -23,7 +23,7 @@ LAYERS = [
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "supervised",
      "memory", "trackers"},
     {"record", "parts"},
-    {"train", "evaluate"},
+    {"train", "evaluate", "export", "parity"},
     {"bench"},
     {"cli"},
 ]  # fmt: skip
