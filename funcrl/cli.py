@@ -121,7 +121,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
 
     @app.command(name="parity")
     def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
-        """Compare a generator's log-probabilities with the trainer's; exit with 1 if they differ."""
+        """Compare a generator's log-probabilities with the trainer's; exit 1 if they differ."""
         result = parity(config)
         print(json.dumps(result._asdict()) if config.json else format_parity(config, result))
         if not result.max_abs_diff <= config.limit:

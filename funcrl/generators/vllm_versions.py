@@ -1,8 +1,6 @@
 """What differs between the versions of vLLM, in one place."""
 
-import importlib.metadata
 import importlib.util
-from typing import Any
 
 # The first and the last minor version of 0.x that were run; 0.24 is CUDA's for torch 2.11, 0.32 and
 # 0.33 are the CPU's and CUDA's for torch 2.13 and 2.14.
@@ -43,14 +41,3 @@ def supported(version: str) -> int | None:
     """
     major, minor = version.split(".")[:2]
     return int(minor) if major == "0" and _FIRST <= int(minor) <= _LAST else None
-
-
-def registered_backend_arguments(backend: Any) -> dict[str, Any]:
-    """Return how an `Attention` layer is told its backend: the same keyword in all versions.
-
-    Example:
-        >>> from funcrl.generators.vllm_versions import registered_backend_arguments
-        >>> registered_backend_arguments(None)
-        {}
-    """
-    return {} if backend is None else {"attn_backend": backend}
