@@ -90,6 +90,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     # tyro would take a dictionary that has names for a set of options with just these names.
     weights, base = base.reward_weights, replace(base, reward_weights={})
     app.command(_bench(), name="bench")
+    _add_looks_at_models(app)
 
     @app.command(name="train")
     def _train(
@@ -114,6 +115,22 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             return
         _run(options, resume is not None, ["funcrl", *args])
 
+    @app.command(name="report")
+    def _report(
+        runs_: Annotated[tuple[Path, ...], arg(name="runs")], /, out: Path | None = None
+    ) -> None:
+        """Write a page about a run, or one that compares several.
+
+        Args:
+            runs_: folders of runs.
+            out: where a comparison goes: a folder, `comparison` beside the first run when left out.
+        """
+        print(_write_report(runs_, out))
+
+    return app
+
+
+def _add_looks_at_models(app: SubcommandApp) -> None:
     @app.command(name="eval")
     def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
         """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
@@ -141,20 +158,6 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     def _models() -> None:
         """List the shapes and the pretrained weights that are known by name."""
         print(_known_models())
-
-    @app.command(name="report")
-    def _report(
-        runs_: Annotated[tuple[Path, ...], arg(name="runs")], /, out: Path | None = None
-    ) -> None:
-        """Write a page about a run, or one that compares several.
-
-        Args:
-            runs_: folders of runs.
-            out: where a comparison goes: a folder, `comparison` beside the first run when left out.
-        """
-        print(_write_report(runs_, out))
-
-    return app
 
 
 def _write_report(folders: Sequence[Path], out: Path | None) -> Path:

@@ -36,6 +36,7 @@ from funcrl import (
 )
 from funcrl.config import TrainConfig
 from funcrl.functional import bind
+from funcrl.parity import ParityConfig
 
 MODULES = {
     "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
@@ -137,6 +138,13 @@ def save_and_load(params):
         funcrl.save_params(Path(folder) / "model", MICRO, params)
         config = weights.load_config(Path(folder) / "model")
         return config.width, funcrl.load_params(Path(folder) / "model")[1]
+
+
+def train_and_export():
+    with tempfile.TemporaryDirectory() as folder:
+        funcrl.train(replace(TRAIN, run_dir=Path(folder) / "run", steps=1))
+        out = funcrl.export(Path(folder) / "run", Path(folder) / "model")
+        return funcrl.load_params(out)[1]
 
 
 def with_more_rewards():
@@ -275,6 +283,8 @@ TABLE_OF_CALLS = {
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
     "evaluate": (lambda: funcrl.evaluate(EVALUATION), ()),
+    "export": (train_and_export, ()),
+    "parity": (lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),
     "save": (save_and_restore, (PARAMS,)),
     "restore": (save_and_restore, (BATCH,)),
     "train": (train_twice, ()),

