@@ -15,7 +15,7 @@ from funcrl.generators.batch import DecodeFn, Prompts
 from funcrl.generators.sampler import check_prompts
 from funcrl.generators.vllm_native import write_params
 from funcrl.generators.vllm_probe import check_probe
-from funcrl.generators.vllm_settings import compile_arguments
+from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
 from funcrl.types import Params, Samples
@@ -59,10 +59,11 @@ class VLLM:
         if dtype not in _DTYPES:
             raise ValueError(f"VLLM expects dtype float32 or bfloat16, got {dtype}.")
         compile_arguments(config)
-        check_version()
         loaded: Params | None = None
         if not isinstance(model, Transformer):
             model, loaded = load_params(model, dtype)
+        cache_bytes(model.config, config, _DTYPES[dtype])
+        check_version()
         self._arguments = _arguments(model, self._form, config, _DTYPES[dtype])
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: Any = None

@@ -45,5 +45,11 @@ def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int
     """
     token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * _FLOAT_BYTES[dtype]
     context = min(config.context_length, shape.context_length)
-    blocks = config.slots * -(-context // _BLOCK) + 1  # one that vLLM keeps for itself
-    return min(config.cache_bytes, blocks * _BLOCK * token)
+    sample = -(-context // _BLOCK)
+    least, most = ((count + 1) * _BLOCK * token for count in (sample, config.slots * sample))
+    if config.cache_bytes < least:  # a block besides is vLLM's own
+        raise ValueError(
+            f"VLLM expects --vllm.cache-bytes of at least {least} for a sample of {context} tokens "
+            f"(--vllm.context-length), got {config.cache_bytes}."
+        )
+    return min(config.cache_bytes, most)
