@@ -19,13 +19,16 @@ from funcrl.bench import (
     GenerateBenchConfig,
     LoopBenchConfig,
     StepBenchConfig,
+    VLLMBenchConfig,
     bench_generate,
     bench_loop,
     bench_step,
+    bench_vllm,
     describe_machine,
     format_generate_rows,
     format_loop_rows,
     format_rows,
+    format_vllm_rows,
 )
 from funcrl.checkpoint import CheckpointError
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
@@ -188,6 +191,11 @@ def _bench() -> SubcommandApp:
     ) -> None:
         """Print the speed of the embedded sampler beside transformers' generate()."""
         print(format_generate_rows(bench_generate(config), config.device))
+
+    @bench.command(name="vllm")
+    def _vllm(config: OmitArgPrefixes[VLLMBenchConfig] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
+        """Print vLLM's speed in both forms beside plain vLLM, and what a push takes."""
+        print(format_vllm_rows(bench_vllm(config), config.device))
 
     @bench.command(name="loop")
     def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)

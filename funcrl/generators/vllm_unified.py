@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from vllm import ModelRegistry
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import register_model_loader
@@ -80,12 +81,53 @@ class Loader(BaseModelLoader):
 
 
 class FuncrlForCausalLM(nn.Module):
-    """`Transformer` with vLLM's cache below its attention."""
+    """What vLLM runs: `Transformer` with vLLM's cache below its attention."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.body = Body(vllm_config=vllm_config, prefix=f"{prefix}body.")
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [N, D] of tokens."""
+        out: Tensor = self.body.network.embed(input_ids)
+        return out
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the last layer's output [N, D] of the tokens of all requests, end to end."""
+        del intermediate_tensors, inputs_embeds
+        out: Tensor = self.body(input_ids, positions)
+        return out
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [n, V] of some of the tokens."""
+        out: Tensor = self.body.network.unembed(hidden_states)
+        return out
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load nothing."""
+        del weights
+        return set()
+
+    def adopt(self, params: Params) -> None:
+        """Compute with these parameters from now on: by reference, or copied where graphs are."""
+        self.body.adopt(params)
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
+class Body(nn.Module):
+    """All but the logits: what vLLM compiles, if it is told to."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         described = vllm_config.model_config.hf_config
-        self.shape = c = TransformerConfig(**described.funcrl_shape)
+        c = TransformerConfig(**described.funcrl_shape)
         self.skeleton = Transformer(c)
         backend = {"attn_backend": FuncrlBackend} if described.funcrl_attention else {}
         self.attention = nn.ModuleList(
@@ -102,10 +144,15 @@ class FuncrlForCausalLM(nn.Module):
             name: torch.zeros(leaf.shape) for name, leaf in self.skeleton.named_parameters()
         }  # in the engine's dtype and on its device, which are the defaults here
         self.network = bind(self.skeleton, first)
-        self.attends: Sequence[AttendFn] = [self._on(layer) for layer in self.attention]
+        self.attends: Sequence[AttendFn] = [_on(layer, c) for layer in self.attention]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the last layer's output [N, D]."""
+        out: Tensor = self.network(input_ids, positions, self.attends, head=_hidden)
+        return out
 
     def adopt(self, params: Params) -> None:
-        """Compute with these parameters from now on: by reference, or copied where graphs are."""
+        """Compute with these parameters from now on."""
         own = dict(self.network.named_parameters())
         dtype, device = self.network.norm.weight.dtype, self.network.norm.weight.device
         if self.fixed:
@@ -114,44 +161,16 @@ class FuncrlForCausalLM(nn.Module):
         cast = {name: leaf.to(device=device, dtype=dtype) for name, leaf in params.items()}
         self.network = pack_weights(self.skeleton, cast)
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [N, D] of tokens."""
-        out: Tensor = self.network.embed(input_ids)
-        return out
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """Return the last layer's output [N, D] of the tokens of all requests, end to end."""
-        del intermediate_tensors, inputs_embeds
-        out: Tensor = self.network(input_ids, positions, self.attends, head=_hidden)
-        return out
+def _on(layer: nn.Module, shape: TransformerConfig) -> AttendFn:
+    """Return attention on a layer's cache: vLLM's axes are [N, H C], ours [H, N, C]."""
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits [n, V] of some of the tokens."""
-        out: Tensor = self.network.unembed(hidden_states)
-        return out
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flat = [part.transpose(0, 1).flatten(1) for part in (q, k, v)]
+        out: Tensor = layer(*flat)
+        return out.unflatten(-1, (shape.num_heads, shape.head_width)).transpose(0, 1)
 
-    def load_weights(self, weights: Any) -> set[str]:
-        """Load nothing."""
-        del weights
-        return set()
-
-    def _on(self, layer: nn.Module) -> AttendFn:
-        """Return attention on the layer's cache: vLLM's axes are [N, H C], ours [H, N, C]."""
-        heads, width = self.shape.num_heads, self.shape.head_width
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            flat = [part.transpose(0, 1).flatten(1) for part in (q, k, v)]
-            out: Tensor = layer(*flat)
-            return out.unflatten(-1, (heads, width)).transpose(0, 1)
-
-        return attend
+    return attend
 
 
 def _hidden(x: Tensor, weight: Tensor) -> Tensor:
