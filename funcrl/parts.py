@@ -182,7 +182,8 @@ def trained_params(config: TrainConfig, parts: Parts, run: Path) -> tuple[int, P
         >>> config = funcrl.config.TrainConfig()
         >>> trained_params(config, funcrl.build(config), pathlib.Path("no/such/run"))
         Traceback (most recent call last):
-        FileNotFoundError: restore expects a checkpoint in no/such/run/checkpoints, got none.
+        funcrl.checkpoint.CheckpointError: restore expects a checkpoint, got none at \
+no/such/run/checkpoints.
     """
     state, extra = restore(run / runs.CHECKPOINTS, empty_state(config, parts))
     return extra["step"], dict(state.params)

@@ -294,7 +294,7 @@ def test_a_task_without_prompts_and_a_prompt_too_long_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="3 prompts .* from the task 'empty' .*, got 0"):
         funcrl.train(small(tmp_path / "a"), task=Empty())
-    with pytest.raises(ValueError, match="fewer than the model's context_length, got 4202"):
+    with pytest.raises(ValueError, match="fewer than the generator's context_length, got 4202"):
         funcrl.train(small(tmp_path / "b"), task=Long())
 
 

@@ -204,6 +204,7 @@ def _plain(config: VLLMBenchConfig, shape_: Shape, mode: str) -> VLLMRow:
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=config.dtype,
                 max_model_len=engine_config.context_length, max_num_seqs=config.sequences,
                 kv_cache_memory_bytes=cache_bytes(shape_, engine_config, config.dtype),
+                gpu_memory_utilization=0.5,
                 **compile_arguments(engine_config),
             )  # fmt: skip
             made.append(llm)

@@ -65,6 +65,7 @@ class Engine:
                 max_num_seqs=config.slots,
                 max_num_batched_tokens=max(context, config.batched_tokens),
                 kv_cache_memory_bytes=cache_bytes(shape, config, dtype),
+                gpu_memory_utilization=_UTILISATION,
                 enable_prefix_caching=True,
                 # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
                 enable_chunked_prefill=torch.cuda.is_available(),
@@ -138,13 +139,23 @@ class Engine:
 
     def close(self) -> None:
         """Stop, and free the memory."""
+        self._llm.collective_rpc(_release)
         self._llm.engine_core.shutdown()
         del self._llm
         cleanup_dist_env_and_memory()
         gc.collect()
 
 
+# The cache's size is given: all that is left of this is a check that so much of the GPU is free,
+# which it need not be with a trainer beside the engine.
+_UTILISATION = 0.01
 _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
+
+
+def _release(worker: Any) -> None:
+    """Give the cache back, whoever still holds on to its tensors: compiled code may."""
+    for cache in worker.model_runner.kv_caches:
+        cache.untyped_storage().resize_(0)
 
 
 def _request(sampling: Sampling, seed: int, most: int) -> Any:
