@@ -22,6 +22,7 @@ from funcrl.types import Params, Samples
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_TENSORS = ("tokens", "mask", "logprobs", "policy_logprobs")
 _Result = TypeVar("_Result")
 
 
@@ -67,6 +68,7 @@ class VLLM:
         self._arguments = _arguments(model, self._form, config, _DTYPES[dtype])
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: Any = None
+        self._device = torch.device("cpu")
         self._version, self._closed = 0, False
         self.context_length = min(config.context_length, model.config.context_length)
         if loaded is not None:
@@ -79,6 +81,7 @@ class VLLM:
         engine's dtype and no graph holds on to others.
         """
         check_params(self._model, params)
+        self._device = next(iter(params.values())).device
         first = self._engine is None
         if first:
             self._start()
@@ -95,7 +98,11 @@ class VLLM:
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         spoken = self._guarded(lambda: engine.speak(prompts, sampling, seed, self._decode))
-        return _to_samples(spoken, sampling, self._config.logprobs == "policy", self._version)
+        samples = _to_samples(spoken, sampling, self._config.logprobs == "policy", self._version)
+        # Where what is trained is, which need not be where the engine is.
+        return samples._replace(
+            **{name: getattr(samples, name).to(self._device) for name in _TENSORS}
+        )
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
@@ -170,11 +177,9 @@ def _has_kernel(head_width: int) -> bool:
 def _to_samples(spoken: Any, sampling: Sampling, of_policy: bool, version: int) -> Samples:
     """Return what was said; `of_policy` says whose the engine's log-probabilities are."""
     width = max(len(said.tokens) for said in spoken)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def padded(rows: list[list[Any]], dtype: torch.dtype) -> torch.Tensor:
-        filled = [[*row, *[0] * (width - len(row))] for row in rows]
-        return torch.tensor(filled, dtype=dtype, device=device)
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
 
     known = padded([said.logprobs for said in spoken], torch.float32)
     mask = padded([[1] * len(said.tokens) for said in spoken], torch.bool)

@@ -21,6 +21,7 @@ from funcrl.config import Sampling
 from funcrl.config_generation import VLLMConfig
 from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
+from funcrl.generators.vllm_versions import allow_capture
 from funcrl.models import TransformerConfig
 
 
@@ -77,6 +78,7 @@ class Engine:
             settings = arguments.create_engine_config()
             # On a CPU vLLM takes a process of its own, unless an environment variable says other.
             settings.parallel_config.distributed_executor_backend = "uni"
+            allow_capture()
             self._llm = LLMEngine(settings, UniProcExecutor, log_stats=False)
         self._block = int(settings.cache_config.block_size)
         self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own

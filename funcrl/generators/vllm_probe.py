@@ -11,9 +11,9 @@ from funcrl.models import Transformer
 from funcrl.types import Params, Sample
 
 _TOKENS = 24
-# Another engine rounds in other places than the model does, not by much more; and in float32, where
-# the comparison itself rounds, by this.
-_FACTOR, _LEAST = 4.0, 1e-3
+# Another engine rounds in other places than the model does, not by much more. In float32, where the
+# model is what is compared with, by this; on a GPU vLLM's attention multiplies float32 with fewer bits.
+_FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
 
 
 def check_probe(
@@ -53,7 +53,7 @@ funcrl's names of parameters and vLLM's do not agree.
 
     exact = scores(tree.cast(params, torch.float32))
     off, allowed = ((each - exact).abs().mean().item() for each in (found, scores(params)))
-    if not off <= _FACTOR * allowed + _LEAST:
+    if not off <= _FACTOR * allowed + _LEAST[like.device.type]:
         raise RuntimeError(
             f"VLLM.push expects vLLM to give a probe's tokens the model's own log-probabilities, "
             f"got a mean difference of {off:.3g} where rounding to {like.dtype} makes "

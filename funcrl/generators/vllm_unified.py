@@ -19,6 +19,7 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from funcrl.functional import bind
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm_attention import FuncrlBackend
+from funcrl.generators.vllm_versions import architectures, check_version
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops import AttendFn
 from funcrl.types import Params
@@ -66,7 +67,8 @@ class Parser(ConfigParserBase):
     def parse(self, model: Any, trust_remote_code: bool, *_: Any, **__: Any) -> Any:
         """Return what vLLM takes for the content of a config.json."""
         del model, trust_remote_code
-        basic = {"architectures": [_NAME], "model_type": "funcrl"}
+        names = architectures(_NAME, check_version())
+        basic = {"architectures": names, "model_type": "funcrl"}
         return basic, PretrainedConfig.from_dict(basic)
 
 

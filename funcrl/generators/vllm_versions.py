@@ -5,6 +5,8 @@ import importlib.util
 # The first and the last minor version of 0.x that were run; 0.24 is CUDA's for torch 2.11, 0.32 and
 # 0.33 are the CPU's and CUDA's for torch 2.13 and 2.14.
 _FIRST, _LAST = 24, 33
+# From here on every model runs on the second runner, where there is a GPU.
+_RUNNER_FOR_ALL = 27
 
 
 def check_version() -> int:
@@ -41,3 +43,34 @@ def supported(version: str) -> int | None:
     """
     major, minor = version.split(".")[:2]
     return int(minor) if major == "0" and _FIRST <= int(minor) <= _LAST else None
+
+
+def architectures(name: str, minor: int) -> list[str]:
+    """Return what a config says of a model that funcrl has registered under a name.
+
+    vLLM takes the first that it knows. Before 0.27 it chose its second, faster runner by the
+    names: there one of its own stands behind.
+
+    Args:
+        name: of the registered class.
+        minor: of the version.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import architectures
+        >>> architectures("Mine", 24), architectures("Mine", 32)
+        (['Mine', 'Qwen3ForCausalLM'], ['Mine'])
+    """
+    return [name] if minor >= _RUNNER_FOR_ALL else [name, "Qwen3ForCausalLM"]
+
+
+def allow_capture() -> None:
+    """Let an engine capture CUDA graphs: the one before it has left that forbidden.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import allow_capture
+        >>> callable(allow_capture)
+        True
+    """
+    from vllm.compilation import monitor
+
+    monitor.set_cudagraph_capturing_enabled(True)
