@@ -12,7 +12,7 @@ from funcrl.types import Params, Sample
 
 _TOKENS = 24
 # Another engine rounds in other places than the model does, not by much more. In float32, where the
-# model is what is compared with, by this; on a GPU vLLM's attention multiplies float32 with fewer bits.
+# model is what is compared with, by this: on a GPU vLLM's attention multiplies with fewer bits.
 _FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
 
 
