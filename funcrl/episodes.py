@@ -8,7 +8,7 @@ import torch
 
 from funcrl import rng
 from funcrl.config import Sampling
-from funcrl.protocols import Environment, Generator, Prompt, Task, Tokenizer
+from funcrl.protocols import Environment, Generator, Prompt, Task, Tokenizer, is_environment
 from funcrl.types import Samples
 
 
@@ -102,7 +102,7 @@ def complete(
     samples = generator.generate(asked, sampling, seed)
     copies = range(sampling.num_samples)
     rows = [(prompt, row) for prompt, row in zip(prompts, asked, strict=True) for _ in copies]
-    if isinstance(task, Environment):
+    if is_environment(task):
         episodes = [Episode(prompt, row, task.begin(prompt)) for prompt, row in rows]
         last = _play(task, generator, episodes, samples, sampling, seed)
         return _collect(task.tokenizer, episodes, last, sampling.num_samples)
@@ -146,7 +146,7 @@ def demonstration(task: Task | Environment, prompt: Prompt) -> Demonstration:
         tokens.extend(more)
         mask.extend([said] * len(more))
 
-    if not isinstance(task, Environment):
+    if not is_environment(task):
         shown = task.demonstrate(prompt) if hasattr(task, "demonstrate") else prompt.answer
         if not shown:
             raise ValueError(
@@ -197,19 +197,22 @@ def _step(task: Environment, episode: Episode, said: Said, context_length: int) 
     """Act with what the policy said, and add what the environment answers, if it goes on."""
     episode.append(said.tokens, said)
     episode.turns += 1
+    heard: list[int] | None = None
     try:
         episode.state = task.act(episode.state, said.text + said.stop)
         observation = task.observe(episode.state)
+        if observation is not None:
+            heard = _answer(task.tokenizer, observation, inline=bool(said.stop))
     except Exception as error:
         what = f"The environment {task.name!r} raised {type(error).__name__}: {error}"
         episode.state = Failure(f"{what} after {said.text[:80]!r} of {episode.prompt.text[:80]!r}.")
-        observation = None
-    if observation is None or said.finish_reason == "length":
+        heard = None
+    if heard is None or said.finish_reason == "length":
         episode.reason = said.finish_reason
         return
     tokenizer = task.tokenizer
     closing = [] if said.stop or said.tokens[-1] == tokenizer.end else [tokenizer.end]
-    heard = closing + _answer(tokenizer, observation, inline=bool(said.stop))
+    heard = closing + heard
     length = len(episode.asked) + len(episode.tokens) + len(heard)
     if episode.turns >= task.max_turns or length >= context_length:
         episode.reason = "length"

@@ -10,6 +10,7 @@ import torch
 
 from funcrl import rng, runs
 from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
+from funcrl.episodes import Failure
 from funcrl.estimates import interval, majority, pass_at
 from funcrl.parts import build, defaults, first_params, trained_params
 from funcrl.protocols import Environment, Task
@@ -194,7 +195,10 @@ def _grade(
 def _answers(task: Task | Environment, completed: Completed) -> list[str]:
     """Return what each completion votes for."""
     if hasattr(task, "extract"):
-        return [str(task.extract(outcome)) for outcome in completed.outcomes]
+        return [
+            "" if isinstance(outcome, Failure) else str(task.extract(outcome))
+            for outcome in completed.outcomes
+        ]
     return [text.strip() for text in completed.texts]
 
 

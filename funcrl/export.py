@@ -1,20 +1,23 @@
 """What a run has trained, as a model for others to load."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from funcrl import runs, tree
 from funcrl.config import TrainConfig, read_config
 from funcrl.parts import build, trained_params
+from funcrl.protocols import Environment, Task
 from funcrl.weights import save_params
 
 
-def export(run: Path, out: Path) -> Path:
+def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
     Args:
         run: the folder of a run.
         out: a .gguf file, or a Hugging Face folder. The tokenizer of the model that the run began
             with goes along, where it had one.
+        task: of a run whose task was an object.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -33,8 +36,11 @@ def export(run: Path, out: Path) -> Path:
         raise FileNotFoundError(
             f"export expects the folder of a run, got {run} without a {runs.CONFIG}."
         )
-    config = read_config(TrainConfig, path)
-    parts = build(config, function="export")
+    if task is None:
+        runs.check_task_named("export", run)
+    # Nothing is generated here, and no GPU is needed.
+    config = replace(read_config(TrainConfig, path), generator="sampler", device="cpu")
+    parts = build(config, task, function="export")
     _, trained = trained_params(config, parts, run)
     policy = tree.map(lambda leaf: leaf.cpu(), parts.policy(trained))
     return save_params(out, parts.model, policy, tokenizer=parts.weights)

@@ -1,7 +1,7 @@
 """What a loop is put together from: a task, its tokenizer, a generator. Any object will do."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from funcrl.config import Sampling
 from funcrl.types import Params, Samples
@@ -93,6 +93,19 @@ class Environment(Protocol):
 
     def reward(self, prompt: Prompt, state: Any) -> Mapping[str, float]:
         """Return named rewards of the last state."""
+
+
+def is_environment(task: Task | Environment) -> TypeGuard[Environment]:
+    """Return whether a task answers what the policy does.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.protocols import is_environment
+        >>> is_environment(funcrl.tasks.Calculator()), is_environment(funcrl.tasks.SumDigits())
+        (True, False)
+    """
+    # By what it has, as any object will do; `isinstance` would not see what a wrapper passes on.
+    return hasattr(task, "act")
 
 
 class Generator(Protocol):

@@ -13,7 +13,7 @@ from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
 from funcrl.logprobs import score
 from funcrl.parts import Parts, build, empty_state, first_params
-from funcrl.protocols import Environment, Prompt, Task
+from funcrl.protocols import Environment, Prompt, Task, is_environment
 from funcrl.record import Record, open_folder, reference_policy
 from funcrl.rollouts import (
     Completed,
@@ -216,7 +216,7 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
     reasons = completed.samples.finish_reasons
     cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(rollout.tokens.device)
     numbers = metrics.describe_rollout(rollout, named, cut)
-    if isinstance(parts.task, Environment):
+    if is_environment(parts.task):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
         numbers["num_reward_errors"] = len(graded.errors)

@@ -162,6 +162,25 @@ def test_an_environment_that_raises_is_an_outcome():
     assert graded.total.isnan().tolist() == [True, False]
 
 
+class Mute(Calculator):
+    def observe(self, state):
+        return "what no tokenizer of its own has" if state.shows else None
+
+
+def test_an_observation_that_cannot_be_told_is_a_failure_too():
+    task = Mute()
+    completed, _ = play(["[1*1]", "5"], samples=2, task=task)
+    graded = grade(task, completed.prompts, completed.outcomes, on_error="skip")
+    assert graded.total.isnan().tolist() == [True, False]
+
+
+def test_a_product_and_its_mirror_are_on_the_same_side():
+    held_out = {frozenset(prompt.data) for prompt in Calculator(1).eval_prompts(100)}
+    trained = {frozenset(prompt.data) for prompt in Calculator(1).prompts(0, 0, 500)}
+    assert held_out
+    assert not held_out & trained
+
+
 class Guess:
     """Say numbers until one is right; every answer is a message."""
 

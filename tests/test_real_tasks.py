@@ -1,5 +1,7 @@
 """Tasks with pretrained tokenizers: what is asked, what counts as right, and what is trained on."""
 
+import copy
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ from cases import tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.protocols import is_environment
 from funcrl.tasks import (
     ChatTokenizer,
     Countdown,
@@ -275,6 +278,18 @@ def test_an_answer_that_would_take_for_ever_is_wrong():
     judge._child.kill()
     assert judge.same("4/2", "2")  # one that died is replaced
     assert not judge.same("1" * 10_000, "2")
+    child = judge._child
+    del judge
+    gc.collect()
+    assert child.poll() is not None  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    "answer", ["\\neq 5", "6 \\Rightarrow 5", "3=5", "x=1=5", "1*5", "\\sum_{i=1}^{5}1"]
+)
+def test_a_number_is_to_be_worked_out(competition, answer):
+    assert competition.reward(Prompt("?", "5"), f"\\boxed{{{answer}}}")["correct"] == 0
+    assert competition.reward(Prompt("?", "5"), "\\boxed{x = 5}")["correct"] == 1
 
 
 def test_problems_of_ones_own_for_math(tmp_path):
@@ -314,10 +329,10 @@ def test_more_rewards_are_weighed_beside_the_tasks_own():
         with_rewards(Gsm8kLike(), {"correct": thinks}).reward(*prompts)
     with pytest.raises(ValueError, match="with_rewards expects weights of .*, got 'x'"):
         with_rewards(Gsm8kLike(), {"thinks": thinks}, {"x": 1.0})
-    assert not isinstance(task, funcrl.tasks.Environment)
-    assert isinstance(
-        with_rewards(funcrl.tasks.Calculator(), {"x": lengths}), funcrl.tasks.Environment
-    )
+    wrapped = with_rewards(funcrl.tasks.Calculator(), {"x": lengths})
+    assert not is_environment(task)
+    assert is_environment(wrapped)
+    assert copy.deepcopy(wrapped).name == "calculator"
 
 
 class Gsm8kLike(SumDigits):

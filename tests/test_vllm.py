@@ -292,6 +292,29 @@ class TestProcess:
         assert samples.mask.all()
         generator.close()
 
+    def test_an_error_leaves_nothing_behind(self):
+        model, params = make("qwen3")
+        generator = VLLM(model, "unified")
+        generator.push(params)
+        clean = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
+
+        def interrupt(tokens):
+            raise KeyboardInterrupt
+
+        generator._decode = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate([[7, 8], [9, 1]], Sampling(max_tokens=20, stop=("x",)), seed=0)
+        again = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
+        assert torch.equal(again.tokens, clean.tokens)
+        for leaf in params.values():  # written to in place: what is referred to is read again
+            leaf.mul_(1.1)
+        moved = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
+        assert compare(model, params, PROMPTS, moved).max_abs_diff < 1e-4
+        generator.push({name: leaf * torch.nan for name, leaf in params.items()})
+        with pytest.raises(FloatingPointError, match="have the parameters diverged"):
+            generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
+        generator.close()
+
     def test_a_hundred_cycles_leave_no_memory_behind(self):
         """Generate, train, push, again and again: what is resident stays what it was."""
         model, params = make("llama")

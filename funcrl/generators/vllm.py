@@ -69,7 +69,9 @@ class VLLM:
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: Any = None
         self._device = torch.device("cpu")
-        self._version, self._closed = 0, False
+        self._version, self._closed, self._probed = 0, False, False
+        self._params: Params = {}
+        self._written: list[int] = []  # how often each parameter had been written to
         self.context_length = min(config.context_length, model.config.context_length)
         if loaded is not None:
             self.push(loaded)
@@ -82,19 +84,22 @@ class VLLM:
         """
         check_params(self._model, params)
         self._device = next(iter(params.values())).device
-        first = self._engine is None
-        if first:
+        if self._engine is None:
             self._start()
         write: Any = write_params if self._form == "native" else _adopt
         engine = self._running("push")
         engine.write(lambda model: write(model, params))
-        self._version = version
-        if first:
+        self._params, self._version = params, version
+        self._written = _writes(params)
+        if not self._probed:
             check_probe(self._model, tree.cast(params, self._dtype), engine.score)
+            self._probed = True
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
+        if self._form == "unified" and _writes(self._params) != self._written:
+            self.push(self._params, self._version)  # what is referred to has been written to
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         spoken = self._guarded(lambda: engine.speak(prompts, sampling, seed, self._decode))
@@ -107,6 +112,7 @@ class VLLM:
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
         engine = self._running("score")
+        check_prompts(prompts, Sampling(), self._model, self._decode, self.context_length)
         return self._guarded(lambda: engine.score(prompts))
 
     def close(self) -> None:
@@ -138,6 +144,10 @@ class VLLM:
                 f"VLLM ran out of memory: lower --vllm.cache-bytes, --vllm.slots or "
                 f"--vllm.batched-tokens ({error})."
             ) from error
+
+
+def _writes(params: Params) -> list[int]:
+    return [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
 
 
 def _adopt(model: Any, params: Params) -> None:

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import math
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,29 +54,10 @@ class Engine:
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
     ) -> None:
-        context = min(config.context_length, shape.context_length)
         with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
             if described is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(described))
-            arguments = EngineArgs(
-                model=folder,
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # none of a model's own sampling defaults
-                dtype=dtype,
-                seed=0,
-                max_model_len=context,
-                max_num_seqs=config.slots,
-                max_num_batched_tokens=max(context, config.batched_tokens),
-                kv_cache_memory_bytes=cache_bytes(shape, config, dtype),
-                gpu_memory_utilization=_UTILISATION,
-                enable_prefix_caching=True,
-                # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
-                enable_chunked_prefill=torch.cuda.is_available(),
-                logprobs_mode=_LOGPROBS_MODES[config.logprobs],
-                disable_log_stats=True,
-                **compile_arguments(config),
-                **overrides,
-            )
+            arguments = _arguments(folder, shape, config, dtype, overrides)
             settings = arguments.create_engine_config()
             # On a CPU vLLM takes a process of its own, unless an environment variable says other.
             settings.parallel_config.distributed_executor_backend = "uni"
@@ -82,14 +65,14 @@ class Engine:
             self._llm = LLMEngine(settings, UniProcExecutor, log_stats=False)
         self._block = int(settings.cache_config.block_size)
         self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
-        self._context = context
+        self._context = int(settings.model_config.max_model_len)
 
     def write(self, write: Callable[[nn.Module], None]) -> None:
         """Call a function that changes the weights, and forget what the old ones computed."""
-        self._llm.apply_model(write)
         # Keys and values of the old policy would answer for the new one.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
+        self._llm.apply_model(write)
 
     def speak(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
@@ -103,6 +86,15 @@ class Engine:
         seeds = sample_seeds(prompts, sampling.num_samples, seed)
         waiting, finished = deque(range(len(seeds))), dict[int, Spoken]()
         held = dict[int, int]()  # blocks of the samples under way
+        with _nothing_left(self._llm, held):
+            self._draw(prompts, sampling, seeds, waiting, held, finished, decode)
+        return [finished[row] for row in range(len(seeds))]
+
+    def _draw(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: list[int],
+        waiting: deque[int], held: dict[int, int], finished: dict[int, Spoken],
+        decode: DecodeFn | None,
+    ) -> None:  # fmt: skip
         while waiting or held:
             while waiting:
                 row, prompt = waiting[0], prompts[waiting[0] // sampling.num_samples]
@@ -121,7 +113,6 @@ class Engine:
                 if stopped or output.finished:
                     finished[row] = said._replace(finish_reason="stop") if stopped else said
                     del held[row]
-        return [finished[row] for row in range(len(seeds))]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""
@@ -132,11 +123,12 @@ class Engine:
         for row, prompt in enumerate(prompts):
             self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
         scores: dict[int, list[float]] = {}
-        while len(scores) < len(prompts):
-            for output in self._llm.step():
-                row = int(output.request_id)
-                pairs = zip(output.prompt_logprobs[1:], prompts[row][1:], strict=True)
-                scores[row] = [each[token].logprob for each, token in pairs]
+        with _nothing_left(self._llm, range(len(prompts))):
+            while len(scores) < len(prompts):
+                for output in self._llm.step():
+                    row = int(output.request_id)
+                    pairs = zip(output.prompt_logprobs[1:], prompts[row][1:], strict=True)
+                    scores[row] = [each[token].logprob for each, token in pairs]
         return [scores[row] for row in range(len(prompts))]
 
     def close(self) -> None:
@@ -152,6 +144,47 @@ class Engine:
 # which it need not be with a trainer beside the engine.
 _UTILISATION = 0.01
 _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
+
+
+def _arguments(
+    folder: str,
+    shape: TransformerConfig,
+    config: VLLMConfig,
+    dtype: str,
+    overrides: dict[str, Any],
+) -> EngineArgs:
+    context = min(config.context_length, shape.context_length)
+    return EngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # none of a model's own sampling defaults
+        dtype=dtype,
+        seed=0,
+        max_model_len=context,
+        max_num_seqs=config.slots,
+        max_num_batched_tokens=max(context, config.batched_tokens),
+        kv_cache_memory_bytes=cache_bytes(shape, config, dtype),
+        gpu_memory_utilization=_UTILISATION,
+        enable_prefix_caching=True,
+        # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
+        enable_chunked_prefill=torch.cuda.is_available(),
+        logprobs_mode=_LOGPROBS_MODES[config.logprobs],
+        disable_log_stats=True,
+        **compile_arguments(config),
+        **overrides,
+    )
+
+
+@contextmanager
+def _nothing_left(llm: LLMEngine, asked: Iterable[int]) -> Iterator[None]:
+    """Take requests out of the engine if an error ends them: they would answer for others."""
+    try:
+        yield
+    except BaseException:
+        llm.abort_request([str(row) for row in asked])
+        while llm.has_unfinished_requests():
+            llm.step()
+        raise
 
 
 def _release(worker: Any) -> None:
@@ -184,4 +217,9 @@ def _spoken(output: Any) -> Spoken:
     tokens = list(output.token_ids)
     pairs = zip(output.logprobs, tokens, strict=True)
     logprobs = [each[token].logprob for each, token in pairs]
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(
+            f"generate expects logits that leave a distribution to draw from, got "
+            f"log-probabilities of {logprobs[:3]}; have the parameters diverged?"
+        )
     return Spoken(tokens, logprobs, output.finish_reason or "")

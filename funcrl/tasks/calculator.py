@@ -118,7 +118,7 @@ class Calculator:
         attempt = 0
         while True:
             a, b = (lowest + rng.fold_in(seed, index, attempt, k) % count for k in (0, 1))
-            if (rng.fold_in(0, a, b) % _HELD_OUT == 0) == held_out:
+            if (rng.fold_in(0, *sorted((a, b))) % _HELD_OUT == 0) == held_out:
                 return self._ask(a, b)
             attempt += 1
 

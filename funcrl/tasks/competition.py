@@ -5,11 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funcrl.protocols import Prompt, Tokenizer
-from funcrl.tasks.answers import boxed_answer
+from funcrl.tasks.answers import boxed_answer, number_of
 from funcrl.tasks.judge import Judge
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
 _ASK = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
+
+_UNDONE = re.compile(
+    r"\\(?:neq?|approx|Rightarrow|rightarrow|to|implies|int|sum|prod|binom|times|cdot)(?![a-z])"
+    r"|[*<>]|=.*=|\d\s*="
+)
 
 
 class Math:
@@ -41,7 +46,9 @@ class Math:
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the boxed answer is right, and whether there is one."""
         answer = boxed_answer(completion)
-        same = self._judge.same(answer, prompt.answer)
+        # A number that is asked for is to be worked out, not to be hidden in what it is equal to.
+        hidden = number_of(prompt.answer) is not None and _UNDONE.search(answer)
+        same = not hidden and self._judge.same(answer, prompt.answer)
         return {"correct": float(same), "format": float(bool(answer))}
 
     def extract(self, completion: str) -> str:

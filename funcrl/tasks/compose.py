@@ -23,6 +23,8 @@ class WithRewards:
         self.reward_weights = {**getattr(task, "reward_weights", {}), **weights}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is copied, it has nothing of its own yet
+            raise AttributeError(name)
         return getattr(self._task, name)
 
     def reward(self, prompt: Prompt, outcome: Any) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ Run as a program, this file is that process. It reads `[gold, answer]` and write
 JSON value a line, until its input ends.
 """
 
+import contextlib
 import json
 import resource
 import select
@@ -46,11 +47,11 @@ class Judge:
         for _ in range(2):  # once more, if the process has died
             if self._child is None:
                 self._child = _start()
+                self._stop = weakref.finalize(self, _stop, self._child)
             said = _ask(self._child, json.dumps([gold, answer]), self._seconds)
             if said in ("true", "false"):
                 return said == "true"
-            self._child.kill()
-            self._child.wait()
+            self._stop()
             self._child = None
             if said is None:
                 break
@@ -67,15 +68,22 @@ def _start() -> subprocess.Popen[str]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    # With it goes the pipe, at whose end the process ends.
-    weakref.finalize(child, child.kill)
     if _ask(child, json.dumps(["1", "1.0"]), _START_SECONDS) != "true":
-        child.kill()
+        _stop(child)
         raise ImportError(
             "Judge expects math-verify with its LaTeX parser; "
             "pip install 'math-verify[antlr4_13_2]'."
         )
     return child
+
+
+def _stop(child: "subprocess.Popen[str]") -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was never sent to it
+                pipe.close()
 
 
 def _ask(child: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
