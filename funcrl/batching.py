@@ -1,6 +1,7 @@
 """From a rollout to what a step trains on: filters, weights, and rows packed with many samples."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,28 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         advantages=torch.where(mask, advantages[:, None], 0.0),
         token_weights=weights,
         ref_logprobs=ref_logprobs,
+    )
+
+
+def pad_rows(
+    rows: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return rows of numbers as one tensor, padded on the right with zeros.
+
+    Args:
+        rows: of any lengths.
+        dtype: of the tensor.
+        device: of the tensor.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.batching.pad_rows([[1, 2], [3]], torch.int64)
+        tensor([[1, 2],
+                [3, 0]])
+    """
+    width = max(map(len, rows))
+    return torch.tensor(
+        [[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device
     )
 
 

@@ -91,6 +91,10 @@ class LoraConfig:
         if self.rank and not self.targets:
             raise ValueError("LoraConfig expects targets for its adapters, got none.")
 
+    def adapts(self, name: str) -> bool:
+        """Return whether a matrix of this name gets an adapter."""
+        return any(part in name for part in self.targets)
+
 
 @dataclass(frozen=True)
 class WarmStartConfig:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl import rng
+from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.protocols import Environment, Generator, Prompt, Task, Tokenizer, is_environment
 from funcrl.types import Samples
@@ -206,7 +207,6 @@ def _step(task: Environment, episode: Episode, said: Said, context_length: int) 
     except Exception as error:
         what = f"The environment {task.name!r} raised {type(error).__name__}: {error}"
         episode.state = Failure(f"{what} after {said.text[:80]!r} of {episode.prompt.text[:80]!r}.")
-        heard = None
     if heard is None or said.finish_reason == "length":
         episode.reason = said.finish_reason
         return
@@ -265,12 +265,9 @@ def _cut(tokens: list[int], tokenizer: Tokenizer, sampling: Sampling) -> tuple[s
 def _collect(
     tokenizer: Tokenizer, episodes: list[Episode], last: Samples, group_size: int
 ) -> Completed:
-    width = max(len(episode.tokens) for episode in episodes)
-
     def padded(name: str, dtype: torch.dtype) -> torch.Tensor:
         rows = [getattr(episode, name) for episode in episodes]
-        filled = [[*row, *[0] * (width - len(row))] for row in rows]
-        return torch.tensor(filled, dtype=dtype, device=last.tokens.device)
+        return pad_rows(rows, dtype, last.tokens.device)
 
     samples = Samples(
         tokens=padded("tokens", torch.int64),

@@ -78,9 +78,8 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
             f"evaluate expects held-out prompts from the task {parts.task.name!r}, got none."
         )
     sampling = _sampling(config, options)
-    step, params = 0, {}
     if config.run is None:
-        params = first_params(options, parts)
+        step, params = 0, first_params(options, parts)
     else:
         step, params = trained_params(options, parts, config.run)
     parts.generator.push(parts.policy(params), step)

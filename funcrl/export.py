@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from funcrl import runs, tree
+from funcrl import runs
 from funcrl.config import TrainConfig, read_config
 from funcrl.parts import build, trained_params
 from funcrl.protocols import Environment, Task
@@ -42,5 +42,4 @@ def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path
     config = replace(read_config(TrainConfig, path), generator="sampler", device="cpu")
     parts = build(config, task, function="export")
     _, trained = trained_params(config, parts, run)
-    policy = tree.map(lambda leaf: leaf.cpu(), parts.policy(trained))
-    return save_params(out, parts.model, policy, tokenizer=parts.weights)
+    return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)

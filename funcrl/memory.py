@@ -70,7 +70,7 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     return sum(
         lora.rank * sum(leaf.shape)
         for name, leaf in Transformer(shape).named_parameters()
-        if leaf.ndim == 2 and any(part in name for part in lora.targets)
+        if leaf.ndim == 2 and lora.adapts(name)
     )
 
 

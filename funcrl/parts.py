@@ -210,15 +210,11 @@ def _adapters(
     config: TrainConfig, model: Transformer, weights: Path | None, model_fn: ModelFn
 ) -> Lora | None:
     """Return the model as a function of adapters, if such are trained."""
-    rank, alpha, parts = config.lora.rank, config.lora.alpha, config.lora.targets
-    if not rank:
+    options = config.lora
+    if not options.rank:
         return None
-
-    def targets(name: str) -> bool:
-        return any(part in name for part in parts)
-
     base = _base(config, model, weights)
-    return lora(model_fn, base, rank=rank, alpha=alpha, targets=targets)
+    return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=options.adapts)
 
 
 def _generator(

@@ -186,6 +186,7 @@ TABLE_OF_CALLS = {
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
     "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
     "pack": (lambda r, ref: funcrl.pack(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "batching.pad_rows": (lambda: funcrl.batching.pad_rows([[1, 2], [3]], torch.int64), ()),
     "drop_zero_variance": (funcrl.drop_zero_variance, (ROLLOUT,)),
     "mask_truncated": (funcrl.mask_truncated, (ROLLOUT, torch.arange(12) % 2 == 0)),
     "functional": (lambda p, t: funcrl.functional(MODEL)(p, t, t), (PARAMS, TOKENS)),

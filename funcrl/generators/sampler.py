@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from funcrl import checks, numerics, tree
+from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.functional import check_params
 from funcrl.generators.batch import Batch, DecodeFn, Prompts
@@ -112,7 +113,7 @@ class Sampler:
             raise RuntimeError("Sampler.generate expects parameters, got none; call push first.")
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         with torch.inference_mode():
-            written = [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
+            written = num_writes(params)
             if self._network is None or written != self._written:
                 self._network = pack_weights(self._model, self._cast(params))
                 self._written = written
@@ -131,12 +132,10 @@ class Sampler:
 def _collect(batch: Batch, version: int) -> Samples:
     """Return the finished batch, as tensors that a loss may use: not of inference mode."""
     weight = batch.network.norm.weight
-    width = max(len(drawn.tokens) for drawn in batch.drawn)
     wide = numerics.at_least_float32(weight.dtype)
 
     def padded(rows: list[list[int]] | list[list[float]], dtype: torch.dtype) -> torch.Tensor:
-        filled = [[*row, *[0] * (width - len(row))] for row in rows]
-        return torch.tensor(filled, dtype=dtype, device=weight.device)
+        return pad_rows(rows, dtype, weight.device)
 
     return Samples(
         tokens=padded([drawn.tokens for drawn in batch.drawn], torch.int64),
@@ -146,6 +145,18 @@ def _collect(batch: Batch, version: int) -> Samples:
         finish_reasons=tuple(batch.reasons),
         policy_version=version,
     )
+
+
+def num_writes(params: Params) -> list[int]:
+    """Return how often each parameter has been written to, as far as torch counts.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.generators.sampler import num_writes
+        >>> num_writes({"weight": torch.zeros(2).add_(1.0)})
+        [1]
+    """
+    return [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
 
 
 def check_prompts(

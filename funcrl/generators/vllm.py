@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 from funcrl import checks, tree
+from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.config_generation import VLLMConfig
 from funcrl.functional import check_params
 from funcrl.generators.batch import DecodeFn, Prompts
-from funcrl.generators.sampler import check_prompts
+from funcrl.generators.sampler import check_prompts, num_writes
 from funcrl.generators.vllm_native import write_params
 from funcrl.generators.vllm_probe import check_probe
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
@@ -22,7 +23,6 @@ from funcrl.types import Params, Samples
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_TENSORS = ("tokens", "mask", "logprobs", "policy_logprobs")
 _Result = TypeVar("_Result")
 
 
@@ -68,7 +68,6 @@ class VLLM:
         self._arguments = _arguments(model, self._form, config, _DTYPES[dtype])
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: Any = None
-        self._device = torch.device("cpu")
         self._version, self._closed, self._probed = 0, False, False
         self._params: Params = {}
         self._written: list[int] = []  # how often each parameter had been written to
@@ -83,14 +82,13 @@ class VLLM:
         engine's dtype and no graph holds on to others.
         """
         check_params(self._model, params)
-        self._device = next(iter(params.values())).device
         if self._engine is None:
             self._start()
         write: Any = write_params if self._form == "native" else _adopt
         engine = self._running("push")
         engine.write(lambda model: write(model, params))
         self._params, self._version = params, version
-        self._written = _writes(params)
+        self._written = num_writes(params)
         if not self._probed:
             check_probe(self._model, tree.cast(params, self._dtype), engine.score)
             self._probed = True
@@ -98,16 +96,15 @@ class VLLM:
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
-        if self._form == "unified" and _writes(self._params) != self._written:
+        if self._form == "unified" and num_writes(self._params) != self._written:
             self.push(self._params, self._version)  # what is referred to has been written to
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         spoken = self._guarded(lambda: engine.speak(prompts, sampling, seed, self._decode))
-        samples = _to_samples(spoken, sampling, self._config.logprobs == "policy", self._version)
         # Where what is trained is, which need not be where the engine is.
-        return samples._replace(
-            **{name: getattr(samples, name).to(self._device) for name in _TENSORS}
-        )
+        device = next(iter(self._params.values())).device
+        of_policy = self._config.logprobs == "policy"
+        return _to_samples(spoken, sampling, of_policy, self._version, device)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
@@ -146,10 +143,6 @@ class VLLM:
             ) from error
 
 
-def _writes(params: Params) -> list[int]:
-    return [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
-
-
 def _adopt(model: Any, params: Params) -> None:
     model.adopt(params)
 
@@ -184,20 +177,17 @@ def _has_kernel(head_width: int) -> bool:
     return bool(CPUAttentionBackend.supports_head_size(head_width))
 
 
-def _to_samples(spoken: Any, sampling: Sampling, of_policy: bool, version: int) -> Samples:
+def _to_samples(
+    spoken: Any, sampling: Sampling, of_policy: bool, version: int, device: torch.device
+) -> Samples:
     """Return what was said; `of_policy` says whose the engine's log-probabilities are."""
-    width = max(len(said.tokens) for said in spoken)
-
-    def padded(rows: list[list[Any]], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
-
-    known = padded([said.logprobs for said in spoken], torch.float32)
-    mask = padded([[1] * len(said.tokens) for said in spoken], torch.bool)
+    known = pad_rows([said.logprobs for said in spoken], torch.float32, device)
+    mask = pad_rows([[1] * len(said.tokens) for said in spoken], torch.bool, device)
     # The two are one unless the temperature is not 1 or some tokens are never drawn.
     alike = sampling.temperature == 1 and not sampling.truncates
     other = known if alike else known.masked_fill(mask, math.nan)
     return Samples(
-        tokens=padded([said.tokens for said in spoken], torch.int64),
+        tokens=pad_rows([said.tokens for said in spoken], torch.int64, device),
         mask=mask,
         logprobs=other if of_policy else known,
         policy_logprobs=known if of_policy else other,

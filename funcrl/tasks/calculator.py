@@ -6,9 +6,8 @@ from typing import NamedTuple
 from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import last_number
+from funcrl.tasks.split import is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
-
-_HELD_OUT = 10
 
 
 class Desk(NamedTuple):
@@ -118,7 +117,7 @@ class Calculator:
         attempt = 0
         while True:
             a, b = (lowest + rng.fold_in(seed, index, attempt, k) % count for k in (0, 1))
-            if (rng.fold_in(0, *sorted((a, b))) % _HELD_OUT == 0) == held_out:
+            if is_held_out(*sorted((a, b))) == held_out:
                 return self._ask(a, b)
             attempt += 1
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import tagged_answer
+from funcrl.tasks.split import is_held_out
 
-_HELD_OUT = 10
 _TRIES = 1000
 _SIGNS = "+-*"
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -77,8 +77,7 @@ class Countdown:
     def _find(self, held_out: bool, seed: int, index: int) -> Prompt:
         for attempt in range(_TRIES):
             numbers, target, expression = self._draw(seed, index, attempt)
-            key = rng.fold_in(0, *sorted(numbers), target)
-            if target > 0 and (key % _HELD_OUT == 0) == held_out:
+            if target > 0 and is_held_out(*sorted(numbers), target) == held_out:
                 return _ask(numbers, target, expression)
         raise ValueError(
             f"Countdown expects more puzzles than {self._count} numbers up to {self._largest} "

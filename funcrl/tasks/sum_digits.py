@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from funcrl import checks, rng
 from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import last_number
+from funcrl.tasks.split import is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 
-# One prompt in so many is never trained on.
-_HELD_OUT = 10
 _MOST_LISTED = 4  # digits
 
 
@@ -55,7 +54,7 @@ class SumDigits:
         if self.digits > _MOST_LISTED:  # too many to look at each
             drawn = (rng.fold_in(2, index) for index in range(20 * count + 1000))
             numbers = {number % 10**self.digits for number in drawn}
-        held_out = [number for number in numbers if _is_held_out(number)]
+        held_out = [number for number in numbers if is_held_out(number)]
         held_out.sort(key=lambda number: rng.fold_in(1, number))
         return [self._ask(number) for number in held_out[:count]]
 
@@ -63,7 +62,7 @@ class SumDigits:
         attempt = 0
         while True:
             number = rng.fold_in(seed, index, attempt) % 10**self.digits
-            if not _is_held_out(number):
+            if not is_held_out(number):
                 return self._ask(number)
             attempt += 1
 
@@ -73,7 +72,3 @@ class SumDigits:
         if self.in_words:
             return Prompt(f"What is {' + '.join(digits)}? Answer with the number only.", answer)
         return Prompt("+".join(digits) + "=", answer)
-
-
-def _is_held_out(number: int) -> bool:
-    return rng.fold_in(0, number) % _HELD_OUT == 0
