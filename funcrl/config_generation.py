@@ -74,11 +74,36 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
-class VLLMConfig:
-    """A vLLM engine in this process."""
+class ServerConfig:
+    """vLLM servers, which are started with a run and end with it."""
 
-    form: Literal["native", "unified"] = "unified"
-    """vLLM's own class for the architecture, or funcrl's `Transformer` inside vLLM."""
+    network: Literal["native", "unified"] = "unified"
+    """What they compute with: vLLM's own class for the architecture, or funcrl's `Transformer`."""
+    devices: tuple[int, ...] = ()
+    """GPUs, as nvidia-smi counts them, of one server each; none for a single server where the
+    trainer is."""
+    transfer: Literal["auto", "shared_memory", "nccl"] = "auto"
+    """How parameters get there: through memory of this host, or from GPU to GPU. auto takes nccl
+    where there are `devices`."""
+    start_seconds: int = 600
+    """A server that does not answer after so long is given up."""
+
+    def __post_init__(self) -> None:
+        checks.check_count("ServerConfig", "start_seconds", self.start_seconds)
+        if self.transfer == "nccl" and not self.devices:
+            raise ValueError(
+                "ServerConfig expects devices, GPUs besides the trainer's, with transfer nccl, "
+                "got none."
+            )
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """A vLLM engine: in this process, or in servers of its own."""
+
+    form: Literal["native", "unified", "server"] = "unified"
+    """In this process vLLM's own class for the architecture, or funcrl's `Transformer` inside
+    vLLM; or servers."""
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
     """Of the unified form: vLLM's kernel on its paged cache, or funcrl's own attention there. auto
     takes vLLM's where it has one for the model's head width."""
@@ -94,6 +119,8 @@ class VLLMConfig:
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
     distribution that was sampled from. The other is NaN then."""
     compile: CompileConfig = field(default_factory=CompileConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Of the form server."""
 
     def __post_init__(self) -> None:
         for name in ("context_length", "slots", "cache_bytes", "batched_tokens"):

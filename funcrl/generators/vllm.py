@@ -23,11 +23,12 @@ from funcrl.types import Params, Samples
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_FORMS = ("native", "unified", "server")
 _Result = TypeVar("_Result")
 
 
 class VLLM:
-    """A vLLM engine in this process, with the embedded sampler's interface.
+    """A vLLM engine, in this process or in servers, with the embedded sampler's interface.
 
     The engine starts at the first push, when what is trained is in memory already. Every sample has
     a seed of its own, of its prompt and its number, as in the sampler; what vLLM draws with it is
@@ -36,9 +37,10 @@ class VLLM:
     Args:
         model: a `funcrl.models.Transformer`, whose parameters come by `push`; or a path as for
             `funcrl.load_params`, whose parameters are pushed at once.
-        form: "native", vLLM's own class for the architecture, into whose tensors a push writes; or
+        form: "native", vLLM's own class for the architecture, into whose tensors a push writes;
             "unified", funcrl's `Transformer` on vLLM's paged cache, which a push binds to the very
-            tensors of the parameters. The configuration's when left out.
+            tensors of the parameters; or "server", either of them in servers of their own, to
+            which a push sends the parameters. The configuration's when left out.
         config: the engine's size, and how it is compiled.
         dtype: of the engine; parameters are cast to it.
         decode: from tokens to text, for stop strings.
@@ -55,8 +57,8 @@ class VLLM:
     ) -> None:
         config = VLLMConfig() if config is None else config
         self._form = config.form if form is None else form
-        if self._form not in ("native", "unified"):
-            raise ValueError(f"VLLM expects form 'native' or 'unified', got {self._form!r}.")
+        if self._form not in _FORMS:
+            raise ValueError(f"VLLM expects form to be one of {_FORMS}, got {self._form!r}.")
         if dtype not in _DTYPES:
             raise ValueError(f"VLLM expects dtype float32 or bfloat16, got {dtype}.")
         compile_arguments(config)
@@ -65,7 +67,8 @@ class VLLM:
             model, loaded = load_params(model, dtype)
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
-        self._arguments = _arguments(model, self._form, config, _DTYPES[dtype])
+        network = config.server.network if self._form == "server" else self._form
+        self._arguments = _arguments(model, network, config, _DTYPES[dtype])
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: Any = None
         self._version, self._closed, self._probed = 0, False, False
@@ -84,9 +87,8 @@ class VLLM:
         check_params(self._model, params)
         if self._engine is None:
             self._start()
-        write: Any = write_params if self._form == "native" else _adopt
         engine = self._running("push")
-        engine.write(lambda model: write(model, params))
+        self._guarded(lambda: engine.push(params))
         self._params, self._version = params, version
         self._written = num_writes(params)
         if not self._probed:
@@ -118,12 +120,25 @@ class VLLM:
         if engine is not None:
             engine.close()
 
-    def _start(self) -> None:
-        from funcrl.generators.vllm_engine import Engine
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the OpenAI-compatible APIs of servers are."""
+        if self._form != "server":
+            return ()
+        return self._running("addresses").addresses
 
+    def _start(self) -> None:
         if self._closed:
             raise RuntimeError("VLLM.push expects an engine, got one that is closed.")
-        self._engine = self._guarded(lambda: Engine(*self._arguments))
+        if self._form == "server":
+            from funcrl.generators.vllm_remote import Remote
+
+            self._engine = Remote(*self._arguments)
+            return
+        from funcrl.generators.vllm_engine import Engine
+
+        write = write_params if self._form == "native" else _adopt
+        self._engine = self._guarded(lambda: Engine(*self._arguments, write=write))
 
     def _running(self, method: str) -> Any:
         if self._engine is None:
@@ -147,11 +162,11 @@ def _adopt(model: Any, params: Params) -> None:
     model.adopt(params)
 
 
-def _arguments(model: Transformer, form: str, config: VLLMConfig, dtype: str) -> tuple[Any, ...]:
+def _arguments(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, ...]:
     """Return what an `Engine` is made with, after checking that vLLM has what the model needs."""
     shape = model.config
     known = _has_kernel(shape.head_width)
-    if form == "unified":
+    if network == "unified":
         from funcrl.generators.vllm_unified import overrides
 
         own = config.attention == "funcrl" or (config.attention == "auto" and not known)

@@ -2,16 +2,13 @@
 
 import gc
 import json
-import math
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import nn
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
@@ -22,17 +19,11 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from funcrl.config import Sampling
 from funcrl.config_generation import VLLMConfig
 from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
-from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
+from funcrl.generators.vllm_settings import engine_settings, sample_fields
+from funcrl.generators.vllm_spoken import Spoken, spoken
 from funcrl.generators.vllm_versions import allow_capture
 from funcrl.models import TransformerConfig
-
-
-class Spoken(NamedTuple):
-    """One finished sample."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str  # "stop" or "length"
+from funcrl.types import Params
 
 
 class Engine:
@@ -44,6 +35,7 @@ class Engine:
         dtype: "float32" or "bfloat16", of weights and cache.
         overrides: arguments of vLLM's `EngineArgs` besides.
         described: the config.json that vLLM is to read, if it needs one.
+        write: puts parameters into the model.
     """
 
     def __init__(
@@ -53,12 +45,15 @@ class Engine:
         dtype: str,
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
+        *,
+        write: Callable[[Any, Params], None],
     ) -> None:
+        self._write = write
         with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
             if described is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(described))
-            arguments = _arguments(folder, shape, config, dtype, overrides)
-            settings = arguments.create_engine_config()
+            arguments = engine_settings(shape, config, dtype) | overrides
+            settings = EngineArgs(model=folder, **arguments).create_engine_config()
             # On a CPU vLLM takes a process of its own, unless an environment variable says other.
             settings.parallel_config.distributed_executor_backend = "uni"
             allow_capture()
@@ -67,12 +62,13 @@ class Engine:
         self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
         self._context = int(settings.model_config.max_model_len)
 
-    def write(self, write: Callable[[nn.Module], None]) -> None:
-        """Call a function that changes the weights, and forget what the old ones computed."""
+    def push(self, params: Params) -> None:
+        """Compute with these parameters, and forget what the old ones computed."""
         # Keys and values of the old policy would answer for the new one.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
-        self._llm.apply_model(write)
+        write = self._write
+        self._llm.apply_model(lambda model: write(model, params))
 
     def speak(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
@@ -140,41 +136,6 @@ class Engine:
         gc.collect()
 
 
-# The cache's size is given: all that is left of this is a check that so much of the GPU is free,
-# which it need not be with a trainer beside the engine.
-_UTILISATION = 0.01
-_LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
-
-
-def _arguments(
-    folder: str,
-    shape: TransformerConfig,
-    config: VLLMConfig,
-    dtype: str,
-    overrides: dict[str, Any],
-) -> EngineArgs:
-    context = min(config.context_length, shape.context_length)
-    return EngineArgs(
-        model=folder,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # none of a model's own sampling defaults
-        dtype=dtype,
-        seed=0,
-        max_model_len=context,
-        max_num_seqs=config.slots,
-        max_num_batched_tokens=max(context, config.batched_tokens),
-        kv_cache_memory_bytes=cache_bytes(shape, config, dtype),
-        gpu_memory_utilization=_UTILISATION,
-        enable_prefix_caching=True,
-        # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
-        enable_chunked_prefill=torch.cuda.is_available(),
-        logprobs_mode=_LOGPROBS_MODES[config.logprobs],
-        disable_log_stats=True,
-        **compile_arguments(config),
-        **overrides,
-    )
-
-
 @contextmanager
 def _nothing_left(llm: LLMEngine, asked: Iterable[int]) -> Iterator[None]:
     """Take requests out of the engine if an error ends them: they would answer for others."""
@@ -197,29 +158,11 @@ def _request(sampling: Sampling, seed: int, most: int) -> Any:
     """Return vLLM's description of one sample of at most so many tokens."""
     # Stop strings are looked for here, after each token: the engine has no tokenizer.
     kind = RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        max_tokens=most,
-        min_tokens=min(sampling.min_tokens, most),
-        stop_token_ids=list(sampling.stop_tokens),
-        ignore_eos=True,  # what ends a sample is in `stop_tokens`, whatever a config.json says
-        seed=None if sampling.temperature == 0 else seed % 2**62,
-        logprobs=0,
-        detokenize=False,
-        output_kind=kind,
-    )
+    fields = sample_fields(sampling, seed, most)
+    return SamplingParams(**fields, detokenize=False, output_kind=kind)
 
 
 def _spoken(output: Any) -> Spoken:
     tokens = list(output.token_ids)
     pairs = zip(output.logprobs, tokens, strict=True)
-    logprobs = [each[token].logprob for each, token in pairs]
-    if not all(map(math.isfinite, logprobs)):
-        raise FloatingPointError(
-            f"generate expects logits that leave a distribution to draw from, got "
-            f"log-probabilities of {logprobs[:3]}; have the parameters diverged?"
-        )
-    return Spoken(tokens, logprobs, output.finish_reason or "")
+    return spoken(tokens, [each[token].logprob for each, token in pairs], output.finish_reason)

@@ -6,25 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 from vllm import ModelRegistry
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.transformers_utils.config import register_config_parser
-from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from funcrl.functional import bind
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm_attention import FuncrlBackend
-from funcrl.generators.vllm_versions import architectures, check_version
+from funcrl.generators.vllm_plugin import NAME, register
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops import AttendFn
 from funcrl.types import Params
-
-_NAME = "FuncrlForCausalLM"
 
 
 def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
@@ -42,9 +35,9 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
         >>> overrides(funcrl.models.shape("micro", vocab_size=13), True)["load_format"]
         'funcrl'
     """
-    ModelRegistry.register_model(_NAME, FuncrlForCausalLM)
-    register_config_parser("funcrl")(Parser)
-    register_model_loader("funcrl")(Loader)
+    register()
+    # The class itself: by its name alone vLLM would start a process to look at it.
+    ModelRegistry.register_model(NAME, FuncrlForCausalLM)
     described = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.width,
@@ -59,27 +52,6 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
         "funcrl_attention": own_attention,
     }
     return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": described}
-
-
-class Parser(ConfigParserBase):
-    """The description of a model that is all in the engine's arguments."""
-
-    def parse(self, model: Any, trust_remote_code: bool, *_: Any, **__: Any) -> Any:
-        """Return what vLLM takes for the content of a config.json."""
-        del model, trust_remote_code
-        names = architectures(_NAME, check_version())
-        basic = {"architectures": names, "model_type": "funcrl"}
-        return basic, PretrainedConfig.from_dict(basic)
-
-
-class Loader(BaseModelLoader):
-    """Loads nothing: parameters are pushed."""
-
-    def download_model(self, model_config: Any) -> None:
-        """Do nothing."""
-
-    def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Do nothing."""
 
 
 class FuncrlForCausalLM(nn.Module):

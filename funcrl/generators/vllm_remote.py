@@ -1,0 +1,167 @@
+"""Servers as one engine: what is asked is spread over them, what is pushed goes to all."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from funcrl.config import Sampling
+from funcrl.config_generation import VLLMConfig
+from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
+from funcrl.generators.vllm_server import Servers
+from funcrl.generators.vllm_settings import engine_settings, sample_fields, samples_at_a_time
+from funcrl.generators.vllm_spoken import Spoken, spoken
+from funcrl.generators.vllm_transport import Broadcast, SharedMemory, plan_buckets
+from funcrl.models import TransformerConfig
+from funcrl.types import Params
+
+_Result = TypeVar("_Result")
+
+
+class Remote:
+    """vLLM servers for a model of a shape; their weights mean nothing until they are pushed.
+
+    Args:
+        shape: of the model.
+        config: how large, how to compile, and how many servers.
+        dtype: "float32" or "bfloat16", of weights and cache.
+        overrides: arguments of vLLM's besides.
+        described: the config.json that vLLM is to read, if it needs one.
+    """
+
+    def __init__(
+        self,
+        shape: TransformerConfig,
+        config: VLLMConfig,
+        dtype: str,
+        overrides: dict[str, Any],
+        described: dict[str, Any] | None,
+    ) -> None:
+        self._shape, self._config, self._dtype = shape, config, dtype
+        self._context = min(config.context_length, shape.context_length)
+        settings = engine_settings(shape, config, dtype) | overrides
+        settings["weight_transfer_config"] = {"backend": "funcrl"}
+        self._sender: SharedMemory | Broadcast | None = None
+        self._servers = Servers(
+            settings, described, config.server.devices or (None,), config.server.start_seconds
+        )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where each server's OpenAI-compatible API is."""
+        return self._servers.addresses
+
+    def push(self, params: Params) -> None:
+        """Send parameters to all servers, between two answers: none is of both policies."""
+        buckets = plan_buckets(params, getattr(torch, self._dtype))
+        sender = self._sender or self._open(params)
+        self.pause()
+        self._servers.all("/start_weight_update", {"is_checkpoint_format": False})
+        sent = {"update_info": {"buckets": buckets}}
+        sender.send(params, buckets, lambda: self._servers.all("/update_weights", sent))
+        self._servers.all("/finish_weight_update", {})
+        # Keys and values of the old policy would answer for the new one.
+        self._servers.all("/reset_prefix_cache")
+        self.resume()
+
+    def pause(self) -> None:
+        """Let the servers finish what is under way, and hold back what comes."""
+        self._servers.all("/pause?mode=wait")
+
+    def resume(self) -> None:
+        """Let the servers go on."""
+        self._servers.all("/resume")
+
+    def speak(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
+        decode: DecodeFn | None,
+    ) -> list[Spoken]:  # fmt: skip
+        """Return every sample, group-major; samples of one prompt are one server's."""
+        seeds = sample_seeds(prompts, sampling.num_samples, seed)
+        longest = min(max(map(len, prompts)) + sampling.max_tokens, self._context)
+
+        def one(row: int) -> Spoken:
+            index = row // sampling.num_samples
+            most = min(sampling.max_tokens, self._context - len(prompts[index]))
+            answer = self._complete(
+                index, prompts[index], sample_fields(sampling, seeds[row], most)
+            )
+            logprobs = answer["logprobs"]["token_logprobs"]
+            said = spoken(answer["token_ids"], logprobs, answer["finish_reason"])
+            return shortened(said, sampling, decode)
+
+        return self._each(one, len(seeds), longest)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of each prompt's tokens from the second on."""
+
+        def one(row: int) -> list[float]:
+            asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            found = self._complete(row, prompts[row], asked)["prompt_logprobs"][1:]
+            pairs = zip(found, prompts[row][1:], strict=True)
+            return [each[str(token)]["logprob"] for each, token in pairs]
+
+        return self._each(one, len(prompts), max(map(len, prompts)) + 1)
+
+    def close(self) -> None:
+        """End the servers, and free what parameters were sent through."""
+        self._servers.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    def _open(self, params: Params) -> SharedMemory | Broadcast:
+        """Return a way to the servers, which know of it."""
+        dtype, options = getattr(torch, self._dtype), self._config.server
+        device = next(iter(params.values())).device
+        far = options.transfer == "auto" and options.devices and device.type == "cuda"
+        sender: SharedMemory | Broadcast
+        if options.transfer == "nccl" or far:
+            sender = Broadcast(device, dtype)
+        else:
+            sender = SharedMemory(sum(leaf.numel() for leaf in params.values()), dtype)
+        self._sender = sender
+
+        def post(facts: list[dict[str, Any]]) -> None:
+            path, told = "/init_weight_transfer_engine", [{"init_info": each} for each in facts]
+            self._servers.each(lambda index, server: server.post(path, told[index]))
+
+        sender.open(post, len(self._servers))
+        return sender
+
+    def _complete(self, index: int, prompt: Sequence[int], asked: dict[str, Any]) -> dict[str, Any]:
+        how = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+        return self._servers[index].complete({"prompt": list(prompt)} | asked | how)
+
+    def _each(self, one: Callable[[int], _Result], count: int, longest: int) -> list[_Result]:
+        """Return `one` of every row, as many at a time as the servers have room for."""
+        room = samples_at_a_time(self._shape, self._config, self._dtype, longest)
+        pool = ThreadPoolExecutor(room * len(self._servers))
+        try:
+            return list(pool.map(one, range(count)))
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error: ask for no more
+
+
+def shortened(said: Spoken, sampling: Sampling, decode: DecodeFn | None) -> Spoken:
+    """Return a sample up to its first stop string: the servers have no tokenizer to find it.
+
+    Args:
+        said: the whole sample.
+        sampling: with its stop strings.
+        decode: from tokens to text.
+
+    Example:
+        >>> from funcrl.config import Sampling
+        >>> from funcrl.generators.vllm_remote import shortened
+        >>> from funcrl.generators.vllm_spoken import Spoken
+        >>> said = Spoken([97, 98, 99], [-1.0, -2.0, -3.0], "length")
+        >>> shortened(said, Sampling(stop=("b",)), lambda tokens: "".join(map(chr, tokens)))
+        Spoken(tokens=[97, 98], logprobs=[-1.0, -2.0], finish_reason='stop')
+    """
+    if not sampling.stop:
+        return said
+    for end in range(1, len(said.tokens) + 1):
+        if has_stop_string(said.tokens[:end], sampling, decode):
+            return Spoken(said.tokens[:end], said.logprobs[:end], "stop")
+    return said

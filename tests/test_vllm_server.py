@@ -1,0 +1,229 @@
+"""vLLM in servers of its own, for real: parameters arrive, answers are the policy's, it ends."""
+
+import importlib.util
+import json
+import os
+import signal
+import urllib.request
+from dataclasses import replace
+
+import pytest
+import torch
+from test_vllm import DEVICE, PROMPTS, make, scored
+
+import funcrl
+from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
+from funcrl.config_generation import ServerConfig
+from funcrl.generators import VLLM
+from funcrl.generators.vllm_remote import shortened
+from funcrl.generators.vllm_server import Server, flags
+from funcrl.generators.vllm_spoken import Spoken
+from funcrl.generators.vllm_transport import Bucket, SharedMemory, open_memory, plan_buckets, unpack
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.filterwarnings("default"),
+]
+# On a GPU vLLM's attention does not multiply float32 in float32.
+DTYPE, BOUND = (torch.bfloat16, 0.2) if DEVICE == "cuda" else (torch.float32, 1e-4)
+
+
+def server(network="unified", **options):
+    return VLLMConfig(
+        form="server", context_length=256, slots=16,
+        server=ServerConfig(network=network, **options),
+    )  # fmt: skip
+
+
+def spell(tokens):
+    return "".join(map(chr, tokens))
+
+
+def processes(vllm):
+    servers = vllm._engine._servers
+    return [servers[index]._process for index in range(len(servers))]
+
+
+def is_empty(group):
+    """Whether no process of a group lives; those that nobody has waited for are dead too."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                with open(f"/proc/{entry.name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return False
+    return True
+
+
+@pytest.fixture(scope="module", params=["unified", "native"])
+def running(request):
+    model, params = make("qwen3", DTYPE)
+    vllm = VLLM(model, config=server(request.param), dtype=DTYPE, decode=spell)
+    try:
+        vllm.push(params)
+        yield vllm, model, params
+    finally:
+        groups = [each.pid for each in processes(vllm)] if vllm._engine else []
+        vllm.close()
+        assert all(is_empty(group) for group in groups)
+
+
+class TestServer:
+    pytestmark = needs_vllm
+
+    def test_its_logprobs_are_the_trainers(self, running):
+        vllm, model, params = running
+        samples = vllm.generate(PROMPTS, Sampling(num_samples=3, max_tokens=12), seed=1)
+        rows = [
+            PROMPTS[row // 3] + tokens[mask].tolist()
+            for row, (tokens, mask) in enumerate(zip(samples.tokens, samples.mask, strict=True))
+        ]
+        expected = scored(model, params, rows)
+        for row, values in enumerate(expected):
+            count = int(samples.mask[row].sum())
+            found = samples.policy_logprobs[row, :count].double().cpu()
+            assert (found - values[-count:]).abs().max() < BOUND
+
+    def test_it_scores_as_the_trainer(self, running):
+        vllm, model, params = running
+        expected = scored(model, params, PROMPTS)
+        for found, values in zip(vllm.score(PROMPTS), expected, strict=True):
+            assert (torch.tensor(found).double() - values).abs().max() < BOUND
+
+    def test_a_seed_draws_the_same_again(self, running):
+        vllm, *_ = running
+        sampling = Sampling(num_samples=4, max_tokens=8)
+        first, second = (vllm.generate(PROMPTS, sampling, seed=5) for _ in range(2))
+        assert torch.equal(first.tokens, second.tokens)
+        assert len({tuple(row.tolist()) for row in first.tokens[:4]}) == 4
+        assert not torch.equal(first.tokens, vllm.generate(PROMPTS, sampling, seed=6).tokens)
+
+    def test_a_push_arrives_and_the_old_policys_cache_is_dropped(self, running):
+        vllm, model, params = running
+        other = {name: leaf * 0.5 for name, leaf in params.items()}
+        vllm.score(PROMPTS)  # the cache holds these prompts now
+        try:
+            for policy in (other, params):
+                vllm.push(policy, 7)
+                expected = scored(model, policy, PROMPTS)
+                for found, values in zip(vllm.score(PROMPTS), expected, strict=True):
+                    assert (torch.tensor(found).double() - values).abs().max() < BOUND
+                assert vllm.generate(PROMPTS, Sampling(max_tokens=2), 0).policy_version == 7
+        finally:
+            vllm.push(params)
+
+    def test_stop_tokens_and_strings_end_a_sample(self, running):
+        vllm, *_ = running
+        greedy = Sampling(max_tokens=12, temperature=0.0)
+        tokens = vllm.generate([PROMPTS[0]], greedy, 0).tokens[0].tolist()
+        last = tokens[3]
+        until = tokens.index(last) + 1
+        for sampling in (replace(greedy, stop_tokens=(last,)), replace(greedy, stop=(chr(last),))):
+            samples = vllm.generate([PROMPTS[0]], sampling, 0)
+            assert samples.tokens[0].tolist() == tokens[:until]
+            assert samples.finish_reasons == ("stop",)
+
+    def test_it_is_compatible_with_openais_api(self, running):
+        vllm, *_ = running
+        content = {"model": vllm._engine._servers[0].model, "prompt": [1, 2], "max_tokens": 3}
+        request = urllib.request.Request(
+            vllm.addresses[0] + "/v1/completions",
+            json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+
+
+class TestEnds:
+    pytestmark = needs_vllm
+
+    def test_a_killed_worker_ends_the_run_after_a_checkpoint(self, tmp_path, monkeypatch):
+        """Step 1 is saved, step 2 finds its server dead and says so; the run can go on."""
+        config = TrainConfig(
+            run_dir=tmp_path / "run", steps=3, num_prompts=2, num_generations=2, generator="vllm",
+            vllm=server(), warm_start=WarmStartConfig(steps=1),
+            evaluation=EvaluationConfig(num_prompts=2),
+        )  # fmt: skip
+        made, start = [], VLLM._start
+        monkeypatch.setattr(VLLM, "_start", lambda vllm: (made.append(vllm), start(vllm))[1])
+        metrics = tmp_path / "run" / "metrics.jsonl"
+
+        def kill_after_the_first_step():
+            if metrics.exists() and metrics.read_text().count("\n") == 2:
+                for process in processes(made[0]):
+                    os.killpg(process.pid, signal.SIGKILL)
+            return False
+
+        with pytest.raises(RuntimeError, match="VLLM expects its server at http://127.0.0.1"):
+            funcrl.train(config, stop=kill_after_the_first_step)
+        assert (tmp_path / "run" / "checkpoints" / "1").exists()
+        resumed = funcrl.train(replace(config, generator="sampler"), resume=True)
+        assert [row["step"] for row in resumed.history] == [0, 1, 2, 3]
+
+    def test_a_server_that_does_not_start_says_why(self):
+        server = Server({"no_such_argument": 1}, {}, None)
+        with pytest.raises(RuntimeError, match="exit code 2; (.|\n)*no-such-argument"):
+            server.wait(300)
+        server.close()
+
+
+def test_parameters_travel_in_buckets_and_arrive_as_they_were():
+    _, params = make("qwen2")
+    for most in (1, 10_000, 1 << 30):
+        buckets = plan_buckets(params, torch.float32, most)
+        names = [name for bucket in buckets for name in bucket.names]
+        assert sorted(names) == sorted(params)
+        # q, k and v are one matrix of vLLM's: it is written as a whole.
+        q = next(bucket for bucket in buckets if "blocks.1.attention.q.weight" in bucket.names)
+        assert {"blocks.1.attention.k.weight", "blocks.1.attention.v.weight"} <= set(q.names)
+        count, told = sum(bucket.size for bucket in buckets), []
+        memory = SharedMemory(count, torch.float32)
+        try:
+            memory.open(told.extend, servers=2)
+            assert told[0] == told[1]
+            receive = open_memory(**told[0], device=torch.device("cpu"))
+            for scale in (1.0, 2.0):  # the second over the first
+                sent = {name: leaf * scale for name, leaf in params.items()}
+                memory.send(sent, buckets, lambda: None)
+                for bucket in buckets:
+                    for name, leaf in unpack(receive(bucket.size), bucket).items():
+                        assert torch.equal(leaf, sent[name])
+        finally:
+            memory.close()
+        assert not os.path.exists(told[0]["path"])
+
+
+def test_a_bucket_holds_at_least_one_matrix():
+    params = {"embed.weight": torch.zeros(7, 2), "norm.weight": torch.zeros(2)}
+    assert plan_buckets(params, torch.bfloat16, most=1) == [
+        Bucket(["embed.weight"], [[7, 2]]), Bucket(["norm.weight"], [[2]]),
+    ]  # fmt: skip
+
+
+def test_memory_that_is_not_there_is_an_error_and_no_crash():
+    with pytest.raises(MemoryError, match="VLLM.push expects room for .* bytes in"):
+        SharedMemory(1 << 50, torch.float32)
+
+
+def test_what_follows_a_stop_string_is_cut_off():
+    said = Spoken([97, 98, 99], [-1.0, -2.0, -3.0], "length")
+    assert shortened(said, Sampling(stop=("ab",)), spell) == Spoken([97, 98], [-1.0, -2.0], "stop")
+    assert shortened(said, Sampling(stop=("x",)), spell) == said
+    assert shortened(said, Sampling(), None) == said
+
+
+def test_settings_become_the_arguments_of_a_command():
+    assert flags({"a_b": 1, "yes": True, "no": False, "map": {"c": [1]}}) == [
+        "--a-b", "1", "--yes", "--no-no", "--map", '{"c": [1]}',
+    ]  # fmt: skip
+
+
+def test_combinations_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="ServerConfig expects devices, GPUs besides"):
+        ServerConfig(transfer="nccl")
