@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from funcrl import checks
-from funcrl.config_generation import CompileConfig, Sampling, VLLMConfig
+from funcrl.config_generation import CompileConfig, Sampling, ServerConfig, VLLMConfig
 from funcrl.plain import from_plain, read_config, to_plain
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LoraConfig",
     "OptimizerConfig",
     "Sampling",
+    "ServerConfig",
     "TrainConfig",
     "VLLMConfig",
     "WarmStartConfig",

@@ -14,6 +14,7 @@ import torch
 from funcrl import rng
 from funcrl.bench.measure import describe_machine, seconds_of, write_rows
 from funcrl.config import CompileConfig, Sampling, VLLMConfig
+from funcrl.config_generation import ServerConfig
 from funcrl.generators import VLLM
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models import TransformerConfig as Shape
@@ -48,6 +49,10 @@ class VLLMBenchConfig:
     """How the engines are compiled; graphs need a GPU."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the engines; the pushed parameters are float32."""
+    forms: tuple[Literal["native", "unified", "server"], ...] = ("native", "unified")
+    """What is measured beside plain vLLM; a server runs vLLM's own class."""
+    server_devices: tuple[int, ...] = ()
+    """GPUs of the servers; none for one where the parameters are."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where the parameters are."""
     repeats: int = 3
@@ -80,7 +85,7 @@ def bench_vllm(config: VLLMBenchConfig) -> list[VLLMRow]:
     rows = []
     for mode in config.modes:
         plain = _plain(config, shape_, mode)
-        own = [_own(config, shape_, form, mode) for form in ("native", "unified")]
+        own = [_own(config, shape_, form, mode) for form in config.forms]
         for row in (plain, *own):
             rows.append(row._replace(ratio=row.tokens_per_s / plain.tokens_per_s))
     write_rows(config.json, rows, config.device)
@@ -144,6 +149,7 @@ def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
         slots=config.sequences,
         cache_bytes=1 << 40,
         compile=_MODES[mode],
+        server=ServerConfig(network="native", devices=config.server_devices),
     )
 
 
