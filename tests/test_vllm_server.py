@@ -60,10 +60,25 @@ def is_empty(group):
     return True
 
 
-@pytest.fixture(scope="module", params=["unified", "native"])
+# The second GPU's server gets its parameters by NCCL.
+two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+PLACES = [
+    pytest.param(("unified", ()), id="unified"),
+    pytest.param(("native", ()), id="native"),
+    pytest.param(("unified", (1,)), id="unified-nccl", marks=two_gpus),
+    pytest.param(("native", (1,)), id="native-nccl", marks=two_gpus),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def running(request):
     model, params = make("qwen3", DTYPE)
-    vllm = VLLM(model, config=server(request.param), dtype=DTYPE, decode=spell)
+    network, devices = request.param
+    config = server(network, devices=devices)
+    vllm = VLLM(model, config=config, dtype=DTYPE, decode=spell)
     try:
         vllm.push(params)
         yield vllm, model, params
