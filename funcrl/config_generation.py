@@ -86,15 +86,21 @@ class VLLMConfig:
     """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
     slots: int = 64
     """Samples under way at a time."""
-    cache_bytes: int = 1 << 30
-    """For keys and values; never more than `slots` samples of `context_length` can fill."""
+    cache_bytes: int = 0
+    """For keys and values; never more than `slots` samples of `context_length` can fill. 0 is what
+    the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
     batched_tokens: int = 8192
     """Tokens of prompts in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
     distribution that was sampled from. The other is NaN then."""
+    sleep: bool = False
+    """Give the cache and vLLM's own weights up after `generate`, so that the update has their
+    memory; what is generated next wakes the engine. Needs a GPU."""
     compile: CompileConfig = field(default_factory=CompileConfig)
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "slots", "cache_bytes", "batched_tokens"):
+        for name in ("context_length", "slots", "batched_tokens"):
             checks.check_count("VLLMConfig", name, getattr(self, name))
+        checks.check_integer("VLLMConfig", "cache_bytes", self.cache_bytes)
+        checks.check_range("VLLMConfig", "cache_bytes", self.cache_bytes, 0, float("inf"))

@@ -1,30 +1,16 @@
-"""vLLM's engine in this process: started, run until all is said, and closed."""
+"""vLLM's engine in this process, asked for what funcrl asks of a generator."""
 
-import gc
-import json
 import math
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
 from vllm import SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from funcrl.config import Sampling
-from funcrl.config_generation import VLLMConfig
 from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
-from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
-from funcrl.generators.vllm_versions import allow_capture
-from funcrl.models import TransformerConfig
+from funcrl.generators.vllm_core import Core
 
 
 class Spoken(NamedTuple):
@@ -35,44 +21,8 @@ class Spoken(NamedTuple):
     finish_reason: str  # "stop" or "length"
 
 
-class Engine:
-    """vLLM's engine for a model of a shape; its weights mean nothing until they are written.
-
-    Args:
-        shape: of the model.
-        config: how large, and how to compile.
-        dtype: "float32" or "bfloat16", of weights and cache.
-        overrides: arguments of vLLM's `EngineArgs` besides.
-        described: the config.json that vLLM is to read, if it needs one.
-    """
-
-    def __init__(
-        self,
-        shape: TransformerConfig,
-        config: VLLMConfig,
-        dtype: str,
-        overrides: dict[str, Any],
-        described: dict[str, Any] | None,
-    ) -> None:
-        with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
-            if described is not None:
-                (Path(folder) / "config.json").write_text(json.dumps(described))
-            arguments = _arguments(folder, shape, config, dtype, overrides)
-            settings = arguments.create_engine_config()
-            # On a CPU vLLM takes a process of its own, unless an environment variable says other.
-            settings.parallel_config.distributed_executor_backend = "uni"
-            allow_capture()
-            self._llm = LLMEngine(settings, UniProcExecutor, log_stats=False)
-        self._block = int(settings.cache_config.block_size)
-        self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
-        self._context = int(settings.model_config.max_model_len)
-
-    def write(self, write: Callable[[nn.Module], None]) -> None:
-        """Call a function that changes the weights, and forget what the old ones computed."""
-        # Keys and values of the old policy would answer for the new one.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
-        self._llm.apply_model(write)
+class Engine(Core):
+    """vLLM's engine, asked for samples of prompts and for their log-probabilities."""
 
     def speak(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
@@ -86,7 +36,7 @@ class Engine:
         seeds = sample_seeds(prompts, sampling.num_samples, seed)
         waiting, finished = deque(range(len(seeds))), dict[int, Spoken]()
         held = dict[int, int]()  # blocks of the samples under way
-        with _nothing_left(self._llm, held):
+        with self._nothing_left(held):
             self._draw(prompts, sampling, seeds, waiting, held, finished, decode)
         return [finished[row] for row in range(len(seeds))]
 
@@ -105,7 +55,7 @@ class Engine:
                 asked = _request(sampling, seeds[row], longest - len(prompt))
                 self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
                 held[waiting.popleft()] = needed
-            for output in self._llm.step():
+            for output in self._step():
                 row, said = int(output.request_id), _spoken(output.outputs[0])
                 stopped = has_stop_string(said.tokens, sampling, decode)
                 if stopped and not output.finished:
@@ -123,74 +73,13 @@ class Engine:
         for row, prompt in enumerate(prompts):
             self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
         scores: dict[int, list[float]] = {}
-        with _nothing_left(self._llm, range(len(prompts))):
+        with self._nothing_left(range(len(prompts))):
             while len(scores) < len(prompts):
-                for output in self._llm.step():
+                for output in self._step():
                     row = int(output.request_id)
                     pairs = zip(output.prompt_logprobs[1:], prompts[row][1:], strict=True)
-                    scores[row] = [each[token].logprob for each, token in pairs]
+                    scores[row] = _finite([each[token].logprob for each, token in pairs])
         return [scores[row] for row in range(len(prompts))]
-
-    def close(self) -> None:
-        """Stop, and free the memory."""
-        self._llm.collective_rpc(_release)
-        self._llm.engine_core.shutdown()
-        del self._llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
-
-
-# The cache's size is given: all that is left of this is a check that so much of the GPU is free,
-# which it need not be with a trainer beside the engine.
-_UTILISATION = 0.01
-_LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
-
-
-def _arguments(
-    folder: str,
-    shape: TransformerConfig,
-    config: VLLMConfig,
-    dtype: str,
-    overrides: dict[str, Any],
-) -> EngineArgs:
-    context = min(config.context_length, shape.context_length)
-    return EngineArgs(
-        model=folder,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # none of a model's own sampling defaults
-        dtype=dtype,
-        seed=0,
-        max_model_len=context,
-        max_num_seqs=config.slots,
-        max_num_batched_tokens=max(context, config.batched_tokens),
-        kv_cache_memory_bytes=cache_bytes(shape, config, dtype),
-        gpu_memory_utilization=_UTILISATION,
-        enable_prefix_caching=True,
-        # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
-        enable_chunked_prefill=torch.cuda.is_available(),
-        logprobs_mode=_LOGPROBS_MODES[config.logprobs],
-        disable_log_stats=True,
-        **compile_arguments(config),
-        **overrides,
-    )
-
-
-@contextmanager
-def _nothing_left(llm: LLMEngine, asked: Iterable[int]) -> Iterator[None]:
-    """Take requests out of the engine if an error ends them: they would answer for others."""
-    try:
-        yield
-    except BaseException:
-        llm.abort_request([str(row) for row in asked])
-        while llm.has_unfinished_requests():
-            llm.step()
-        raise
-
-
-def _release(worker: Any) -> None:
-    """Give the cache back, whoever still holds on to its tensors: compiled code may."""
-    for cache in worker.model_runner.kv_caches:
-        cache.untyped_storage().resize_(0)
 
 
 def _request(sampling: Sampling, seed: int, most: int) -> Any:
@@ -216,10 +105,14 @@ def _request(sampling: Sampling, seed: int, most: int) -> Any:
 def _spoken(output: Any) -> Spoken:
     tokens = list(output.token_ids)
     pairs = zip(output.logprobs, tokens, strict=True)
-    logprobs = [each[token].logprob for each, token in pairs]
+    logprobs = _finite([each[token].logprob for each, token in pairs])
+    return Spoken(tokens, logprobs, output.finish_reason or "")
+
+
+def _finite(logprobs: list[float]) -> list[float]:
     if not all(map(math.isfinite, logprobs)):
         raise FloatingPointError(
             f"generate expects logits that leave a distribution to draw from, got "
             f"log-probabilities of {logprobs[:3]}; have the parameters diverged?"
         )
-    return Spoken(tokens, logprobs, output.finish_reason or "")
+    return logprobs
