@@ -159,6 +159,7 @@ def _arguments(
     )
 
 
+@torch.inference_mode()
 def _clear(worker: Any) -> None:
     """Leave no NaN in the cache: vLLM multiplies what is past a sequence's end by zero."""
     for cache in worker.model_runner.kv_caches:

@@ -10,7 +10,10 @@ import torch
 _Result = TypeVar("_Result")
 
 # What torch and vLLM say where memory runs out, if not by torch's own error.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_NO_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "less than requested memory",
+    "less than desired gpu memory", "larger than the available kv cache memory",
+)  # fmt: skip
 
 
 class EngineError(RuntimeError):
