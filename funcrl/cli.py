@@ -34,16 +34,19 @@ from funcrl.checkpoint import CheckpointError
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.export import export
+from funcrl.generators import EngineError
 from funcrl.logging import view_for
 from funcrl.models import SHAPES
 from funcrl.parity import ParityConfig, format_parity, parity
-from funcrl.parts import build, defaults
+from funcrl.parts import build, defaults, estimate_memory
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
 from funcrl.train import train as run_training
 
 # What a user can mend; anything else is a bug, and keeps its traceback.
-_EXPECTED = (ValueError, OSError, ImportError, CheckpointError, RewardError)
+_EXPECTED = (
+    ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
+)  # fmt: skip
 
 
 class _Stop:
@@ -273,10 +276,8 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
 def _describe(config: TrainConfig) -> str:
     """Return the resolved configuration and the memory that it needs, as YAML."""
     task, network, *_ = build(config)
-    prompts = task.prompts(config.seed, 0, config.num_prompts)
-    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
     model = network.config
-    estimate = memory.estimate_memory(config, model, longest, getattr(task, "max_turns", 1))
+    estimate = estimate_memory(config, network, task)
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
     facts: dict[str, Any] = {

@@ -1,9 +1,11 @@
 """Configuration of what generates: how samples are drawn, and the engine that draws them."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from funcrl import checks
+
+Form: TypeAlias = Literal["native", "unified", "server"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class ServerConfig:
 class VLLMConfig:
     """A vLLM engine: in this process, or in servers of its own."""
 
-    form: Literal["native", "unified", "server"] = "unified"
+    form: Form = "unified"
     """In this process vLLM's own class for the architecture, or funcrl's `Transformer` inside
     vLLM; or servers."""
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
@@ -111,17 +113,32 @@ class VLLMConfig:
     """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
     slots: int = 64
     """Samples under way at a time."""
-    cache_bytes: int = 1 << 30
-    """For keys and values; never more than `slots` samples of `context_length` can fill."""
+    cache_bytes: int = 0
+    """For keys and values; never more than `slots` samples of `context_length` can fill. 0 is what
+    the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
     batched_tokens: int = 8192
     """Tokens of prompts in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
     distribution that was sampled from. The other is NaN then."""
+    sleep: bool = False
+    """Give the cache and vLLM's own weights up after `generate`, so that the update has their
+    memory; what is generated next wakes the engine. Needs a GPU."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     """Of the form server."""
 
+    @property
+    def network(self) -> str:
+        """What is computed with: vLLM's "native" class, or funcrl's "unified" one."""
+        return self.server.network if self.form == "server" else self.form
+
     def __post_init__(self) -> None:
-        for name in ("context_length", "slots", "cache_bytes", "batched_tokens"):
+        for name in ("context_length", "slots", "batched_tokens"):
             checks.check_count("VLLMConfig", name, getattr(self, name))
+        checks.check_integer("VLLMConfig", "cache_bytes", self.cache_bytes)
+        checks.check_range("VLLMConfig", "cache_bytes", self.cache_bytes, 0, float("inf"))
+        if self.sleep and self.form == "server":
+            raise ValueError(
+                "VLLMConfig expects no sleep with form server, whose memory is its own, got both."
+            )

@@ -23,16 +23,25 @@ class MemoryEstimate(NamedTuple):
     cache: int  # keys and values of the samples under way
 
     @property
+    def state(self) -> int:
+        """What the trainer holds all the time, an engine beside it left out."""
+        return self.parameters + self.optimizer + self.reference + self.checkpoint
+
+    @property
     def resident(self) -> int:
         """What is alive all the time."""
-        state = self.parameters + self.optimizer
-        return state + self.reference + self.sampler + self.checkpoint
+        return self.state + self.sampler
+
+    @property
+    def training(self) -> int:
+        """The larger of differentiate and update, beyond what is alive all the time."""
+        differentiate = self.activations + self.logits + self.gradients
+        return max(differentiate, self.gradients + self.next_state)
 
     @property
     def peak(self) -> int:
         """What is alive all the time, and the largest of generate, differentiate and update."""
-        differentiate = self.activations + self.logits + self.gradients
-        return self.resident + max(self.cache, differentiate, self.gradients + self.next_state)
+        return self.resident + max(self.cache, self.training)
 
 
 def num_params(config: TransformerConfig) -> int:

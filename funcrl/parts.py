@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import algorithms, optim, ratios, rng, runs
+from funcrl import algorithms, memory, optim, ratios, rng, runs
 from funcrl.checkpoint import restore
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.generators import VLLM, DecodeFn, Sampler
@@ -93,7 +93,7 @@ def build(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
     decode = task.tokenizer.decode
-    generator = _generator(config, model, decode, dtype)
+    generator = _generator(config, model, decode, dtype, task)
     return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
 
 
@@ -189,6 +189,30 @@ no/such/run/checkpoints.
     return extra["step"], dict(state.params)
 
 
+def estimate_memory(
+    config: TrainConfig, model: Transformer, task: Task | Environment
+) -> memory.MemoryEstimate:
+    """Return what training will need, if the first prompts are as long as any.
+
+    Args:
+        config: the run's.
+        model: what is trained.
+        task: what it is trained on.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.parts import estimate_memory
+        >>> config = funcrl.config.TrainConfig()
+        >>> parts = funcrl.build(config)
+        >>> estimate_memory(config, parts.model, parts.task).parameters
+        398080
+    """
+    prompts = task.prompts(config.seed, 0, config.num_prompts)
+    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
+    turns = getattr(task, "max_turns", 1)
+    return memory.estimate_memory(config, model.config, longest, turns)
+
+
 def defaults(model: str) -> TrainConfig:
     """Return the options that a run with `--model` begins from, where nothing else is said.
 
@@ -218,7 +242,11 @@ def _adapters(
 
 
 def _generator(
-    config: TrainConfig, model: Transformer, decode: DecodeFn, dtype: torch.dtype | None
+    config: TrainConfig,
+    model: Transformer,
+    decode: DecodeFn,
+    dtype: torch.dtype | None,
+    task: Task | Environment,
 ) -> Generator:
     if config.generator == "sampler":
         return Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
@@ -226,7 +254,14 @@ def _generator(
     engine = config.vllm
     if config.sampling.temperature != 1:
         engine = replace(engine, logprobs="sampling")
-    return VLLM(model, config=engine, dtype=dtype or torch.float32, decode=decode)
+    beside = 0
+    if config.device == "cuda" and not engine.cache_bytes:
+        needs = estimate_memory(config, model, task)
+        # An engine that sleeps lends its memory to the update.
+        beside = needs.state + (0 if engine.sleep else needs.training)
+    return VLLM(
+        model, config=engine, dtype=dtype or torch.float32, decode=decode, trainer_bytes=beside
+    )
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:

@@ -272,7 +272,7 @@ class TestProcess:
             if ".attention.k." in name:
                 other = name.replace(".k.", ".v.")
                 swapped[name], swapped[other] = params[other], params[name]
-        generator._engine.write(lambda theirs: write_params(theirs, swapped))
+        generator._engine._llm.apply_model(lambda theirs: write_params(theirs, swapped))
         with pytest.raises(RuntimeError, match="names of parameters and vLLM's do not agree"):
             check_probe(model, params, generator.score)
         generator.close()
@@ -416,7 +416,7 @@ class TestArguments:
 
     def test_bad_arguments_are_refused_before_an_engine_starts(self):
         model, params = make("narrow")
-        with pytest.raises(ValueError, match="VLLM expects form 'native' or 'unified', got 'own'"):
+        with pytest.raises(ValueError, match="VLLM expects form to be one of .*, got 'own'"):
             VLLM(model, "own")
         with pytest.raises(ValueError, match="VLLM expects dtype float32 or bfloat16, got"):
             VLLM(model, dtype=torch.float64)

@@ -13,8 +13,8 @@ import torch
 
 from funcrl import rng
 from funcrl.bench.measure import describe_machine, seconds_of, write_rows
-from funcrl.config import CompileConfig, Sampling, VLLMConfig
-from funcrl.config_generation import ServerConfig
+from funcrl.config import CompileConfig, Sampling, ServerConfig, VLLMConfig
+from funcrl.config_generation import Form
 from funcrl.generators import VLLM
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models import TransformerConfig as Shape
@@ -49,7 +49,7 @@ class VLLMBenchConfig:
     """How the engines are compiled; graphs need a GPU."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the engines; the pushed parameters are float32."""
-    forms: tuple[Literal["native", "unified", "server"], ...] = ("native", "unified")
+    forms: tuple[Form, ...] = ("native", "unified")
     """What is measured beside plain vLLM; a server runs vLLM's own class."""
     server_devices: tuple[int, ...] = ()
     """GPUs of the servers; none for one where the parameters are."""
@@ -153,7 +153,7 @@ def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
     )
 
 
-def _own(config: VLLMBenchConfig, shape_: Shape, form: str, mode: str) -> VLLMRow:
+def _own(config: VLLMBenchConfig, shape_: Shape, form: Form, mode: str) -> VLLMRow:
     model = Transformer(shape_)
     params = init_params(model, 0, device=config.device)
     first: list[VLLM] = []

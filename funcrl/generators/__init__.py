@@ -5,10 +5,12 @@ from funcrl.generators.batch import DecodeFn
 from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.sampler import Sampler, sample
 from funcrl.generators.vllm import VLLM
+from funcrl.generators.vllm_owner import EngineError
 
 __all__ = [
     "VLLM",
     "DecodeFn",
+    "EngineError",
     "Sampler",
     "Sampling",
     "draw",

@@ -1,33 +1,32 @@
 """vLLM as a generator: the same parameters, in the engine that the field generates with."""
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import torch
 
 from funcrl import checks, tree
 from funcrl.batching import pad_rows
 from funcrl.config import Sampling
-from funcrl.config_generation import VLLMConfig
+from funcrl.config_generation import Form, VLLMConfig
 from funcrl.functional import check_params
 from funcrl.generators.batch import DecodeFn, Prompts
 from funcrl.generators.sampler import check_prompts, num_writes
-from funcrl.generators.vllm_native import write_params
+from funcrl.generators.vllm_memory import with_cache
+from funcrl.generators.vllm_owner import Owner
 from funcrl.generators.vllm_probe import check_probe
-from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
+from funcrl.generators.vllm_settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
 from funcrl.types import Params, Samples
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_FORMS = ("native", "unified", "server")
-_Result = TypeVar("_Result")
 
 
-class VLLM:
+class VLLM(Owner):
     """A vLLM engine, in this process or in servers, with the embedded sampler's interface.
 
     The engine starts at the first push, when what is trained is in memory already. Every sample has
@@ -44,34 +43,39 @@ class VLLM:
         config: the engine's size, and how it is compiled.
         dtype: of the engine; parameters are cast to it.
         decode: from tokens to text, for stop strings.
+        trainer_bytes: of the GPU, that a trainer beside the engine needs at its peak.
     """
 
     def __init__(
         self,
         model: Transformer | str | Path,
-        form: str | None = None,
+        form: Form | None = None,
         *,
         config: VLLMConfig | None = None,
         dtype: torch.dtype = torch.float32,
         decode: DecodeFn | None = None,
+        trainer_bytes: int = 0,
     ) -> None:
+        super().__init__()
         config = VLLMConfig() if config is None else config
-        self._form = config.form if form is None else form
-        if self._form not in _FORMS:
-            raise ValueError(f"VLLM expects form to be one of {_FORMS}, got {self._form!r}.")
+        if form is not None:
+            config = replace(config, form=form)
+        if config.form not in get_args(Form):
+            forms = get_args(Form)
+            raise ValueError(f"VLLM expects form to be one of {forms}, got {config.form!r}.")
         if dtype not in _DTYPES:
             raise ValueError(f"VLLM expects dtype float32 or bfloat16, got {dtype}.")
         compile_arguments(config)
+        sleep_arguments(config)
         loaded: Params | None = None
         if not isinstance(model, Transformer):
             model, loaded = load_params(model, dtype)
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
-        network = config.server.network if self._form == "server" else self._form
-        self._arguments = _arguments(model, network, config, _DTYPES[dtype])
+        self._overrides = _overrides(model, config.network, config, _DTYPES[dtype])
+        self._trainer_bytes = trainer_bytes
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
-        self._engine: Any = None
-        self._version, self._closed, self._probed = 0, False, False
+        self._version, self._probed = 0, False
         self._params: Params = {}
         self._written: list[int] = []  # how often each parameter had been written to
         self.context_length = min(config.context_length, model.config.context_length)
@@ -85,24 +89,24 @@ class VLLM:
         engine's dtype and no graph holds on to others.
         """
         check_params(self._model, params)
-        if self._engine is None:
-            self._start()
-        engine = self._running("push")
-        self._guarded(lambda: engine.push(params))
+        engine = self._started()
+        self._guarded("push", lambda: engine.push(params))
         self._params, self._version = params, version
         self._written = num_writes(params)
         if not self._probed:
-            check_probe(self._model, tree.cast(params, self._dtype), engine.score)
+            check_probe(self._model, tree.cast(params, self._dtype), self.score)
             self._probed = True
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
-        if self._form == "unified" and num_writes(self._params) != self._written:
-            self.push(self._params, self._version)  # what is referred to has been written to
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
-        spoken = self._guarded(lambda: engine.speak(prompts, sampling, seed, self._decode))
+        self.wake()
+        decode = self._decode
+        spoken = self._guarded("generate", lambda: engine.speak(prompts, sampling, seed, decode))
+        if self._config.sleep:
+            self.sleep()
         # Where what is trained is, which need not be where the engine is.
         device = next(iter(self._params.values())).device
         of_policy = self._config.logprobs == "policy"
@@ -112,65 +116,45 @@ class VLLM:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
         engine = self._running("score")
         check_prompts(prompts, Sampling(), self._model, self._decode, self.context_length)
-        return self._guarded(lambda: engine.score(prompts))
+        self.wake()
+        return self._guarded("score", lambda: engine.score(prompts))
 
-    def close(self) -> None:
-        """Stop the engine and free its memory; another may be started after it."""
-        engine, self._engine, self._closed = self._engine, None, True
-        if engine is not None:
-            engine.close()
+    def sleep(self) -> None:
+        """Give the engine's memory up until it is needed again; `VLLMConfig.sleep` allows it."""
+        engine = self._running("sleep")
+        if not self._config.sleep:
+            raise ValueError("VLLM.sleep expects an engine with --vllm.sleep, got one without.")
+        self._guarded("sleep", engine.sleep)
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the OpenAI-compatible APIs of servers are."""
-        if self._form != "server":
-            return ()
-        return self._running("addresses").addresses
+    def wake(self) -> None:
+        """Take the memory again and the parameters, as `generate`, `score` and `push` do."""
+        engine = self._running("wake")
+        # What the unified form refers to may have been written to.
+        stale = self._config.form == "unified" and num_writes(self._params) != self._written
+        if engine.asleep or stale:
+            self.push(self._params, self._version)
 
-    def _start(self) -> None:
-        if self._closed:
-            raise RuntimeError("VLLM.push expects an engine, got one that is closed.")
-        if self._form == "server":
-            from funcrl.generators.vllm_remote import Remote
-
-            self._engine = Remote(*self._arguments)
-            return
-        from funcrl.generators.vllm_engine import Engine
-
-        write = write_params if self._form == "native" else _adopt
-        self._engine = self._guarded(lambda: Engine(*self._arguments, write=write))
-
-    def _running(self, method: str) -> Any:
-        if self._engine is None:
-            what = "one that is closed" if self._closed else "no parameters; call push first"
-            raise RuntimeError(f"VLLM.{method} expects an engine with parameters, got {what}.")
-        return self._engine
-
-    def _guarded(self, work: Callable[[], _Result]) -> _Result:
-        """Return what work gives; an engine without memory is closed, and the number named."""
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:
-            self.close()
-            raise MemoryError(
-                f"VLLM ran out of memory: lower --vllm.cache-bytes, --vllm.slots or "
-                f"--vllm.batched-tokens ({error})."
-            ) from error
+    def _start(self) -> Any:
+        config, dtype = self._config, _DTYPES[self._dtype]
+        if not (config.form == "server" and config.server.devices):  # which share no GPU
+            config = with_cache(self._model, config.network, config, dtype, self._trainer_bytes)
+        kind: Any
+        if config.form == "server":
+            from funcrl.generators.vllm_remote import Remote as kind
+        else:
+            from funcrl.generators.vllm_engine import Engine as kind
+        return kind(self._model.config, config, dtype, *self._overrides)
 
 
-def _adopt(model: Any, params: Params) -> None:
-    model.adopt(params)
-
-
-def _arguments(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, ...]:
-    """Return what an `Engine` is made with, after checking that vLLM has what the model needs."""
+def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, Any]:
+    """Return an `Engine`'s last arguments, after checking that vLLM has what the model needs."""
     shape = model.config
     known = _has_kernel(shape.head_width)
     if network == "unified":
         from funcrl.generators.vllm_unified import overrides
 
         own = config.attention == "funcrl" or (config.attention == "auto" and not known)
-        return shape, config, dtype, overrides(shape, own), None
+        return overrides(shape, own), None
     if not known:
         raise ValueError(
             f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
@@ -181,7 +165,7 @@ def _arguments(model: Transformer, network: str, config: VLLMConfig, dtype: str)
             f"VLLM expects head_width of width / num_heads = {shape.width // shape.num_heads} for "
             f"vLLM's Qwen2, got {shape.head_width}; form 'unified' takes any."
         )
-    return shape, config, dtype, {"load_format": "dummy"}, to_hugging_face(shape, dtype)
+    return {"load_format": "dummy"}, to_hugging_face(shape, dtype)
 
 
 def _has_kernel(head_width: int) -> bool:

@@ -9,14 +9,15 @@ import torch
 from funcrl.config import Sampling
 from funcrl.config_generation import VLLMConfig
 from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
+from funcrl.generators.vllm_link import Link
 from funcrl.generators.vllm_server import Servers
 from funcrl.generators.vllm_settings import engine_settings, sample_fields, samples_at_a_time
 from funcrl.generators.vllm_spoken import Spoken, spoken
-from funcrl.generators.vllm_transport import Broadcast, SharedMemory, plan_buckets
 from funcrl.models import TransformerConfig
 from funcrl.types import Params
 
 _Result = TypeVar("_Result")
+_UTILISATION = 0.9  # of a server's own GPU
 
 
 class Remote:
@@ -42,36 +43,29 @@ class Remote:
         self._context = min(config.context_length, shape.context_length)
         settings = engine_settings(shape, config, dtype) | overrides
         settings["weight_transfer_config"] = {"backend": "funcrl"}
-        self._sender: SharedMemory | Broadcast | None = None
+        if config.server.devices and not config.cache_bytes:  # GPUs that nobody else is on
+            del settings["kv_cache_memory_bytes"]
+            settings["gpu_memory_utilization"] = _UTILISATION
         self._servers = Servers(
             settings, described, config.server.devices or (None,), config.server.start_seconds
         )
+        self._link = Link(self._servers, config.server, getattr(torch, dtype))
+
+    asleep = False  # a server's memory is its own
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where each server's OpenAI-compatible API is."""
         return self._servers.addresses
 
+    @property
+    def sound(self) -> bool:
+        """Whether all servers live, and have the parameters of one push."""
+        return self._link.whole and self._servers.alive
+
     def push(self, params: Params) -> None:
-        """Send parameters to all servers, between two answers: none is of both policies."""
-        buckets = plan_buckets(params, getattr(torch, self._dtype))
-        sender = self._sender or self._open(params)
-        self.pause()
-        self._servers.all("/start_weight_update", {"is_checkpoint_format": False})
-        sent = {"update_info": {"buckets": buckets}}
-        sender.send(params, buckets, lambda: self._servers.all("/update_weights", sent))
-        self._servers.all("/finish_weight_update", {})
-        # Keys and values of the old policy would answer for the new one.
-        self._servers.all("/reset_prefix_cache")
-        self.resume()
-
-    def pause(self) -> None:
-        """Let the servers finish what is under way, and hold back what comes."""
-        self._servers.all("/pause?mode=wait")
-
-    def resume(self) -> None:
-        """Let the servers go on."""
-        self._servers.all("/resume")
+        """Send parameters to all servers."""
+        self._link.push(params)
 
     def speak(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
@@ -107,27 +101,7 @@ class Remote:
     def close(self) -> None:
         """End the servers, and free what parameters were sent through."""
         self._servers.close()
-        if self._sender is not None:
-            self._sender.close()
-
-    def _open(self, params: Params) -> SharedMemory | Broadcast:
-        """Return a way to the servers, which know of it."""
-        dtype, options = getattr(torch, self._dtype), self._config.server
-        device = next(iter(params.values())).device
-        far = options.transfer == "auto" and options.devices and device.type == "cuda"
-        sender: SharedMemory | Broadcast
-        if options.transfer == "nccl" or far:
-            sender = Broadcast(device, dtype)
-        else:
-            sender = SharedMemory(sum(leaf.numel() for leaf in params.values()), dtype)
-        self._sender = sender
-
-        def post(facts: list[dict[str, Any]]) -> None:
-            path, told = "/init_weight_transfer_engine", [{"init_info": each} for each in facts]
-            self._servers.each(lambda index, server: server.post(path, told[index]))
-
-        sender.open(post, len(self._servers))
-        return sender
+        self._link.close()
 
     def _complete(self, index: int, prompt: Sequence[int], asked: dict[str, Any]) -> dict[str, Any]:
         how = {"return_tokens_as_token_ids": True, "return_token_ids": True}

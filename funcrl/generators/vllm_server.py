@@ -52,6 +52,11 @@ class Server:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.poll() is None
+
     def wait(self, seconds: float) -> None:
         """Return when the server answers; raise if it ends, or does not in time."""
         end = time.monotonic() + seconds
@@ -120,8 +125,8 @@ class Server:
             connection.close()
 
     def _check_alive(self) -> None:
-        code = self._process.poll()
-        if code is not None:
+        if not self.alive:
+            code = self._process.returncode
             tail = self._tail()
             raise RuntimeError(
                 f"VLLM expects its server at {self.address} to live, got its end with exit code "
@@ -173,6 +178,11 @@ class Servers:
         """Where the API of each is."""
         return tuple(server.address for server in self._servers)
 
+    @property
+    def alive(self) -> bool:
+        """Whether none of them has ended."""
+        return all(server.alive for server in self._servers)
+
     def each(self, ask: Callable[[int, Server], Any]) -> None:
         """Ask all of them at once, by their numbers, and wait for all answers."""
         with ThreadPoolExecutor(len(self._servers)) as pool:
@@ -181,6 +191,14 @@ class Servers:
     def all(self, path: str, content: Mapping[str, Any] | None = None) -> None:
         """Post the same to all of them."""
         self.each(lambda _, server: server.post(path, content))
+
+    def pause(self) -> None:
+        """Let them finish what is under way, and hold back what comes."""
+        self.all("/pause?mode=wait")
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self.all("/resume")
 
     def close(self) -> None:
         """End all of them."""

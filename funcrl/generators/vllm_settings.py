@@ -8,11 +8,12 @@ from funcrl.config_generation import Sampling, VLLMConfig
 from funcrl.models import TransformerConfig
 
 _BLOCK = 128  # tokens; the largest block of the cache that vLLM takes by itself
-_FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+_CPU_CACHE = 1 << 30
 # The cache's size is given: all that is left of this is a check that so much of the GPU is free,
 # which it need not be with a trainer beside the engine.
 _UTILISATION = 0.01
 _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) ->
         "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
         "disable_log_stats": True,
         **compile_arguments(config),
+        **sleep_arguments(config),
     }
 
 
@@ -100,6 +102,22 @@ def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
     return {"compilation_config": {"mode": 3, "cudagraph_mode": graphs[cudagraph]}}
 
 
+def sleep_arguments(config: VLLMConfig) -> dict[str, Any]:
+    """Return vLLM's arguments for memory that can be given up.
+
+    Example:
+        >>> from funcrl.config_generation import VLLMConfig
+        >>> from funcrl.generators.vllm_settings import sleep_arguments
+        >>> sleep_arguments(VLLMConfig())
+        {}
+    """
+    if not config.sleep:
+        return {}
+    if not torch.cuda.is_available():
+        raise ValueError("VLLM expects --no-vllm.sleep on a CPU, got --vllm.sleep.")
+    return {"enable_sleep_mode": True}
+
+
 def samples_at_a_time(
     shape: TransformerConfig, config: VLLMConfig, dtype: str, longest: int
 ) -> int:
@@ -123,8 +141,29 @@ def samples_at_a_time(
     return max(1, min(config.slots, blocks // -(-longest // _BLOCK)))
 
 
+def cache_limits(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> tuple[int, int]:
+    """Return the bytes of keys and values of one sample, and of all that can be under way.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config_generation import VLLMConfig
+        >>> from funcrl.generators.vllm_settings import cache_limits
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> cache_limits(shape, VLLMConfig(slots=4, context_length=100), "float32")
+        (131072, 327680)
+    """
+    token = _token_bytes(shape, dtype)
+    context = min(config.context_length, shape.context_length)
+    sample = -(-context // _BLOCK)
+    # A block besides is vLLM's own.
+    least, most = ((count + 1) * _BLOCK * token for count in (sample, config.slots * sample))
+    return least, most
+
+
 def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
     """Return the size of the cache of keys and values: what is allowed, or all that can be filled.
+
+    On a GPU `cache_bytes` 0 allows all, until `with_cache` has seen how much is left.
 
     Example:
         >>> import funcrl
@@ -134,18 +173,17 @@ def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int
         >>> cache_bytes(shape, VLLMConfig(slots=4, context_length=100), "float32")
         327680
     """
-    token = _token_bytes(shape, dtype)
-    context = min(config.context_length, shape.context_length)
-    sample = -(-context // _BLOCK)
-    least, most = ((count + 1) * _BLOCK * token for count in (sample, config.slots * sample))
-    if config.cache_bytes < least:  # a block besides is vLLM's own
+    least, most = cache_limits(shape, config, dtype)
+    allowed = config.cache_bytes or (most if torch.cuda.is_available() else _CPU_CACHE)
+    if allowed < least:
+        context = min(config.context_length, shape.context_length)
         raise ValueError(
             f"VLLM expects --vllm.cache-bytes of at least {least} for a sample of {context} tokens "
-            f"(--vllm.context-length), got {config.cache_bytes}."
+            f"(--vllm.context-length), got {allowed}."
         )
-    return min(config.cache_bytes, most)
+    return min(allowed, most)
 
 
 def _token_bytes(shape: TransformerConfig, dtype: str) -> int:
     """Return the bytes of one token's keys and values."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * _FLOAT_BYTES[dtype]
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * FLOAT_BYTES[dtype]

@@ -23,7 +23,18 @@ def spoken(tokens: Sequence[int], logprobs: Sequence[float], finish_reason: str 
 
     Example:
         >>> from funcrl.generators.vllm_spoken import spoken
-        >>> spoken([3], [float("nan")], "length")
+        >>> spoken([3], [-0.5], "length")
+        Spoken(tokens=[3], logprobs=[-0.5], finish_reason='length')
+    """
+    return Spoken(list(tokens), finite(logprobs), finish_reason or "")
+
+
+def finite(logprobs: Sequence[float]) -> list[float]:
+    """Return log-probabilities; raise if one is no number.
+
+    Example:
+        >>> from funcrl.generators.vllm_spoken import finite
+        >>> finite([float("nan")])
         Traceback (most recent call last):
         FloatingPointError: generate expects logits that leave a distribution to draw from, got \
 log-probabilities of [nan]; have the parameters diverged?
@@ -33,4 +44,4 @@ log-probabilities of [nan]; have the parameters diverged?
             f"generate expects logits that leave a distribution to draw from, got "
             f"log-probabilities of {list(logprobs[:3])}; have the parameters diverged?"
         )
-    return Spoken(list(tokens), list(logprobs), finish_reason or "")
+    return list(logprobs)

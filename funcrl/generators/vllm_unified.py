@@ -93,6 +93,10 @@ class FuncrlForCausalLM(nn.Module):
         """Compute with these parameters from now on: by reference, or copied where graphs are."""
         self.body.adopt(params)
 
+    def let_go(self) -> None:
+        """Refer to no parameters until others are adopted."""
+        self.body.let_go()
+
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
 class Body(nn.Module):
@@ -114,10 +118,8 @@ class Body(nn.Module):
         )  # fmt: skip
         # Compiled code and graphs hold on to addresses: there parameters are copied into these.
         self.fixed = not vllm_config.model_config.enforce_eager
-        first = {
-            name: torch.zeros(leaf.shape) for name, leaf in self.skeleton.named_parameters()
-        }  # in the engine's dtype and on its device, which are the defaults here
-        self.network = bind(self.skeleton, first)
+        # In the engine's dtype and on its device, which are the defaults here.
+        self.network = bind(self.skeleton, self._stand_ins(torch.zeros(())))
         self.attends: Sequence[AttendFn] = [_on(layer, c) for layer in self.attention]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -134,6 +136,17 @@ class Body(nn.Module):
             return
         cast = {name: leaf.to(device=device, dtype=dtype) for name, leaf in params.items()}
         self.network = pack_weights(self.skeleton, cast)
+
+    def let_go(self) -> None:
+        """Refer to no parameters, if they are not this engine's own."""
+        if not self.fixed:
+            like = self.network.norm.weight
+            self.network = bind(self.skeleton, self._stand_ins(like.new_zeros(())))
+
+    def _stand_ins(self, zero: Tensor) -> Params:
+        """Return zeros of the parameters' shapes: in memory only where parameters are copied to."""
+        make = zero.new_zeros if self.fixed else zero.expand
+        return {name: make(leaf.shape) for name, leaf in self.skeleton.named_parameters()}
 
 
 def _on(layer: nn.Module, shape: TransformerConfig) -> AttendFn:

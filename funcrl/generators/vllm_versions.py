@@ -1,5 +1,6 @@
 """What differs between the versions of vLLM, in one place."""
 
+import gc
 import importlib.util
 
 # The first and the last minor version of 0.x that were run; 0.24 is CUDA's for torch 2.11, 0.32 and
@@ -74,3 +75,28 @@ def allow_capture() -> None:
     from vllm.compilation import monitor
 
     monitor.set_cudagraph_capturing_enabled(True)
+
+
+def release_pools() -> None:
+    """Give back what held the memory of an engine that could sleep: another one may follow.
+
+    vLLM has its own function for that after 0.24, which keeps the same order: a pool calls its
+    allocator when it ends. While something still refers to a tensor there, nothing is done.
+
+    Example:
+        >>> from funcrl.generators.vllm_versions import release_pools
+        >>> callable(release_pools)
+        True
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    keeper = CuMemAllocator.instance
+    if keeper is None or hasattr(keeper, "release_pools"):
+        return
+    held = keeper.allocator_and_pools
+    parts = [part for pool, _ in held.values() for part in pool.snapshot()]
+    if not any(part["allocated_size"] for part in parts):
+        allocators = [allocator for _, allocator in held.values()]
+        held.clear()
+        gc.collect()
+        del allocators

@@ -1,0 +1,348 @@
+"""vLLM's engine beside a trainer: what it takes of the GPU, its sleep, and how it dies."""
+
+import gc
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_vllm import DEVICE, PROMPTS, make, needs_vllm
+
+import funcrl
+from funcrl import memory
+from funcrl.config import (
+    CheckpointConfig,
+    CompileConfig,
+    EvaluationConfig,
+    LoraConfig,
+    Sampling,
+    TrainConfig,
+    VLLMConfig,
+    WarmStartConfig,
+)
+from funcrl.generators import VLLM, EngineError
+from funcrl.generators.vllm_memory import left_for_cache, own_weights, with_cache, work_bytes
+from funcrl.generators.vllm_owner import died, out_of_memory
+from funcrl.generators.vllm_settings import cache_bytes, cache_limits, sleep_arguments
+from funcrl.logging import SilentView
+
+SAMPLING = Sampling(4, max_tokens=20)
+FORMS = [
+    ("native", "llama", "auto"),
+    ("unified", "qwen3", "auto"),
+    ("unified", "qwen3", "funcrl"),
+]
+KILLS = {
+    "a kernel that fails": RuntimeError("a kernel failed"),
+    "no memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB."),
+    "a policy of NaN": None,
+}
+MESSAGES = {
+    "a kernel that fails": (EngineError, "died of RuntimeError: a kernel failed.*by --resume"),
+    "no memory": (MemoryError, "lower --vllm.cache-bytes, --vllm.slots.*Tried to allocate 7.00"),
+    "a policy of NaN": (FloatingPointError, "have the parameters diverged"),
+}
+
+
+def raise_in_forward(generator, error):
+    """Let the engine's network raise in its next forward pass."""
+
+    def hook(*_):
+        raise error
+
+    generator._engine._llm.apply_model(lambda model: model.register_forward_pre_hook(hook))
+
+
+class KillAfterTwoSteps(SilentView):
+    """Shows nothing, and sees to it that the third step's generate fails."""
+
+    def __init__(self, built, kill):
+        self.built, self.kill = built, kill
+
+    def step(self, row, completion):
+        if row["step"] != 2:
+            return
+        generator = self.built[-1].generator
+        if KILLS[self.kill] is None:
+            generator.push({name: leaf * torch.nan for name, leaf in generator._params.items()})
+        else:
+            raise_in_forward(generator, KILLS[self.kill])
+
+
+def run_config(folder):
+    return TrainConfig(
+        run_dir=folder, generator="vllm", steps=4, num_prompts=8,
+        warm_start=WarmStartConfig(steps=5), checkpoint=CheckpointConfig(every=10),
+        evaluation=EvaluationConfig(num_prompts=10, every=2), vllm=VLLMConfig(slots=64),
+    )  # fmt: skip
+
+
+def untimed(history):
+    return [{name: value for name, value in row.items() if "time" not in name} for row in history]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a run comes to that nothing has stopped."""
+    return funcrl.train(run_config(tmp_path_factory.mktemp("whole") / "run"))
+
+
+class TestDeath:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize("kill", KILLS)
+    def test_a_run_whose_engine_dies_goes_on_to_the_same_bits(
+        self, whole, kill, tmp_path, monkeypatch
+    ):
+        built, train = [], sys.modules["funcrl.train"]
+
+        def build(*args, **kw):  # the real one, and a look at the generator
+            built.append(funcrl.build(*args, **kw))
+            return built[-1]
+
+        monkeypatch.setattr(train, "build", build)
+        config = run_config(tmp_path / "run")
+        kind, message = MESSAGES[kill]
+        with pytest.raises(kind, match=f"(?s){message}"):
+            funcrl.train(config, view=KillAfterTwoSteps(built, kill))
+        saved = (tmp_path / "run" / "checkpoints").iterdir()
+        assert sorted(folder.name for folder in saved) == ["0", "2"]
+        with pytest.raises(RuntimeError, match="VLLM.generate expects .* got one that is closed"):
+            built[-1].generator.generate(PROMPTS, SAMPLING, seed=0)
+        resumed = funcrl.train(config, resume=True)
+        assert untimed(resumed.history[3:]) == untimed(whole.history[3:])
+        for name, leaf in whole.state.params.items():
+            assert torch.equal(resumed.state.params[name], leaf), name
+
+    @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+    def test_a_dead_engine_is_closed_and_another_one_works(self, error):
+        model, params = make("qwen3")
+        generator = VLLM(model, config=VLLMConfig(slots=16))
+        generator.push(params)
+        clean = generator.generate(PROMPTS, SAMPLING, seed=0)
+        raise_in_forward(generator, error)
+        with pytest.raises((EngineError, KeyboardInterrupt)):
+            generator.generate(PROMPTS, SAMPLING, seed=0)
+        with pytest.raises(RuntimeError, match="VLLM.score expects .* got one that is closed"):
+            generator.score(PROMPTS)
+        with pytest.raises(RuntimeError, match="VLLM.push expects an engine, got one that is clo"):
+            generator.push(params)
+        other = VLLM(model, config=VLLMConfig(slots=16))
+        other.push(params)
+        again = other.generate(PROMPTS, SAMPLING, seed=0)
+        assert torch.equal(again.tokens, clean.tokens)
+        assert torch.equal(again.logprobs, clean.logprobs)
+        other.close()
+
+    def test_an_engine_without_memory_to_start_in_leaves_room_for_another(self):
+        wide = funcrl.models.TransformerConfig(
+            vocab_size=97, width=64, num_layers=2, head_width=256, context_length=8192
+        )
+        large = funcrl.models.Transformer(wide)
+        config = VLLMConfig(context_length=8192, slots=8192, cache_bytes=1 << 40)
+        generator = VLLM(large, config=config)
+        with pytest.raises(MemoryError, match="VLLM.push expects .* lower --vllm.cache-bytes"):
+            generator.push(funcrl.init_params(large, seed=0, device=DEVICE))
+        model, params = make("qwen3")
+        small = VLLM(model, config=VLLMConfig(slots=16))
+        small.push(params)
+        small.close()
+
+    @pytest.mark.parametrize(("form", "shape", "attention"), FORMS)
+    def test_nan_leaves_nothing_in_the_cache(self, form, shape, attention):
+        """vLLM multiplies what is past a sequence's end by zero, which NaN survives."""
+        model, params = make(shape)
+        blocks = 24 * 128 * (2 * 2 * 2 * 32 * 4)  # few enough to be taken again
+        config = VLLMConfig(form=form, attention=attention, slots=16, cache_bytes=blocks)
+        generator = VLLM(model, config=config)
+        generator.push(params)
+        clean = generator.generate(PROMPTS, SAMPLING, seed=0)
+        broken = {name: leaf * torch.nan for name, leaf in params.items()}
+        for ask in (lambda: generator.generate(PROMPTS, SAMPLING, seed=0),
+                    lambda: generator.score(PROMPTS)):  # fmt: skip
+            generator.push(broken)
+            with pytest.raises(FloatingPointError, match="have the parameters diverged"):
+                ask()
+            generator.push(params)
+            again = generator.generate(PROMPTS, SAMPLING, seed=0)
+            assert torch.equal(again.tokens, clean.tokens)
+            assert torch.equal(again.logprobs, clean.logprobs)
+        generator.close()
+
+
+class TestSleep:
+    pytestmark = needs_vllm
+
+    @pytest.mark.skipif(DEVICE == "cuda", reason="what a CPU refuses")
+    def test_a_cpu_refuses_it_before_anything_is_loaded(self, tmp_path):
+        with pytest.raises(ValueError, match="--no-vllm.sleep on a CPU, got --vllm.sleep"):
+            VLLM(tmp_path / "no such model", config=VLLMConfig(sleep=True))
+        config = replace(run_config(tmp_path / "run"), vllm=VLLMConfig(sleep=True))
+        with pytest.raises(ValueError, match="--no-vllm.sleep on a CPU, got --vllm.sleep"):
+            funcrl.train(config)
+        assert not (tmp_path / "run").exists()
+
+    def test_an_engine_that_was_not_told_to_does_not(self):
+        model, params = make("qwen3")
+        generator = VLLM(model, config=VLLMConfig(slots=16))
+        with pytest.raises(RuntimeError, match="VLLM.sleep expects an engine with parameters"):
+            generator.sleep()
+        generator.push(params)
+        with pytest.raises(ValueError, match="VLLM.sleep expects an engine with --vllm.sleep"):
+            generator.sleep()
+        generator.wake()  # is awake already
+        generator.close()
+
+    def test_a_unified_engine_lets_go_of_parameters_that_are_not_its_own(self):
+        """What `sleep` does to the network, on any device: the tensors are referred to no more."""
+        model, params = make("qwen3", torch.bfloat16)
+        generator = VLLM(model, config=VLLMConfig(slots=16), dtype=torch.bfloat16)
+        generator.push(params)
+        clean = generator.generate(PROMPTS, SAMPLING, seed=0)
+        generator._engine._llm.apply_model(lambda network: network.let_go())
+        (held,) = generator._engine._llm.apply_model(
+            lambda network: {
+                leaf.untyped_storage().data_ptr() for leaf in network.body.network.parameters()
+            }
+        )
+        assert len(held) == 1  # one zero, shown in the shapes of all
+        generator.push(params)
+        again = generator.generate(PROMPTS, SAMPLING, seed=0)
+        assert torch.equal(again.tokens, clean.tokens)
+        generator.close()
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+    @pytest.mark.parametrize("graphs", ["none", "full"])
+    @pytest.mark.parametrize("form", ["native", "unified"])
+    def test_asleep_it_gives_its_memory_up(self, form, graphs):
+        """Memory before, asleep and awake; the same samples after; twice, and another engine."""
+        model, params = make("qwen3")
+        config = VLLMConfig(
+            form=form, slots=8192, context_length=256, cache_bytes=1 << 40, sleep=True,
+            compile=CompileConfig(cudagraph=graphs),
+        )  # fmt: skip
+        own = cache_bytes(model.config, config, "bfloat16")
+        assert own > 1 << 30
+        kept = {name: leaf.clone() for name, leaf in params.items()}
+        for _ in range(2):
+            generator = VLLM(model, config=config, dtype=torch.bfloat16)
+            generator.push(params)
+            first = generator.generate(PROMPTS, SAMPLING, seed=0)
+            generator.wake()
+            awake = torch.cuda.mem_get_info()[0]
+            generator.sleep()
+            asleep = torch.cuda.mem_get_info()[0]
+            print(f"{form}, {graphs}: {(asleep - awake) >> 20} MiB given up, cache {own >> 20}")
+            assert asleep - awake >= 0.95 * own
+            for name, leaf in params.items():  # the trainer's own tensors are as they were
+                assert torch.equal(leaf, kept[name]), name
+            # The update has the memory, and leaves what may be NaN there.
+            used = torch.full((own // 2,), torch.nan, dtype=torch.bfloat16, device="cuda")
+            del used
+            again = generator.generate(PROMPTS, SAMPLING, seed=0)
+            assert torch.equal(again.tokens, first.tokens)
+            assert torch.equal(again.logprobs, first.logprobs)
+            generator.push({name: leaf * 1.5 for name, leaf in params.items()})
+            moved = generator.generate(PROMPTS, SAMPLING, seed=0)
+            assert not torch.equal(moved.tokens, first.tokens)
+            generator.sleep()  # is asleep already
+            generator.wake()
+            assert len(generator.score(PROMPTS)[1]) == 39
+            generator.sleep()
+            generator.close()
+            del generator
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+    def test_a_run_with_an_engine_that_sleeps(self, tmp_path):
+        config = replace(run_config(tmp_path / "run"), device="cuda", dtype="bfloat16")
+        config = replace(config, vllm=VLLMConfig(slots=64, sleep=True))
+        trained = funcrl.train(config)
+        assert len(trained.history) == 5
+        for row in trained.history[1:]:  # stale weights or a stale cache would be far off
+            assert row["sampling/sampling_logp_difference/mean"] < 0.05
+
+
+# --- what needs no engine ---------------------------------------------------------------------
+
+
+class TestShare:
+    def test_what_is_left(self):
+        """100 - 1.1 * 40 - 5 - 7 - 1 = 43 GiB."""
+        whole, trainer, weights, work, least = (each << 30 for each in (100, 40, 5, 7, 43))
+        assert left_for_cache(whole, trainer, weights, work, least) == 43 << 30
+        message = (
+            r"46.17 GB .* got 46.17: of 107.37 the trainer needs 42.95, vLLM's weights 5.37, its "
+            r"work 7.52. Lower --microbatch, --vllm.batched-tokens"
+        )
+        with pytest.raises(ValueError, match=message):
+            left_for_cache(whole, trainer, weights, work, least + 1)
+
+    def test_weights_are_counted_once(self):
+        model, params = make("qwen3")
+        numbers = sum(leaf.numel() for leaf in params.values())
+        graphs = VLLMConfig(compile=CompileConfig(cudagraph="full"))
+        assert own_weights(model, "native", VLLMConfig(), "float32") == 4 * numbers
+        assert own_weights(model, "unified", VLLMConfig(), "float32") == 0  # the trainer's
+        assert own_weights(model, "unified", VLLMConfig(), "bfloat16") == 2 * numbers  # a cast
+        assert own_weights(model, "unified", graphs, "float32") == 4 * numbers  # fixed addresses
+
+    def test_work_grows_with_tokens_and_samples(self):
+        """512 tokens of 16 * 64 + 2 * (2 * 256 + 3 * 128) bytes, 4 rows of 16 * 97 bytes."""
+        model, _ = make("qwen3")
+        config = VLLMConfig(slots=4, batched_tokens=512)
+        assert work_bytes(model.config, config, "bfloat16") == 512 * 2816 + 4 * 16 * 97
+
+    def test_a_size_that_is_given_stays(self):
+        model, _ = make("qwen3")
+        config = VLLMConfig(cache_bytes=12345678)
+        assert with_cache(model, "native", config, "float32", 1 << 60) is config
+        assert cache_bytes(model.config, config, "float32") == 12345678
+        with pytest.raises(ValueError, match="cache_bytes"):
+            VLLMConfig(cache_bytes=-1)
+
+    @pytest.mark.skipif(DEVICE == "cuda", reason="a CPU's default")
+    def test_a_cpu_takes_a_gibibyte(self):
+        model, _ = make("qwen3")
+        config = VLLMConfig(slots=10**6)
+        assert with_cache(model, "native", config, "float32", 0) is config
+        assert cache_bytes(model.config, config, "float32") == 1 << 30
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+    def test_a_gpu_gives_what_is_left(self):
+        model, _ = make("qwen3")
+        config = VLLMConfig(slots=10**6)
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        sized = with_cache(model, "native", config, "bfloat16", free // 2)
+        assert 0.3 * free < sized.cache_bytes < 0.45 * free
+        _, most = cache_limits(model.config, VLLMConfig(slots=4), "bfloat16")
+        assert with_cache(model, "native", VLLMConfig(slots=4), "bfloat16", 0).cache_bytes == most
+        with pytest.raises(ValueError, match="of the GPU to be left for its cache"):
+            with_cache(model, "native", config, "bfloat16", free)
+
+    def test_the_trainer_is_counted_without_what_generates(self):
+        shape = funcrl.models.shape("tiny", vocab_size=13)
+        for config in (TrainConfig(), TrainConfig(lora=LoraConfig(rank=4), dtype="bfloat16")):
+            needs = memory.estimate_memory(config, shape, 8)
+            assert needs.peak == needs.state + needs.sampler + max(needs.cache, needs.training)
+            assert needs.resident == needs.state + needs.sampler
+
+
+def test_what_a_user_is_told():
+    full = [
+        "CUDA out of memory. Tried to allocate",
+        "CUDA Error: out of memory at csrc/cumem_allocator.cpp:62",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+    ]
+    for text in full:
+        told = out_of_memory("generate", RuntimeError(text))
+        assert isinstance(told, MemoryError)
+        assert "VLLM.generate expects more memory than there is: lower --vllm.cache" in str(told)
+        assert text in str(told)
+    assert out_of_memory("generate", RuntimeError("boom")) is None
+    assert "has died of KeyError: 'row'. It is closed" in str(died("push", KeyError("row")))
+    assert sleep_arguments(VLLMConfig()) == {}
