@@ -208,7 +208,7 @@ def test_parameters_travel_in_buckets_and_arrive_as_they_were():
                 memory.send(sent, buckets, lambda: None)
                 for bucket in buckets:
                     for name, leaf in unpack(receive(bucket.size), bucket).items():
-                        assert torch.equal(leaf, sent[name])
+                        assert torch.equal(leaf, sent[name].cpu())
         finally:
             memory.close()
         assert not os.path.exists(told[0]["path"])

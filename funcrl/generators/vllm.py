@@ -16,7 +16,7 @@ from funcrl.generators.batch import DecodeFn, Prompts
 from funcrl.generators.sampler import check_prompts, num_writes
 from funcrl.generators.vllm_memory import with_cache
 from funcrl.generators.vllm_owner import Owner
-from funcrl.generators.vllm_probe import check_probe
+from funcrl.generators.vllm_probe import check_finite, check_probe
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
@@ -89,6 +89,7 @@ class VLLM(Owner):
         engine's dtype and no graph holds on to others.
         """
         check_params(self._model, params)
+        check_finite(params)
         engine = self._started()
         self._guarded("push", lambda: engine.push(params))
         self._params, self._version = params, version

@@ -16,6 +16,30 @@ _TOKENS = 24
 _FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
 
 
+def check_finite(params: Params) -> None:
+    """Raise if a parameter is no number: on a GPU vLLM's kernels would end the process.
+
+    Args:
+        params: that are pushed.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.generators.vllm_probe import check_finite
+        >>> check_finite({"w": torch.tensor([1.0, float("nan")])})
+        Traceback (most recent call last):
+        FloatingPointError: VLLM.push expects finite parameters, got others in 1 of 1 leaves, such \
+as 'w'; have the parameters diverged?
+    """
+    norms = torch.stack(torch._foreach_norm(list(params.values()), float("inf")))
+    named = zip(params, norms.isfinite().tolist(), strict=True)
+    broken = [name for name, is_finite in named if not is_finite]
+    if broken:
+        raise FloatingPointError(
+            f"VLLM.push expects finite parameters, got others in {len(broken)} of {len(params)} "
+            f"leaves, such as {broken[0]!r}; have the parameters diverged?"
+        )
+
+
 def check_probe(
     model: Transformer,
     params: Params,

@@ -92,6 +92,11 @@ class Receiver(WeightTransferEngine[Any, Any]):
         if together:
             self.model.adopt(together)
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse: vLLM 0.24 has the trainer's side here, funcrl has it in `vllm_transport`."""
+        raise NotImplementedError("Receiver expects a funcrl.generators.VLLM to send parameters.")
+
     def shutdown(self) -> None:
         """Let go of where parameters came from."""
         self._receive = None

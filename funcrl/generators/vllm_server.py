@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 from funcrl.generators.vllm_transport import free_port
 
 _LINES = 15  # of a log, that an error shows
+_CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
 _LAST_SECONDS = 10  # that a server has to end in, before it is killed
 
 
@@ -136,7 +138,10 @@ class Server:
     def _tail(self) -> str:
         if not self._log.exists():
             return "(closed)"
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LINES:])
+        lines = self._log.read_text(errors="replace").splitlines()
+        # What went wrong first is far from the end, in another process's words.
+        causes = [line for line in lines[:-_LINES] if _CAUSE.search(line)]
+        return "\n".join([*causes[-_LINES:], *lines[-_LINES:]])
 
 
 class Servers:
