@@ -46,6 +46,7 @@ from funcrl.grads import (
     per_sample_grad,
     per_sample_norms,
 )
+from funcrl.graph import fuse_per_sample, trace
 from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
@@ -100,6 +101,7 @@ __all__ = [
     "evaluate",
     "export",
     "functional",
+    "fuse_per_sample",
     "generators",
     "gradient_moments",
     "grads",
@@ -143,6 +145,7 @@ __all__ = [
     "tasks",
     "token_scores",
     "top_entropy",
+    "trace",
     "train",
     "tree",
     "types",

@@ -140,11 +140,11 @@ class _Gradients(torch.autograd.Function):
             grad_hidden.append(outer @ weight)
             if not trained:
                 continue
-            for part in _chunks(weight.shape[0], _VOCABULARY):  # no second [V, D] for the product
-                product = (outer[:, part].mT @ hidden[rows]).to(gradient.dtype)
-                if grad_weight is None:
-                    grad_weight = product.new_zeros(weight.shape)
-                grad_weight[part] += product
+            if grad_weight is None:
+                grad_weight = gradient.new_zeros(weight.shape)
+                parts = grad_weight.split(_VOCABULARY)  # no second [V, D] for the product
+            for part, columns in zip(parts, outer.split(_VOCABULARY, dim=-1), strict=True):
+                part += (columns.mT @ hidden[rows]).to(gradient.dtype)
         if grad_weight is None:
             return (torch.cat(grad_hidden),)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
