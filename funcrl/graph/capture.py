@@ -1,7 +1,7 @@
 """A program of tensors as one CUDA graph: its kernels are launched once, then replayed."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ Program: TypeAlias = Callable[..., Sequence[Tensor]]
 _WARM_UPS = 3  # runs before the capture, in which libraries and autotuning settle
 
 
-def capture(program: Program, inputs: Sequence[Tensor], written: Collection[int]) -> Program:
+def capture(
+    program: Program, inputs: Sequence[Tensor], written: Collection[int], pool: Any = None
+) -> Program:
     """Return the program as a CUDA graph of these shapes.
 
     A graph reads and writes fixed memory. What the program only reads is copied into buffers of
@@ -24,6 +26,8 @@ def capture(program: Program, inputs: Sequence[Tensor], written: Collection[int]
         inputs: its arguments, on a CUDA device; those that it writes into are kept, and are as
             they were when this returns.
         written: the indices of the inputs that it writes into.
+        pool: from `torch.cuda.graph_pool_handle()`, for graphs of several shapes that never run at
+            one time: they then share their memory, which is safe since results are copied out.
 
     Example:
         >>> import torch
@@ -33,7 +37,7 @@ def capture(program: Program, inputs: Sequence[Tensor], written: Collection[int]
         ...     assert double(torch.ones(2, device="cuda"))[0].tolist() == [2.0, 2.0]
     """
     static = [leaf if index in written else leaf.clone() for index, leaf in enumerate(inputs)]
-    graph, results = _recorded(program, static, [static[index] for index in written])
+    graph, results = _recorded(program, static, [static[index] for index in written], pool)
     kept = {static[index].data_ptr(): static[index] for index in written}
 
     def replay(*leaves: Tensor) -> list[Tensor]:
@@ -50,7 +54,7 @@ def capture(program: Program, inputs: Sequence[Tensor], written: Collection[int]
 
 
 def _recorded(
-    program: Program, static: list[Tensor], written: list[Tensor]
+    program: Program, static: list[Tensor], written: list[Tensor], pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
     """Warm up and record; what warming up wrote is put back, from the host's memory."""
     before = [leaf.to("cpu", copy=True) for leaf in written]
@@ -62,7 +66,7 @@ def _recorded(
                 program(*static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             results = program(*static)
         for leaf, value in zip(written, before, strict=True):
             leaf.copy_(value)

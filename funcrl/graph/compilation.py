@@ -59,7 +59,8 @@ def compile_step(
     config = CompileConfig() if config is None else config
     _check(step, state, config)
     batch = tree.map(Tensor.contiguous, batch)
-    programs = {_shapes(state, batch): _program(step, state, batch, config)}
+    pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
+    programs = {_shapes(state, batch): _program(step, state, batch, config, pool)}
 
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = tree.map(Tensor.contiguous, batch)
@@ -75,7 +76,7 @@ def compile_step(
                 )
                 return _counted(step.update(state, batch), len(programs) - 1)
             warnings.warn(f"compile_step compiles again: {what}.", stacklevel=3)
-            run = programs[shapes] = _program(step, state, batch, config)
+            run = programs[shapes] = _program(step, state, batch, config, pool)
         return _counted(run(state, batch), len(programs) - 1)
 
     return Step(step.init, update)
@@ -93,7 +94,9 @@ def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
         )
 
 
-def _program(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> Update:
+def _program(
+    step: Step, state: TrainState, batch: Rows, config: CompileConfig, pool: Any
+) -> Update:
     """Return the compiled step of these shapes; the first call compiles."""
     graph = trace(step.update, state, batch)
     if config.fuse == "per_sample":
@@ -101,7 +104,7 @@ def _program(step: Step, state: TrainState, batch: Rows, config: CompileConfig) 
     flat = _flat(graph)
     program = _compiled(flat, config)
     if config.cudagraph == "full":
-        program = _captured_at_first(program, _written(flat))
+        program = _captured_at_first(program, _written(flat), pool)
 
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
@@ -167,13 +170,13 @@ def _cached(compiled: Program, path: Path) -> Program:
     return program
 
 
-def _captured_at_first(program: Program, written: list[int]) -> Program:
+def _captured_at_first(program: Program, written: list[int], pool: Any) -> Program:
     """Capture with the first call's inputs: those that are written into stay where they are."""
     captured: list[Program] = []
 
     def replay(*leaves: Tensor) -> Any:
         if not captured:
-            captured.append(capture(program, leaves, written))
+            captured.append(capture(program, leaves, written, pool))
         return captured[0](*leaves)
 
     return replay
