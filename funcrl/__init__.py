@@ -34,6 +34,7 @@ from funcrl import (
 from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
 from funcrl.checkpoint import restore, save
+from funcrl.config_generation import CompileConfig
 from funcrl.evaluate import evaluate
 from funcrl.export import export
 from funcrl.functional import functional
@@ -46,6 +47,7 @@ from funcrl.grads import (
     per_sample_grad,
     per_sample_norms,
 )
+from funcrl.graph import compile_step, donate, fuse_per_sample, trace
 from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
@@ -75,6 +77,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "Batch",
+    "CompileConfig",
     "GradientMoments",
     "GradientTransformation",
     "Lora",
@@ -93,13 +96,16 @@ __all__ = [
     "cispo",
     "clip_per_sample",
     "collate",
+    "compile_step",
     "config",
     "dapo",
+    "donate",
     "dr_grpo",
     "drop_zero_variance",
     "evaluate",
     "export",
     "functional",
+    "fuse_per_sample",
     "generators",
     "gradient_moments",
     "grads",
@@ -143,6 +149,7 @@ __all__ = [
     "tasks",
     "token_scores",
     "top_entropy",
+    "trace",
     "train",
     "tree",
     "types",

@@ -1,6 +1,7 @@
 """Configuration of what generates: how samples are drawn, and the engine that draws them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from funcrl import checks
@@ -60,18 +61,44 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """How a program is compiled."""
+    """How a program is compiled: the training step, or the generator's network."""
 
-    backend: Literal["eager", "inductor"] = "eager"
-    """eager runs each operation as it is written; inductor fuses them, which changes rounding."""
+    backend: Literal["eager", "aot_eager", "inductor"] = "eager"
+    """eager runs each operation as it is written, and so does aot_eager, through torch's compiler:
+    both keep every bit. inductor fuses operations, which changes rounding."""
     cudagraph: Literal["none", "piecewise", "full"] = "none"
-    """Replay kernels without launching each: all but attention, or all. Needs a GPU."""
+    """Replay kernels without launching each: all but attention (vLLM alone), or all; on a GPU."""
+    fuse: Literal["none", "per_sample"] = "per_sample"
+    """Of a training step: compute sums and norms of per-sample gradients without making them,
+    which changes their rounding."""
+    remat: Literal["none", "full", "selective", "budget"] = "none"
+    """Of a training step: what the backward pass computes again to save memory. full: everything;
+    selective: all but matrix products and attention; budget: the least that fits remat_budget."""
+    remat_budget: int = 0
+    """Bytes, for remat budget."""
+    max_shapes: int = 8
+    """Of a training step: shapes of a batch that are compiled; others run uncompiled."""
+    cache_dir: Path | None = None
+    """Of a training step: where inductor's results are kept, so that the next process starts
+    fast."""
 
     def __post_init__(self) -> None:
-        if self.backend == "eager" and self.cudagraph == "piecewise":
+        checks.check_count("CompileConfig", "max_shapes", self.max_shapes)
+        checks.check_integer("CompileConfig", "remat_budget", self.remat_budget)
+        if self.backend != "inductor" and self.cudagraph == "piecewise":
             raise ValueError(
-                "CompileConfig expects backend inductor with cudagraph piecewise, whose pieces it "
-                "makes, got backend eager."
+                f"CompileConfig expects backend inductor with cudagraph piecewise, whose pieces "
+                f"it makes, got backend {self.backend}."
+            )
+        if (self.remat == "budget") != (self.remat_budget > 0):
+            raise ValueError(
+                f"CompileConfig expects remat_budget > 0 with remat budget and 0 without, got "
+                f"remat_budget {self.remat_budget} with remat {self.remat}."
+            )
+        if self.cache_dir is not None and self.backend != "inductor":
+            raise ValueError(
+                f"CompileConfig expects backend inductor with cache_dir, which keeps its results, "
+                f"got backend {self.backend}."
             )
 
 

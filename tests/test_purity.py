@@ -117,6 +117,26 @@ def step_of(**options):
     return run, (PARAMS, BATCH)
 
 
+def stepped(rewrite):
+    """From parameters, which `init` copies: `donate` consumes its state, and says so."""
+
+    def run(params, batch):
+        step = funcrl.grpo_step(MODEL_FN)
+        state = step.init(params)
+        return rewrite(step, state, batch)(state, batch)
+
+    return run, (PARAMS, BATCH)
+
+
+def traced(rewrite):
+    def run(params, batch):
+        step = funcrl.grpo_step(MODEL_FN, per_sample=funcrl.clip_per_sample(0.1))
+        state = step.init(params)
+        return rewrite(funcrl.trace(step.update, state, batch))(state, batch)
+
+    return run
+
+
 def written_config():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
@@ -351,6 +371,10 @@ TABLE_OF_CALLS = {
     "weights.load_config": (save_and_load, (MICRO_PARAMS,)),
     "weights.to_hugging_face": (lambda: weights.to_hugging_face(MICRO.config, "float32"), ()),
     "weights.translate": (lambda: weights.translate("norm.weight"), ()),
+    "trace": (traced(lambda graph: graph), (PARAMS, BATCH)),
+    "fuse_per_sample": (traced(funcrl.fuse_per_sample), (PARAMS, BATCH)),
+    "compile_step": stepped(lambda *args: funcrl.compile_step(*args)),
+    "donate": stepped(lambda step, *_: funcrl.donate(step)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

@@ -91,6 +91,18 @@ def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
         {'enforce_eager': True}
     """
     backend, cudagraph = config.compile.backend, config.compile.cudagraph
+    if backend == "aot_eager":
+        raise ValueError("VLLM expects --compile.backend eager or inductor, got aot_eager.")
+    if config.compile.remat != "none":
+        raise ValueError(
+            f"VLLM expects --compile.remat none, for it has no backward pass, got "
+            f"{config.compile.remat}."
+        )
+    if config.compile.cache_dir is not None:
+        raise ValueError(
+            f"VLLM expects no --compile.cache-dir, for it keeps a cache of its own, got "
+            f"{config.compile.cache_dir}."
+        )
     if cudagraph != "none" and not torch.cuda.is_available():
         raise ValueError(f"VLLM expects --compile.cudagraph none on a CPU, got {cudagraph}.")
     if backend == "eager" and cudagraph == "none":

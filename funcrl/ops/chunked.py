@@ -10,6 +10,10 @@ from funcrl import checks, numerics
 
 # Rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
+_FIRST = (
+    "linear_scores has a first derivative only, and a second one was asked for; "
+    "logprob_fn(model, chunk=None) has them all."
+)
 
 
 def linear_scores(
@@ -112,8 +116,6 @@ class _Gradients(torch.autograd.Function):
     It writes in place only into what has every batch axis that the values written can have.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
         hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
@@ -140,14 +142,23 @@ class _Gradients(torch.autograd.Function):
             grad_hidden.append(outer @ weight)
             if not trained:
                 continue
-            for part in _chunks(weight.shape[0], _VOCABULARY):  # no second [V, D] for the product
-                product = (outer[:, part].mT @ hidden[rows]).to(gradient.dtype)
-                if grad_weight is None:
-                    grad_weight = product.new_zeros(weight.shape)
-                grad_weight[part] += product
+            if grad_weight is None:
+                grad_weight = gradient.new_zeros(weight.shape)
+                parts = grad_weight.split(_VOCABULARY)  # no second [V, D] for the product
+            for part, columns in zip(parts, outer.split(_VOCABULARY, dim=-1), strict=True):
+                part += (columns.mT @ hidden[rows]).to(gradient.dtype)
         if grad_weight is None:
             return (torch.cat(grad_hidden),)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        """Each sample by itself, in smaller chunks: a chunk is of the whole batch's tokens."""
+        *tensors, temperature, chunk, trained = inputs
+        chunk = max(1, chunk // info.batch_size)
+
+        results = _EachGradients.apply(in_dims, temperature, chunk, trained, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
+        return results, (0,) * len(results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -155,10 +166,30 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(*_: Any) -> Any:
-        raise RuntimeError(
-            "linear_scores has a first derivative only, and a second one was asked for; "
-            "logprob_fn(model, chunk=None) has them all."
-        )
+        raise RuntimeError(_FIRST)
+
+
+class _EachGradients(torch.autograd.Function):
+    """`_Gradients` of each sample of a batch, a function of its own for the same reason."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        in_dims: tuple[int | None, ...], temperature: float, chunk: int, trained: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        in_dims = (*in_dims[: len(tensors)], None, None, None)
+        mapped: Any = torch.vmap(_Gradients.forward, in_dims=in_dims)
+        return mapped(*tensors, temperature, chunk, trained)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: there is no backward pass."""
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(_FIRST)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

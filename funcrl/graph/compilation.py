@@ -1,0 +1,206 @@
+"""A step traced, rewritten and compiled: the only place that names torch.compile."""
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+
+from funcrl import checks, tree
+from funcrl.config_generation import CompileConfig
+from funcrl.graph.capture import Program, capture
+from funcrl.graph.cleaning import arguments, copied, writes
+from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.tracing import trace
+from funcrl.types import Metrics, Rows, Step, TrainState
+
+Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
+_Shapes: TypeAlias = tuple[tuple[Any, ...], ...]  # of every leaf of a state and a batch
+
+
+def compile_step(
+    step: Step, state: TrainState, batch: Rows, config: CompileConfig | None = None
+) -> Step:
+    """Return the same step as one compiled program: same arguments, same numbers.
+
+        trace -> fuse_per_sample -> torch.compile -> CUDA graph
+
+    A program is of one shape. The first is traced here and compiled at its first call; another
+    shape of batch is compiled when it comes, with a warning that says what changed, and counted in
+    the metric `num_recompilations`. After `config.max_shapes` of them further shapes run as
+    `step` does. So pad batches to few lengths.
+
+    With `backend` "eager" or "aot_eager" and `fuse` "none" every bit is the step's. Compile
+    `funcrl.donate(step)` to write the new state into the old one's memory, inside the program;
+    under a CUDA graph that also saves the copies.
+
+    Args:
+        step: from `funcrl.grpo_step`, or `funcrl.donate` of it.
+        state: a state of it; only shapes are read.
+        batch: a batch; only shapes are read.
+        config: `CompileConfig()` when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=7))
+        >>> step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        >>> state, ones = step.init(funcrl.init_params(model, seed=0)), torch.ones(2, 3)
+        >>> batch = funcrl.Batch(ones.long(), ones.long(), ones > 0, -ones, ones, ones)
+        >>> fast = funcrl.compile_step(step, state, batch)
+        >>> new, metrics = fast(state, batch)
+        >>> torch.equal(new.params["norm.weight"], step(state, batch)[0].params["norm.weight"])
+        True
+    """
+    config = CompileConfig() if config is None else config
+    _check(step, state, config)
+    batch = tree.map(Tensor.contiguous, batch)
+    pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
+    programs = {_shapes(state, batch): _program(step, state, batch, config, pool)}
+
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        batch = tree.map(Tensor.contiguous, batch)
+        shapes = _shapes(state, batch)
+        run = programs.get(shapes)
+        if run is None:
+            what = _difference(state, batch, list(programs)[-1])
+            if len(programs) == config.max_shapes:
+                warnings.warn(
+                    f"compile_step runs a step uncompiled: {what}, and {config.max_shapes} shapes "
+                    f"are compiled (max_shapes).",
+                    stacklevel=3,
+                )
+                return _counted(step.update(state, batch), len(programs) - 1)
+            warnings.warn(f"compile_step compiles again: {what}.", stacklevel=3)
+            run = programs[shapes] = _program(step, state, batch, config, pool)
+        return _counted(run(state, batch), len(programs) - 1)
+
+    return Step(step.init, update)
+
+
+def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
+    if not isinstance(step, Step):
+        raise TypeError(f"compile_step expects a Step, got {step!r}.")
+    checks.check_choice("compile_step", "cudagraph", config.cudagraph, ("none", "full"))
+    checks.check_choice("compile_step", "remat", config.remat, ("none",))
+    device = tree.leaves(state)[0].device
+    if config.cudagraph == "full" and device.type != "cuda":
+        raise ValueError(
+            f"compile_step expects a state on a CUDA device with cudagraph full, got {device}."
+        )
+
+
+def _program(
+    step: Step, state: TrainState, batch: Rows, config: CompileConfig, pool: Any
+) -> Update:
+    """Return the compiled step of these shapes; the first call compiles."""
+    graph = trace(step.update, state, batch)
+    if config.fuse == "per_sample":
+        graph = fuse_per_sample(graph)
+    flat = _flat(graph)
+    program = _compiled(flat, config)
+    if config.cudagraph == "full":
+        program = _captured_at_first(program, _written(flat), pool)
+
+    @torch.no_grad()
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        leaves = graph.graph.process_inputs(state, batch)
+        result: tuple[TrainState, Metrics] = graph.graph.process_outputs(program(*leaves))
+        return result
+
+    return update
+
+
+def _flat(module: GraphModule) -> GraphModule:
+    """Return the graph as a function of leaves to a list of leaves: trees are put on outside."""
+    graph = copied(module.graph)
+    graph.set_codegen(CodeGen())
+    return GraphModule(module, graph)
+
+
+def _written(module: GraphModule) -> list[int]:
+    """Return the indices of the inputs that the graph writes into."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    targets = {arguments(node)[0] for node in module.graph.nodes if writes(node)}
+    return [index for index, node in enumerate(inputs) if node in targets]
+
+
+def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
+    if config.backend == "eager":
+        return flat
+    compiled: Program = torch.compile(flat, backend=config.backend, dynamic=False, fullgraph=True)
+    if config.cache_dir is None:
+        return compiled
+    return _cached(compiled, config.cache_dir / f"{_key(flat)}.bin")
+
+
+def _key(flat: GraphModule) -> str:
+    """Return a name for what is compiled, where, and by which version."""
+    inputs = flat.graph.find_nodes(op="placeholder")
+    values = [(v.shape, v.dtype, v.device) for v in (node.meta["val"] for node in inputs)]
+    device = torch.cuda.get_device_name() if values[0][2].type == "cuda" else "cpu"
+    text = f"{torch.__version__} {device} {values} {flat.code}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cached(compiled: Program, path: Path) -> Program:
+    """Give the compiler what an earlier process kept, and keep what the first call makes."""
+    first = [True]
+
+    def program(*leaves: Tensor) -> Any:
+        if not first:
+            return compiled(*leaves)
+        first.clear()
+        known = path.exists()
+        if known:
+            torch.compiler.load_cache_artifacts(path.read_bytes())
+        result = compiled(*leaves)
+        made = None if known else torch.compiler.save_cache_artifacts()
+        if made is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".part")
+            unfinished.write_bytes(made[0])
+            unfinished.replace(path)  # whole or not at all
+        return result
+
+    return program
+
+
+def _captured_at_first(program: Program, written: list[int], pool: Any) -> Program:
+    """Capture with the first call's inputs: those that are written into stay where they are."""
+    captured: list[Program] = []
+
+    def replay(*leaves: Tensor) -> Any:
+        if not captured:
+            captured.append(capture(program, leaves, written, pool))
+        return captured[0](*leaves)
+
+    return replay
+
+
+def _counted(result: tuple[TrainState, Metrics], count: int) -> tuple[TrainState, Metrics]:
+    state, metrics = result
+    counted = torch.full((), count, device=state.step.device)
+    return state, metrics._replace(maxes={**metrics.maxes, "num_recompilations": counted})
+
+
+def _shapes(state: TrainState, batch: Rows) -> _Shapes:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
+        for leaf in tree.leaves((state, batch))
+    )
+
+
+def _difference(state: TrainState, batch: Rows, old: _Shapes) -> str:
+    """Return the first leaf that is not as it was, and how."""
+    new = _shapes(state, batch)
+    paths = tree.paths({"batch": batch, "state": state})
+    paths = [path for path in paths if path.startswith("state")] + paths
+    for path, now, before in zip(paths, new, old, strict=False):
+        if now != before:
+            return f"{path} has shape, dtype, device and strides {now}, and had {before}"
+    return f"there are {len(new)} tensors, and there were {len(old)}"

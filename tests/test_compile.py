@@ -1,0 +1,244 @@
+"""The compiled step: its bits, its buckets, its donated memory, its refusals."""
+
+import copy
+
+import pytest
+import torch
+from cases import equal, tiny_batch, tiny_model
+
+import funcrl
+from funcrl import CompileConfig, optim, tree
+from funcrl.config import VLLMConfig
+from funcrl.generators.vllm_settings import compile_arguments
+
+MODEL = tiny_model(num_layers=1)
+MODEL_FN = funcrl.logprob_fn(MODEL)
+PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+BATCH = tiny_batch()
+OPTIONS = {"plain": {}, "clipped": {"per_sample": funcrl.clip_per_sample(0.1)}}
+
+
+def relative(got, expected):
+    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def without_count(metrics):
+    maxes = dict(metrics.maxes)
+    return metrics._replace(maxes=maxes), int(maxes.pop("num_recompilations"))
+
+
+def twice(step, batch=BATCH):
+    """The results of two steps, as copies: a donated state is used up."""
+    state = step.init(PARAMS)
+    results = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        metrics.maxes.pop("num_recompilations", None)
+        results.append(copy.deepcopy((state, metrics)))
+    return results
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_bit_is_kept_without_fusion(name, backend, donated):
+    step = funcrl.grpo_step(MODEL_FN, **OPTIONS[name])
+    config = CompileConfig(backend=backend, fuse="none")
+    made = funcrl.donate(step) if donated else step
+    fast = funcrl.compile_step(made, step.init(PARAMS), BATCH, config)
+    assert equal(twice(fast), twice(step))
+
+
+# AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
+# entries near 0 into anything; SGD leaves it as it is.
+SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fusion_changes_rounding_alone(backend, donated):
+    step = funcrl.grpo_step(MODEL_FN, **SGD)
+    made = funcrl.donate(step) if donated else step
+    fast = funcrl.compile_step(made, step.init(PARAMS), BATCH, CompileConfig(backend=backend))
+    assert relative(twice(fast), twice(step)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donated", [False, True])
+def test_inductor_changes_rounding_alone(tmp_path, donated):
+    """At position 0: other rotations are float32 whatever the parameters are, and Inductor's exp,
+    cos and sin differ from torch's in the last bit of that (1.9e-8 of a gradient, measured)."""
+    batch = BATCH._replace(positions=torch.zeros_like(BATCH.positions))
+    step = funcrl.grpo_step(MODEL_FN, **SGD)
+    made = funcrl.donate(step) if donated else step
+    config = CompileConfig(backend="inductor", cache_dir=tmp_path / "cache")
+    fast = funcrl.compile_step(made, step.init(PARAMS), batch, config)
+    assert relative(twice(fast, batch), twice(step, batch)) <= 1e-12
+    (kept,) = (tmp_path / "cache").iterdir()
+    torch._dynamo.reset()
+    again = funcrl.compile_step(made, step.init(PARAMS), batch, config)
+    assert equal(twice(again, batch), twice(fast, batch))
+    assert [kept] == list((tmp_path / "cache").iterdir())
+
+
+def test_another_shape_is_compiled_with_a_warning_and_counted():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS)
+    fast = funcrl.compile_step(step, state, BATCH, CompileConfig(max_shapes=2))
+    assert without_count(fast(state, BATCH)[1])[1] == 0
+    longer = tiny_batch(length=8)
+    with pytest.warns(UserWarning, match=r"compiles again: batch.tokens .*\(6, 8\).*\(6, 7\)"):
+        new, metrics = fast(state, longer)
+    metrics, count = without_count(metrics)
+    assert count == 1
+    assert equal((new, metrics), step(state, longer))
+    assert without_count(fast(state, BATCH)[1])[1] == 1  # both are known now: no warning
+    assert without_count(fast(state, longer)[1])[1] == 1
+    longest = tiny_batch(length=9)
+    with pytest.warns(UserWarning, match=r"runs a step uncompiled.*2 shapes .*max_shapes"):
+        new, metrics = fast(state, longest)
+    assert equal((new, without_count(metrics)[0]), step(state, longest))
+
+
+def test_values_are_read_from_the_arguments():
+    """A learning rate, a step and a seed are inputs: another state needs no other program."""
+    schedule = optim.warmup(3, then=optim.constant(0.1))
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.adamw(schedule))
+    fast = funcrl.compile_step(step, step.init(PARAMS), BATCH, CompileConfig(fuse="none"))
+    state = step.init(PARAMS, seed=7)
+    for _ in range(4):
+        expected, got = step(state, BATCH), fast(state, BATCH)
+        assert equal((got[0], without_count(got[1])[0]), expected)
+        state = got[0]
+    assert (state.seed, state.step) == (7, 4)
+    # Strides are put right, so a batch may be a slice of another.
+    wide = tree.map(lambda leaf: torch.cat([leaf, leaf], dim=1), BATCH)
+    assert equal(fast(state, tree.map(lambda leaf: leaf[:, :7], wide))[0], step(state, BATCH)[0])
+
+
+# -- donation -------------------------------------------------------------------------------------
+
+
+def test_a_donated_step_has_the_same_bits_in_the_old_memory():
+    schedule = optim.warmup(3, then=optim.constant(0.1))
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.adamw(schedule))
+    donated = funcrl.donate(step)
+    assert equal(twice(donated), twice(step))
+    state = donated.init(PARAMS)
+    places = [leaf.data_ptr() for leaf in tree.leaves(state)]
+    new, metrics = donated(state, BATCH)
+    assert [leaf.data_ptr() for leaf in tree.leaves(new)] == places
+    # What is reported is not in that memory: the next step does not change it.
+    reported = copy.deepcopy(metrics)
+    donated(new, BATCH)
+    assert equal(metrics, reported)
+    assert not torch.equal(state.params["norm.weight"], PARAMS["norm.weight"])  # used up
+
+
+def copies_alive(step):
+    """Copies of the state in memory as a step returns, when the old one cannot be gone yet."""
+    state = step.init(PARAMS)
+    new, _ = step(state, BATCH)
+    leaves = [*tree.leaves(state), *tree.leaves(new)]
+    storages = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in leaves}
+    return sum(storages.values()) / sum(leaf.nbytes for leaf in tree.leaves(new))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_copy_of_the_state_is_alive_instead_of_two(compiled):
+    step = funcrl.grpo_step(MODEL_FN)
+    for made, copies in ((step, 2), (funcrl.donate(step), 1)):
+        if compiled:
+            made = funcrl.compile_step(made, step.init(PARAMS), BATCH)
+        assert copies_alive(made) == pytest.approx(copies, abs=0.01)
+
+
+def test_leaves_may_change_places():
+    """A state that swaps two leaves: each is read before it is written."""
+
+    def update(state, batch):
+        a, b = state.params["a"], state.params["b"]
+        new = state._replace(params={"a": b, "b": a.view(-1)}, step=state.step + 1)
+        return new, funcrl.Metrics({"a": a}, {"b": b.sum()})
+
+    step = funcrl.Step(funcrl.grpo_step(MODEL_FN).init, update)
+    state = funcrl.TrainState(
+        {"a": torch.zeros(2), "b": torch.ones(2)}, (), torch.tensor(0), torch.tensor(0)
+    )
+    new, metrics = funcrl.donate(step)(state, BATCH)
+    assert (new.params["a"].tolist(), new.params["b"].tolist()) == ([1, 1], [0, 0])
+    assert metrics.sums["a"].tolist() == [0, 0]
+    assert new.params["a"] is state.params["a"]
+
+
+def test_states_that_cannot_be_written_are_refused():
+    step = funcrl.donate(funcrl.grpo_step(MODEL_FN))
+    state = step.init(PARAMS)
+    shared = state._replace(seed=state.step)
+    with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
+        step(shared, BATCH)
+    narrower = lambda state, batch: (tree.cast(state, torch.float32), funcrl.Metrics({}, {}))  # noqa: E731 (short)
+    with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
+        funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
+    with pytest.raises(TypeError, match="donate expects a Step"):
+        funcrl.donate(step.update)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_combinations_that_cannot_work_are_refused(tmp_path):
+    for options, message in [
+        ({"backend": "aot_eager", "cudagraph": "piecewise"}, "piecewise.* got backend aot_eager"),
+        ({"remat": "budget"}, "remat_budget > 0 with remat budget.*got remat_budget 0"),
+        ({"remat_budget": 5}, "got remat_budget 5 with remat none"),
+        ({"cache_dir": tmp_path}, "inductor with cache_dir.*got backend eager"),
+        ({"max_shapes": 0}, "CompileConfig expects max_shapes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            CompileConfig(**options)
+
+
+def test_what_a_step_cannot_do_is_refused():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS)
+    piecewise = CompileConfig(backend="inductor", cudagraph="piecewise")
+    with pytest.raises(ValueError, match="compile_step expects cudagraph to be one of"):
+        funcrl.compile_step(step, state, BATCH, piecewise)
+    with pytest.raises(ValueError, match="compile_step expects a state on a CUDA device .* cpu"):
+        funcrl.compile_step(step, state, BATCH, CompileConfig(cudagraph="full"))
+    with pytest.raises(TypeError, match="compile_step expects a Step"):
+        funcrl.compile_step(step.update, state, BATCH)
+
+
+def test_what_vllm_cannot_do_is_refused_by_its_option(tmp_path):
+    for compile_config, message in [
+        (CompileConfig(backend="aot_eager"), "--compile.backend eager or inductor"),
+        (CompileConfig(remat="full"), "--compile.remat none.*got full"),
+        (CompileConfig(backend="inductor", cache_dir=tmp_path), "no --compile.cache-dir"),
+    ]:
+        with pytest.raises(ValueError, match=f"VLLM expects {message}"):
+            compile_arguments(VLLMConfig(compile=compile_config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_cuda_graph_replays_the_step(backend, donated):
+    step = funcrl.grpo_step(MODEL_FN, **SGD)
+    cuda = lambda value: tree.map(lambda leaf: leaf.cuda(), value)  # noqa: E731 (short)
+    params, batch = cuda(PARAMS), cuda(BATCH)
+    made = funcrl.donate(step) if donated else step
+    config = CompileConfig(backend=backend, cudagraph="full")
+    fast = funcrl.compile_step(made, step.init(params), batch, config)
+    state, other = step.init(params), step.init(params)
+    kept = []
+    for sign in (1, -1, 1):
+        rows = batch._replace(advantages=sign * batch.advantages)
+        state, metrics = fast(state, rows)
+        other, expected = step(other, rows)
+        assert relative(state, other) <= 1e-12
+        assert relative(without_count(metrics)[0], expected) <= 1e-12
+        kept.append((metrics, copy.deepcopy(metrics)))
+    assert all(equal(now, then) for now, then in kept)  # no replay writes into what was returned

@@ -1,0 +1,263 @@
+"""Per-sample gradients that nobody makes: against literal loops, and by counting."""
+
+import pytest
+import torch
+from cases import tiny_batch, tiny_model
+from torch import Tensor
+
+import funcrl
+from funcrl import optim, tree
+
+BATCH = tiny_batch()
+SHAPES = {
+    "tied": {}, "untied": {"tied": False}, "biases": {"qkv_bias": True, "qk_norm": False},
+}  # fmt: skip
+
+
+def count(graph, *targets):
+    return sum(
+        str(node.target) in {f"aten.{name}" for name in targets} for node in graph.graph.nodes
+    )
+
+
+def products(graph):
+    return count(graph, "mm.default", "bmm.default", "addmm.default")
+
+
+def largest(graph):
+    """Entries of the largest tensor that is made: expanding makes none."""
+    nodes = [node for node in graph.graph.nodes if "expand" not in str(node.target)]
+    values = [node.meta.get("val") for node in nodes]
+    return max(value.numel() for value in values if isinstance(value, Tensor))
+
+
+def relative(got, expected):
+    """The largest difference of a leaf, relative to the largest entry of that leaf."""
+    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def traced_step(batch, model, chunk=None, dtype=torch.float64, compute=None, **options):
+    """SGD: AdamW divides a gradient by its own size and blows rounding up."""
+    model_fn = funcrl.logprob_fn(model, chunk=chunk, dtype=compute)
+    step = funcrl.grpo_step(model_fn, optimizer=optim.sgd(1.0), **options)
+    state = step.init(funcrl.init_params(model, seed=0, dtype=dtype))
+    return step, state, funcrl.trace(step.update, state, batch)
+
+
+@pytest.mark.parametrize("chunk", [None, 12])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_summed_gradients_cost_what_the_batch_costs(shape, chunk):
+    model = tiny_model(**SHAPES[shape])
+    _, _, batched = traced_step(BATCH, model, chunk)
+    step, state, graph = traced_step(BATCH, model, chunk, per_sample=lambda grads: grads)
+    fused = funcrl.fuse_per_sample(graph)
+    assert relative(fused(state, BATCH), step(state, BATCH)) <= 1e-12
+    assert largest(fused) == largest(batched)
+    assert products(fused) == products(graph)
+    if chunk is None:  # chunks of a sample are rounded down to whole tokens of it
+        assert products(fused) == products(batched)
+        assert len(fused.graph.nodes) <= len(batched.graph.nodes)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_clipping_makes_no_per_sample_gradient(shape, chunk):
+    """A vocabulary and widths much larger than T, so that nothing else is as large as [B, P, Q]."""
+    model = tiny_model(vocab_size=211, width=40, mlp_width=104, num_heads=5, **SHAPES[shape])
+    batch = tiny_batch(rows=4, length=5)
+    step, state, graph = traced_step(batch, model, chunk, per_sample=funcrl.clip_per_sample(1e-3))
+    fused = funcrl.fuse_per_sample(graph)
+    expected = step(state, batch)
+    assert relative(fused(state, batch), expected) <= 1e-12
+    # Clipping took place, or the test would test the sum again.
+    free = traced_step(batch, model, per_sample=lambda grads: grads)[0]
+    assert expected[1].maxes["grad_norm"] < free(state, batch)[1].maxes["grad_norm"] / 2
+    wide = [
+        leaf.numel() for leaf in state.params.values() if leaf.ndim == 2 and min(leaf.shape) >= 40
+    ]
+    assert largest(graph) >= 4 * max(wide)
+    assert largest(fused) == max(wide)  # a parameter
+    # One product for the sum of each weight, as before, and two Gram products for its norm. An
+    # embedding has one; tied, it also has one of its rows with those of the output's gradient.
+    matrices = sum(leaf.ndim == 2 for leaf in state.params.values())
+    others = 2 if model.config.tied else -1
+    assert products(fused) - products(graph) == 2 * matrices + others
+
+
+def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
+    clip = funcrl.clip_per_sample(0.01)
+    graphs = [
+        funcrl.fuse_per_sample(traced_step(tiny_batch(rows=rows), tiny_model(), per_sample=clip)[2])
+        for rows in (2, 6)
+    ]
+    assert len({len(graph.graph.nodes) for graph in graphs}) == 1
+
+
+# -- the algebra, against loops over samples ------------------------------------------------------
+
+WIDE = {"embed": (53, 20), "up": (30, 20), "down": (20, 30), "norm": (20,), "bias": (30,)}
+
+
+def random_params(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) / 4
+        for name, shape in WIDE.items()
+    }
+
+
+def network(params, tokens):
+    """Every kind of gradient: an embedding tied with the output, two weights, a bias, a norm."""
+    x = torch.nn.functional.embedding(tokens, params["embed"]) * params["norm"]
+    hidden = torch.tanh(x @ params["up"].T + params["bias"])
+    x = x + hidden @ params["down"].T
+    return (x @ params["embed"].T).logsumexp(-1).square().sum() / tokens.shape[0]
+
+
+def loop_gradients(params, tokens):
+    rows = [torch.func.grad(network)(params, row) for row in tokens]
+    return {name: torch.stack([row[name] for row in rows]) for name in params}
+
+
+def per_row(values, leaf):
+    return values.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+FACTORS = torch.tensor([0.5, -2.0, 0.0, 3.0], dtype=torch.float64)
+CONSUMERS = {
+    "sum": lambda g: g.sum(0),
+    "norm": lambda g: torch.linalg.vector_norm(g, dim=tuple(range(1, g.ndim))),
+    "squares": lambda g: g.square().sum(dim=tuple(range(1, g.ndim))),
+    "product with itself": lambda g: (g * g).flatten(1).sum(1),
+    "flattened norm": lambda g: g.flatten(1).norm(dim=1),
+    "scaled": lambda g: (2.0 * g / 3.0).sum(0),
+    "negated": lambda g: (-g).sum(0),
+    "a factor a sample": lambda g: (g * per_row(FACTORS, g)).sum(0),
+    "a divisor a sample": lambda g: (g / per_row(FACTORS + 5, g)).sum(0),
+    "norm of the scaled": lambda g: (g * per_row(FACTORS, g)).flatten(1).norm(dim=1),
+    "flattened sum": lambda g: g.flatten(1).sum(0),
+    "double transpose": lambda g: g.mT.sum(0) if g.ndim == 3 else g.sum(0),
+}
+
+
+@pytest.mark.parametrize("length", [6, 40])
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_every_use_against_a_loop_over_samples(name, length):
+    """At T = 6 norms are by Gram products; at T = 40 a [B, P, Q] is smaller than its operands."""
+    params = random_params()
+    tokens = torch.randint(0, 53, (4, length), generator=torch.Generator().manual_seed(1))
+
+    def use(params, tokens):
+        return tree.map(CONSUMERS[name], funcrl.per_sample_grad(network)(params, tokens))
+
+    fused = funcrl.fuse_per_sample(funcrl.trace(use, params, tokens))
+    expected = tree.map(CONSUMERS[name], loop_gradients(params, tokens))
+    assert relative(fused(params, tokens), expected) <= 1e-12
+    if length == 6:
+        assert largest(fused) < 4 * 20 * 30
+    elif "norm" in name or "squares" in name or "itself" in name:
+        grams = [n for n in fused.graph.nodes if n.target is torch.ops.aten.bmm.default]
+        shapes = {tuple(node.meta["val"].shape[1:]) for node in grams}
+        assert shapes & {(20, 30), (30, 20)}
+
+
+def test_norms_with_repeated_tokens():
+    """The Gram matrix of an embedding's one-hot rows: which tokens are equal."""
+    params = random_params()
+    tokens = torch.tensor([[3, 3, 3], [3, 4, 3], [1, 2, 0], [0, 0, 1]])
+
+    def norms(params, tokens):
+        return funcrl.per_sample_norms(funcrl.per_sample_grad(network)(params, tokens))
+
+    fused = funcrl.fuse_per_sample(funcrl.trace(norms, params, tokens))
+    expected = funcrl.per_sample_norms(loop_gradients(params, tokens))
+    assert relative(fused(params, tokens), expected) <= 1e-12
+
+
+def test_the_noise_scale_makes_no_per_sample_gradient():
+    params, tokens = random_params(), torch.arange(24).reshape(4, 6)
+
+    def moments(params, tokens):
+        return funcrl.gradient_moments(network)(params, tokens)[:2]
+
+    fused = funcrl.fuse_per_sample(funcrl.trace(moments, params, tokens))
+    assert relative(fused(params, tokens), moments(params, tokens)) <= 1e-12
+    assert largest(fused) < 4 * 20 * 30
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_adapters_never_make_a_gradient_of_the_base(clip):
+    model = tiny_model(width=40, mlp_width=104, num_heads=5)
+    base = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    lora = funcrl.lora(funcrl.logprob_fn(model), base, rank=2)
+    adapters = tree.map(lambda leaf: torch.full_like(leaf, 0.01) + leaf, lora.init(0))
+    transform = funcrl.clip_per_sample(clip) if clip else lambda grads: grads
+    step = funcrl.grpo_step(lora.model_fn, optimizer=optim.sgd(1.0), per_sample=transform)
+    state, batch = step.init(adapters), tiny_batch(rows=4, length=5)
+    graph = funcrl.trace(step.update, state, batch)
+    fused = funcrl.fuse_per_sample(graph)
+    assert relative(fused(state, batch), step(state, batch)) <= 1e-12
+    assert largest(graph) >= 4 * 40 * 104
+    assert largest(fused) <= 40 * 104  # the base itself
+
+
+def test_what_is_not_understood_is_left_as_it_is():
+    params, tokens = random_params(), torch.arange(24).reshape(4, 6)
+    uses = {
+        "returned": lambda g: (g, g.sum(0)),
+        "sorted": lambda g: g.sort(0).values.sum(0),
+        "clipped by entry": lambda g: g.clamp(-0.1, 0.1).sum(0),
+        "another norm": lambda g: torch.linalg.vector_norm(g.flatten(1), 1, dim=1),
+        "a factor an entry": lambda g: (g * g.sum(0)).sum(0),
+        "means of rows": lambda g: g.sum(1),
+    }
+    for name, use in uses.items():
+
+        def run(params, tokens, use=use):
+            return tree.map(use, funcrl.per_sample_grad(network)(params, tokens))
+
+        graph = funcrl.trace(run, params, tokens)
+        fused = funcrl.fuse_per_sample(graph)
+        assert relative(fused(params, tokens), run(params, tokens)) <= 1e-12, name
+        assert products(fused) == products(graph), name
+
+
+def test_the_graph_that_was_given_is_unchanged():
+    _, state, graph = traced_step(BATCH, tiny_model(), per_sample=lambda grads: grads)
+    before = graph.code
+    funcrl.fuse_per_sample(graph)
+    assert graph.code == before
+    funcrl.trace(lambda *a: graph(*a), state, BATCH)  # and still a function of tensors
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_bfloat16_compute_is_within_its_own_rounding(clip):
+    """A gradient's entries are rounded to bfloat16, 2^-9 relative, in either way; so is a factor's
+    product with a row. Both are compared with the same step in float32."""
+    transform = funcrl.clip_per_sample(clip) if clip else lambda grads: grads
+    options = {"dtype": torch.float32, "per_sample": transform}
+    model, batch = tiny_model(), tiny_batch(dtype=torch.float32)
+    step, state, graph = traced_step(batch, model, compute=torch.bfloat16, **options)
+    fused = funcrl.fuse_per_sample(graph)
+    exact = traced_step(batch, model, **options)[0](state, batch)[0].params
+
+    def error(params):
+        changes = [tree.map(torch.sub, new, state.params) for new in (params, exact)]
+        return tree.global_norm(tree.map(torch.sub, *changes)) / tree.global_norm(changes[1])
+
+    assert error(fused(state, batch)[0].params) <= 1.25 * error(step(state, batch)[0].params)
+
+
+@pytest.mark.gpu
+def test_gram_products_of_bfloat16_on_a_gpu_are_summed_in_float32():
+    params = tree.map(lambda leaf: leaf.cuda().bfloat16(), random_params())
+    tokens = torch.arange(24, device="cuda").reshape(4, 6)
+
+    def norms(params, tokens):
+        return funcrl.per_sample_norms(funcrl.per_sample_grad(network)(params, tokens))
+
+    fused = funcrl.fuse_per_sample(funcrl.trace(norms, params, tokens))
+    assert count(fused, "bmm.dtype") > 0
+    # Entries of a gradient that is made are rounded, 2^-9 of each; those of a Gram matrix are not.
+    assert relative(fused(params, tokens), norms(params, tokens)) <= 2**-7

@@ -1,0 +1,143 @@
+"""The traced step: the same bits, no memory while it is made, nodes that know where they belong."""
+
+import pytest
+import torch
+from cases import equal, tiny_batch, tiny_model
+
+import funcrl
+from funcrl import optim
+from funcrl.graph.cleaning import writes
+
+MODEL = tiny_model(qkv_bias=True)
+PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+BATCH = tiny_batch()
+
+
+def nodes(graph, target):
+    return [node for node in graph.graph.nodes if str(node.target) == f"aten.{target}"]
+
+
+OPTIONS = {
+    "plain": {},
+    "micro-batches": {"microbatch": 4},
+    "clipped": {"per_sample": funcrl.clip_per_sample(0.1)},
+    "prepared": {"prepare": funcrl.top_entropy(0.5)},
+    "muon": {"optimizer": optim.chain(
+        optim.masked(optim.muon(0.1), lambda path, leaf: leaf.ndim == 2),
+        optim.masked(optim.adamw(0.1), lambda path, leaf: leaf.ndim < 2))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_traced_step_is_the_step(name, chunk):
+    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL, chunk=chunk), **OPTIONS[name])
+    state = step.init(PARAMS)
+    graph = funcrl.trace(step.update, state, BATCH)
+    new, metrics = graph(state, BATCH)
+    assert isinstance(new, funcrl.TrainState)
+    assert equal((new, metrics), step(state, BATCH))
+    # Nothing of the state was baked in: the graph goes on from where it came to.
+    other = BATCH._replace(advantages=-BATCH.advantages)
+    assert equal(graph(new, other), step(new, other))
+    assert not any(writes(node) for node in graph.graph.nodes)
+
+
+def test_a_dictionary_in_another_order_is_the_same_argument():
+    graph = funcrl.trace(lambda x: x["a"] - x["b"], {"b": torch.ones(1), "a": torch.zeros(1)})
+    assert graph({"a": torch.tensor([5.0]), "b": torch.tensor([2.0])}) == 3
+
+
+def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
+    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=funcrl.clip_per_sample(0.1))
+    state = step.init(PARAMS)
+    graphs = [funcrl.trace(step.update, state, tiny_batch(rows=rows)) for rows in (2, 6)]
+    assert len({len(graph.graph.nodes) for graph in graphs}) == 1
+
+
+def test_nodes_know_their_phase_and_module():
+    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=lambda grads: grads)
+    graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
+    phases = {node.meta["phase"] for node in graph.graph.nodes}
+    assert phases == {"input", "forward", "backward", "optimizer", "output"}
+    paths = {n.meta["path"] for n in graph.graph.nodes if n.op == "placeholder"}
+    assert {"0.params.blocks.1.attention.q.weight", "0.seed", "1.tokens"} <= paths
+
+    weights = [path.removesuffix(".weight") for path in PARAMS if PARAMS[path].ndim == 2]
+    weights[weights.index("embed")] = "unembed"  # an embedding is no product
+    products = [*nodes(graph, "mm.default"), *nodes(graph, "addmm.default")]
+    forward = [n.meta["module"] for n in products if n.meta["phase"] == "forward"]
+    assert sorted(forward) == sorted(weights)
+    # Each product has two in the backward: the gradient of its weight and that of its input.
+    backward = [
+        node for node in graph.graph.nodes
+        if node.meta["phase"] == "backward" and node.meta.get("module") in forward
+        and str(node.target) in ("aten.mm.default", "aten.bmm.default")
+    ]  # fmt: skip
+    assert sorted(node.meta["module"] for node in backward) == sorted(2 * forward)
+    named = {node.name: node for node in graph.graph.nodes}
+    for node in backward:
+        assert named[node.meta["forward_node"]].meta["module"] == node.meta["module"]
+
+
+def test_the_phases_are_in_order():
+    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL))
+    graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
+    for node in graph.graph.nodes:
+        for source in node.all_input_nodes:
+            if node.meta["phase"] == "forward":
+                assert source.meta["phase"] in ("input", "forward")
+            if node.meta["phase"] == "backward":
+                assert source.meta["phase"] != "optimizer"
+
+
+def test_module_hooks_are_gone_after_an_error():
+    hooks = torch.nn.modules.module._global_forward_hooks
+
+    def fails(params):
+        torch.func.functional_call(torch.nn.Linear(2, 1), params, torch.ones(3))
+
+    with pytest.raises(RuntimeError):
+        funcrl.trace(fails, {"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+    assert not hooks
+
+
+@pytest.mark.parametrize("read", [float, bool, lambda x: x.item()])
+def test_a_value_read_in_python_is_refused(read):
+    with pytest.raises(ValueError, match=r"trace expects a function that reads no tensor's value"):
+        funcrl.trace(lambda x: x * read(x.sum()), torch.ones(2))
+
+
+def test_a_number_among_the_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"trace expects tensors in its arguments, got 0.1 at '1."):
+        funcrl.trace(lambda x, o: x * o["lr"], torch.ones(2), {"lr": 0.1})
+    with pytest.raises(TypeError, match="trace expects fn to be a function"):
+        funcrl.trace(3, torch.ones(2))
+
+
+def test_in_place_operations_become_others_that_give_the_same():
+    def through_parts(x):
+        whole = torch.zeros(5, 2)
+        for part, rows in zip(whole.split(2), x.split(2), strict=True):
+            part += rows
+            part *= 2
+        return whole
+
+    def through_views(x):
+        y = x * 2
+        y[1:3, 0] = 7
+        y.view(-1)[0].add_(1)
+        return y, y.sum()
+
+    def plain(x):
+        y = x.sin()
+        z = y + 1
+        y.mul_(3).add_(z)
+        return y - z
+
+    x = torch.randn(5, 2)
+    for fn in (through_parts, through_views, plain):
+        graph = funcrl.trace(fn, x)
+        assert equal(graph(x), fn(x)), fn
+        assert not any(writes(node) for node in graph.graph.nodes), fn
+        assert len({node.meta["phase"] for node in graph.graph.nodes}) == 3, fn
