@@ -12,6 +12,7 @@ from funcrl import (
     config,
     generators,
     grads,
+    graph,
     losses,
     memory,
     metrics,
@@ -37,6 +38,7 @@ from funcrl.checkpoint import restore, save
 from funcrl.evaluate import evaluate
 from funcrl.export import export
 from funcrl.functional import functional
+from funcrl.graph import remat
 from funcrl.grads import (
     GradientMoments,
     NoiseScale,
@@ -103,6 +105,7 @@ __all__ = [
     "generators",
     "gradient_moments",
     "grads",
+    "graph",
     "grpo",
     "grpo_step",
     "gspo",
@@ -128,6 +131,7 @@ __all__ = [
     "prepare",
     "ratios",
     "recenter",
+    "remat",
     "reinforce",
     "restore",
     "rewards",
