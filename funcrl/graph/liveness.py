@@ -137,21 +137,29 @@ def _shared_with(
         return [None] * count
     if node.target in _SILENT_VIEWS:
         return list(of[node.all_input_nodes[0]])
-    arguments = _arguments(node)
     shared: list[int | None] = []
     for result in node.target._schema.returns:
         # A list of tensors is one result in the schema, and then the only one.
         places = count if isinstance(result.type, torch.ListType) else 1
-        sets = result.alias_info.before_set if result.alias_info else set()
         sources = [
             storage
-            for argument, nodes in arguments
-            if argument.alias_info and argument.alias_info.before_set & sets
+            for argument, nodes in _arguments(node)
+            if _may_share(argument.alias_info, result.alias_info)
             for read in nodes
             for storage in of[read]
         ]
         shared += (sources if len(sources) == places else sources[:1] * places) or [None] * places
     return (shared + [None] * count)[:count]
+
+
+def _may_share(argument: Any, result: Any) -> bool:
+    """Whether a schema says that a result looks at an argument's memory."""
+    if argument is None or result is None:
+        return False
+    # A list of views has no name of its own: its argument is the one that becomes `*`.
+    return bool(argument.before_set & result.before_set) or (
+        not result.before_set and "*" in argument.after_set
+    )
 
 
 def _written(node: fx.Node, of: dict[fx.Node, tuple[int, ...]]) -> set[int]:

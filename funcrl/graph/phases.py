@@ -1,7 +1,7 @@
 """Which nodes of a step's flat graph are its backward pass, and which layer a node belongs to.
 
-A trace that recorded it says so itself: `node.meta["autograd_backward"]` (torch's own mark) and
-`node.meta["module_path"]`, such as `blocks.3.mlp`. Without them both are read from the structure.
+A trace that recorded it says so itself, as `funcrl.trace` does: `node.meta["phase"]` and
+`node.meta["module"]`, such as `blocks.3.mlp`. Without them both are read from the structure.
 """
 
 import re
@@ -31,7 +31,7 @@ def late_nodes(graph: fx.Graph) -> set[fx.Node]:
         >>> sorted(node.name for node in funcrl.graph.late_nodes(gm.graph))
         ['expand', 'mul', 'ones_like']
     """
-    marked = {node for node in graph.nodes if node.meta.get("autograd_backward")}
+    marked = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "optimizer")}
     late = _descendants(graph, marked or find_seeds(graph))
     late |= {node for node in graph.nodes if node.meta.get("recomputed")}
     if marked or not late:
@@ -88,14 +88,14 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x: x.exp().sin())(torch.zeros(3))
         >>> exp = next(node for node in gm.graph.nodes if node.name == "exp")
-        >>> exp.meta["module_path"] = "blocks.0.mlp"
+        >>> exp.meta["module"] = "blocks.0.mlp"
         >>> funcrl.graph.find_layers(gm.graph, set())
         {exp: 'blocks.0'}
     """
     early = [node for node in graph.nodes if node.op == "call_function" and node not in late]
     layers: dict[fx.Node, str] = {}
     for node in early:
-        found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.meta.get("module_path", ""))
+        found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.meta.get("module", ""))
         if found:
             layers[node] = found[0]
     if not layers:

@@ -196,6 +196,7 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     """Return a copy of the graph whose late nodes read second copies of what is tagged."""
     order = {node: place for place, node in enumerate(step.gm.graph.nodes)}
     graph = fx.Graph()
+    graph.set_codegen(step.gm.graph._codegen)  # the trees that it takes and returns
     first: dict[fx.Node, fx.Node] = {}
     second: dict[fx.Node, fx.Node] = {}
     for node in step.gm.graph.nodes:
