@@ -38,7 +38,6 @@ from funcrl.checkpoint import restore, save
 from funcrl.evaluate import evaluate
 from funcrl.export import export
 from funcrl.functional import functional
-from funcrl.graph import remat
 from funcrl.grads import (
     GradientMoments,
     NoiseScale,
@@ -48,6 +47,7 @@ from funcrl.grads import (
     per_sample_grad,
     per_sample_norms,
 )
+from funcrl.graph import remat
 from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
@@ -131,8 +131,8 @@ __all__ = [
     "prepare",
     "ratios",
     "recenter",
-    "remat",
     "reinforce",
+    "remat",
     "restore",
     "rewards",
     "rloo",

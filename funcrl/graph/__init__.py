@@ -2,12 +2,13 @@
 
 from funcrl.graph.fences import add_fences
 from funcrl.graph.liveness import Storages, find_storages, live_bytes, predict_peak
-from funcrl.graph.phases import find_layers, find_seeds, has_flops, late_nodes
+from funcrl.graph.phases import descendants, find_layers, find_seeds, has_flops, late_nodes
 from funcrl.graph.remat import recomputed_cost, remat
 
 __all__ = [
     "Storages",
     "add_fences",
+    "descendants",
     "find_layers",
     "find_seeds",
     "find_storages",

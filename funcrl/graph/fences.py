@@ -6,9 +6,13 @@ claims to write into the kept values that are read, once a gradient is there. It
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor, fx
+
+from funcrl.graph.liveness import Storages, find_storages
+from funcrl.graph.phases import descendants, find_seeds, late_nodes
 
 
 @torch.library.custom_op("funcrl::fence", mutates_args=("kept",))
@@ -42,17 +46,18 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
     graph.set_codegen(gm.graph._codegen)
     copies: dict[fx.Node, fx.Node] = {}
     gradient: fx.Node | None = None
-    nodes = list(gm.graph.nodes)
+    nodes, storages = list(gm.graph.nodes), find_storages(gm)
+    gradients = descendants(gm.graph, find_seeds(gm.graph)) or late_nodes(gm.graph)
     for place, node in enumerate(nodes):
-        again = bool(node.meta.get("recomputed"))
-        if again and gradient is not None and not nodes[place - 1].meta.get("recomputed"):
-            kept = _kept(nodes, place)
+        if not node.meta.get("recomputed"):
+            if node in gradients and isinstance(node.meta["val"], Tensor):
+                gradient = node
+        elif gradient is not None and not nodes[place - 1].meta.get("recomputed"):
+            kept = _kept(nodes, place, storages)
             if kept:
                 arguments = ([copies[read] for read in kept], copies[gradient])
                 fence = graph.call_function(torch.ops.funcrl.fence.default, arguments)
-                fence.meta["val"] = None
-        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and not again:
-            gradient = node
+                fence.meta |= {"val": None, "phase": "backward"}
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     fenced = fx.GraphModule(gm, graph)
@@ -60,13 +65,22 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
     return fenced
 
 
-def _kept(nodes: list[fx.Node], start: int) -> list[fx.Node]:
-    """Return what the run of recomputed nodes reads of the forward pass's own values."""
-    kept: dict[fx.Node, None] = {}
-    for node in nodes[start:]:
-        if not node.meta.get("recomputed"):
-            break
+def _kept(nodes: list[fx.Node], start: int, storages: Storages) -> list[fx.Node]:
+    """Return what the run of recomputed nodes reads of the forward pass's own values.
+
+    Of a view the whole that it looks at: a part may have elements that share a place.
+    """
+    found: set[int] = set()
+    for node in takewhile(lambda node: node.meta.get("recomputed"), nodes[start:]):
         for read in node.all_input_nodes:
-            if read.op == "call_function" and not read.meta.get("recomputed"):
-                kept[read] = None
-    return [read for read in kept if isinstance(read.meta["val"], Tensor)]
+            if not read.meta.get("recomputed"):
+                found.update(storages.of[read])
+    kept = []
+    for node in nodes[:start]:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not found.isdisjoint(storages.of[node]):
+            found.difference_update(storages.of[node])
+            # The caller's tensors are nobody's to write into, not even in words.
+            if node.op == "call_function" and not node.meta.get("recomputed"):
+                kept.append(node)
+    return kept

@@ -126,9 +126,7 @@ def _size(value: Tensor | None) -> int:
     return num_bytes
 
 
-def _shared_with(
-    node: fx.Node, count: int, of: dict[fx.Node, tuple[int, ...]]
-) -> list[int | None]:
+def _shared_with(node: fx.Node, count: int, of: dict[fx.Node, tuple[int, ...]]) -> list[int | None]:
     """Return, for each tensor of a node's value, the storage that it shares, None if it is new."""
     if node.target is operator.getitem:
         source, index = node.args

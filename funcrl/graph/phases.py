@@ -31,17 +31,18 @@ def late_nodes(graph: fx.Graph) -> set[fx.Node]:
         >>> sorted(node.name for node in funcrl.graph.late_nodes(gm.graph))
         ['expand', 'mul', 'ones_like']
     """
+    again = {node for node in graph.nodes if node.meta.get("recomputed")}
     marked = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "optimizer")}
-    late = _descendants(graph, marked or find_seeds(graph))
-    late |= {node for node in graph.nodes if node.meta.get("recomputed")}
-    if marked or not late:
-        return late
-    started = next(node for node in graph.nodes if node in late)
-    for node in reversed(graph.nodes):
-        if node is started:
-            break
-        if node.users and node.op == "call_function" and all(user in late for user in node.users):
-            late.add(node)
+    if marked - again:
+        return descendants(graph, marked)
+    seeds = find_seeds(graph)
+    late = descendants(graph, seeds) | again
+    started = False
+    after = [node for node in graph.nodes if (started := started or node in seeds)]
+    for node in reversed(after):
+        # A loss goes nowhere but into its seed, which does not read its value.
+        if node.op == "call_function" and node.users and late.issuperset(node.users):
+            late.update({node} if seeds.isdisjoint(node.users) else ())
     return late
 
 
@@ -65,9 +66,7 @@ def find_seeds(graph: fx.Graph) -> set[fx.Node]:
         for node in graph.nodes
         if node.target is aten.ones_like.default and node.meta["val"].ndim <= 1
     ]
-    outer = {
-        node for node in candidates if any(other in _reached(node) for other in candidates)
-    }
+    outer = {node for node in candidates if any(other in _reached(node) for other in candidates)}
     return set(candidates) - outer
 
 
@@ -149,7 +148,7 @@ def _path(graph: fx.Graph, early: list[fx.Node], seed: fx.Node) -> list[fx.Node]
     """Return what leads to a loss and depends both on floats and on tokens, in order."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     floats = {node for node in inputs if node.meta["val"].is_floating_point()}
-    mixed = _descendants(graph, floats) & _descendants(graph, set(inputs) - floats)
+    mixed = descendants(graph, floats) & descendants(graph, set(inputs) - floats)
     needed = {seed}
     for node in reversed(graph.nodes):
         if node in needed:
@@ -157,11 +156,24 @@ def _path(graph: fx.Graph, early: list[fx.Node], seed: fx.Node) -> list[fx.Node]
     return [node for node in early if node in needed and node in mixed]
 
 
-def _descendants(graph: fx.Graph, sources: set[fx.Node]) -> set[fx.Node]:
-    """Return the sources and every node that depends on one; the output node is not among them."""
+def descendants(graph: fx.Graph, sources: set[fx.Node]) -> set[fx.Node]:
+    """Return the sources and every node that depends on one; the output node is not among them.
+
+    Args:
+        graph: any.
+        sources: nodes of it.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> graph = make_fx(lambda x, y: x.exp() + y.sin())(torch.zeros(3), torch.zeros(3)).graph
+        >>> y = next(node for node in graph.nodes if node.name == "y_1")
+        >>> sorted(node.name for node in funcrl.graph.descendants(graph, {y}))
+        ['add', 'sin', 'y_1']
+    """
     found = set(sources)
     for node in graph.nodes:
-        if node.op != "output" and any(read in found for read in node.all_input_nodes):
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

@@ -166,14 +166,10 @@ def _attention_scores(inner: set[fx.Node]) -> set[fx.Node]:
 
 def _tagged_by(policy: Callable[[fx.Node], bool], step: _Step) -> set[fx.Node]:
     early = [
-        node
-        for node in step.gm.graph.nodes
-        if node.op == "call_function" and node not in step.late
+        node for node in step.gm.graph.nodes if node.op == "call_function" and node not in step.late
     ]
     chosen = {node for node in early if policy(node)}
-    tagged = {
-        node for node in early if _maker(node, step.storages, step.makers) in chosen
-    }
+    tagged = {node for node in early if _maker(node, step.storages, step.makers) in chosen}
     for node in tagged:
         if _reads(node, step.storages.written, step.storages):
             raise ValueError(
@@ -212,9 +208,10 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
                     f"remat expects deterministic ops to compute again, got {again.name!r}, "
                     f"{again.target}, which would draw other numbers."
                 )
-            copy = graph.node_copy(again, latest.__getitem__)
-            copy.name = f"{again.name}_recomputed"
-            copy.meta["recomputed"] = True
+            args, kwargs = fx.node.map_arg((again.args, again.kwargs), latest.__getitem__)
+            name = f"{again.name}_recomputed"
+            copy = graph.create_node(again.op, again.target, args, kwargs, name)
+            copy.meta = {**again.meta, "recomputed": True, "phase": "backward"}
             second[again] = copy
         first[node] = graph.node_copy(node, latest.__getitem__)
     graph.eliminate_dead_code()
@@ -224,9 +221,7 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     return rewritten
 
 
-def _needed(
-    node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node]
-) -> set[fx.Node]:
+def _needed(node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node]) -> set[fx.Node]:
     """Return what must be computed again before a node can run."""
     found: set[fx.Node] = set()
     waiting = [node]
