@@ -19,7 +19,7 @@ class Flat(NamedTuple):
 
     def run(self, gm: fx.GraphModule | None = None) -> list[Tensor]:
         with torch.no_grad():
-            return (gm or self.gm)(*self.leaves)
+            return (self.gm if gm is None else gm)(*self.leaves)
 
     @property
     def input_bytes(self) -> int:

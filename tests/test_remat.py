@@ -97,7 +97,7 @@ def test_policies_can_follow_one_another(flats):
     flat = flats["float32"]
     both = funcrl.remat(apply(flat, "selective"), "full")
     assert same(flat.run(), flat.run(both))
-    assert predict_peak(both) == pytest.approx(predict_peak(apply(flat, "full")), rel=0.05)
+    assert predict_peak(both) < predict_peak(apply(flat, "selective"))
 
 
 def test_the_graph_that_is_given_is_left_as_it_was(flats):

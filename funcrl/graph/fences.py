@@ -40,7 +40,7 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
         >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sin().cos().sum()))(torch.zeros(3))
         >>> gm = funcrl.remat(gm, lambda node: node.name == "sin")
         >>> [node.name for node in funcrl.graph.add_fences(gm).graph.nodes][4:9]
-        ['sum_1', 'ones_like', 'expand', 'fence', 'sin_recomputed']
+        ['sum_1', 'ones_like', 'expand', 'fence_default', 'sin_recomputed']
     """
     graph = fx.Graph()
     graph.set_codegen(gm.graph._codegen)
