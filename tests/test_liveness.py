@@ -86,6 +86,13 @@ def test_custom_ops_are_read_from_their_schemas():
     assert find_storages(gm).written == set(find_storages(gm).of[second])
 
 
+def test_a_new_value_takes_its_own_bytes_whatever_its_example_is_a_part_of():
+    """A pass that makes an in-place op on a slice a pure one leaves the slice as its example."""
+    gm = flatten(lambda x: x.sin().sum(), X).gm
+    next(n for n in gm.graph.nodes if n.name == "sin").meta["val"] = torch.zeros(1000)[:100]
+    assert live_bytes(gm)[1] == 800
+
+
 def test_constants_of_the_graph_are_always_there():
     constant = torch.ones(100)
     gm = flatten(lambda x: (x.sin() + constant).sum(), X).gm

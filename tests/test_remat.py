@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from graphs import Flat, flat_step, flatten
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
 from funcrl.bench.measure import peak_bytes
@@ -291,6 +292,38 @@ def test_fences_change_no_bit_and_come_after_a_gradient(flats):
     assert predict_peak(fenced) == predict_peak(again)
 
 
+def test_custom_ops_are_kept_by_selective_and_repeated_by_full():
+    @torch.library.custom_op("funcrl_tests::square", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def loss(weights, tokens, embed):
+        x = embed[tokens]
+        for weight in weights:
+            x = x + (square((x @ weight).detach()) * x).sin()
+        return x.sum()
+
+    args = list(torch.randn(2, 4, 4)), torch.tensor([0, 1, 2, 1]), torch.randn(3, 4)
+    flat = flatten(torch.func.grad(loss, argnums=2), *args)
+    counts = {}
+    for policy in ("none", "selective", "full"):
+        again = funcrl.remat(flat.gm, policy)
+        assert same(flat.run(), flat.run(again))
+        counts[policy] = targets(again)["funcrl_tests.square.default"]
+    assert counts == {"none": 2, "selective": 2, "full": 4}
+
+
+def test_trees_in_and_out_stay_trees():
+    def loss(params):
+        return params["a"].exp().sin().sum()
+
+    params = {"a": torch.randn(3)}
+    gm = make_fx(torch.func.grad(loss))(params)
+    again = add_fences(funcrl.remat(gm, lambda node: node.name == "exp"))
+    assert torch.equal(again(params)["a"], gm(params)["a"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_nothing_is_merged_away_by_autograds_compiler(flats, policy):
     from torch._dynamo.backends.common import aot_autograd
@@ -318,7 +351,7 @@ def test_inductor_keeps_the_memory_down_with_fences():
     for name in ("none", "full"):
         fenced = add_fences(apply(flat, name))
         torch._dynamo.reset()
-        compiled = torch.compile(fenced)
+        compiled = torch.compile(fenced)  # under no_grad, as every graph runs
         got = flat.run(compiled)
         for x, y in zip(flat.run(), got, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-6)

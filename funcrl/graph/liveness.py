@@ -95,7 +95,7 @@ def find_storages(gm: fx.GraphModule) -> Storages:
         for value, same in zip(values, shared, strict=True):
             if same is None:
                 same = len(storages.num_bytes)
-                storages.num_bytes.append(_size(value))
+                storages.num_bytes.append(_size(node, value))
             found.append(same)
         storages.of[node] = tuple(found)
         storages.written.update(_written(node, storages.of))
@@ -117,10 +117,13 @@ def _tensors(gm: fx.GraphModule, node: fx.Node) -> list[Tensor | None]:
     return [value if isinstance(value, Tensor) else None for value in values]
 
 
-def _size(value: Tensor | None) -> int:
+def _size(node: fx.Node, value: Tensor | None) -> int:
+    """Return the bytes that a new value takes, or all of the storage that an input is a part of."""
     if value is None:
         return 0
-    num_bytes = value.untyped_storage().nbytes()
+    num_bytes = value.numel() * value.element_size()
+    if node.op in ("placeholder", "get_attr"):
+        num_bytes = value.untyped_storage().nbytes()
     if value.device.type == "cuda":
         return -(-num_bytes // _CUDA_BLOCK) * _CUDA_BLOCK
     return num_bytes

@@ -138,11 +138,9 @@ def _look_at(gm: fx.GraphModule) -> _Step:
 
 
 def _takes_long(node: fx.Node) -> bool:
-    """Whether a node is a product or an op that nothing is known of, such as a custom one."""
-    known = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
-        "aten", "prims",
-    )  # fmt: skip
-    return has_flops(node) or not (known or node.target.__class__.__name__ == "builtin_function")
+    """Whether a node is a product, or an op that nothing is known of, such as a custom one."""
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return has_flops(node) or not own
 
 
 def _attention_scores(inner: set[fx.Node]) -> set[fx.Node]:
