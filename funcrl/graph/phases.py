@@ -32,9 +32,9 @@ def late_nodes(graph: fx.Graph) -> set[fx.Node]:
         ['expand', 'mul', 'ones_like']
     """
     again = {node for node in graph.nodes if node.meta.get("recomputed")}
-    marked = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "optimizer")}
-    if marked - again:
-        return descendants(graph, marked)
+    marked = {node for node in graph.nodes if _is_marked(node)}
+    if marked:
+        return descendants(graph, marked) | again
     seeds = find_seeds(graph)
     late = descendants(graph, seeds) | again
     started = False
@@ -86,17 +86,19 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
         >>> import torch, funcrl
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x: x.exp().sin())(torch.zeros(3))
-        >>> exp = next(node for node in gm.graph.nodes if node.name == "exp")
-        >>> exp.meta["module"] = "blocks.0.mlp"
-        >>> funcrl.graph.find_layers(gm.graph, set())
+        >>> exp, sin = [node for node in gm.graph.nodes if node.op == "call_function"]
+        >>> exp.meta["module"], sin.meta["phase"] = "blocks.0.mlp", "backward"
+        >>> funcrl.graph.find_layers(gm.graph, late={sin})
         {exp: 'blocks.0'}
     """
     early = [node for node in graph.nodes if node.op == "call_function" and node not in late]
     layers: dict[fx.Node, str] = {}
-    for node in early:
-        found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.meta.get("module", ""))
-        if found:
-            layers[node] = found[0]
+    # A trace that marked no backward pass has not watched the modules: a few names prove little.
+    if any(_is_marked(node) for node in late):
+        for node in early:
+            found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.meta.get("module") or "")
+            if found:
+                layers[node] = found[0]
     if not layers:
         for seed in find_seeds(graph):
             layers |= _pieces(graph, early, seed)
@@ -111,6 +113,11 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
         if node in alone and node not in layers and len(users) == 1 and None not in users:
             layers[node] = str(users.pop())
     return layers
+
+
+def _is_marked(node: fx.Node) -> bool:
+    """Whether the trace itself, not `remat`, said that a node is of the backward pass."""
+    return node.meta.get("phase") == "backward" and not node.meta.get("recomputed")
 
 
 def _pieces(graph: fx.Graph, early: list[fx.Node], seed: fx.Node) -> dict[fx.Node, str]:
