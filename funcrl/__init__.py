@@ -12,6 +12,7 @@ from funcrl import (
     config,
     generators,
     grads,
+    graph,
     losses,
     memory,
     metrics,
@@ -47,7 +48,7 @@ from funcrl.grads import (
     per_sample_grad,
     per_sample_norms,
 )
-from funcrl.graph import compile_step, donate, fuse_per_sample, trace
+from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
 from funcrl.logprobs import logprob_fn, score, token_scores
 from funcrl.lora import Lora, lora
 from funcrl.losses import policy_loss
@@ -109,6 +110,7 @@ __all__ = [
     "generators",
     "gradient_moments",
     "grads",
+    "graph",
     "grpo",
     "grpo_step",
     "gspo",
@@ -135,6 +137,7 @@ __all__ = [
     "ratios",
     "recenter",
     "reinforce",
+    "remat",
     "restore",
     "rewards",
     "rloo",

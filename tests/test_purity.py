@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import random_case, table_model, tiny_batch, tiny_model, tiny_tokenizer
+from graphs import flatten
 
 import funcrl
 from funcrl import (
@@ -17,6 +18,7 @@ from funcrl import (
     config,
     generators,
     grads,
+    graph,
     losses,
     memory,
     metrics,
@@ -40,7 +42,7 @@ from funcrl.parity import ParityConfig
 
 MODULES = {
     "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
-    "grads": grads, "losses": losses, "metrics": metrics, "models": models,
+    "grads": grads, "graph": graph, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
     "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
@@ -76,6 +78,9 @@ TRAIN = TrainConfig(
     warm_start=funcrl.config.WarmStartConfig(steps=1), sampling=SAMPLING,
     evaluation=funcrl.config.EvaluationConfig(num_prompts=2),
 )  # fmt: skip
+FLAT = flatten(torch.func.grad(lambda x: x.exp().sin().cos().sum()), T[0])
+FLAT_GRAPH = FLAT.gm.graph
+AGAIN = funcrl.remat(FLAT.gm, lambda node: node.name == "sin")
 MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
 
 
@@ -198,6 +203,15 @@ def vector(fn):
     return fn, (T[0],)
 
 
+def by_name(nodes):
+    return sorted(node.name for node in nodes)
+
+
+def remat_twice(x):
+    again = funcrl.remat(FLAT.gm, lambda node: node.name in ("exp", "sin"))
+    return again(x), FLAT.gm(x), graph.live_bytes(FLAT.gm)
+
+
 TABLE_OF_CALLS = {
     **{name: algorithm(getattr(funcrl, name)) for name in (
         "cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo")},
@@ -219,6 +233,18 @@ TABLE_OF_CALLS = {
     "per_sample_norms": (funcrl.per_sample_norms, (ROWS,)),
     "gradient_moments": (funcrl.gradient_moments(loss_fn, chunk=4), (PARAMS, BATCH)),
     "noise_scale": (funcrl.noise_scale, (MOMENTS,)),
+    "remat": (remat_twice, (T[0],)),
+    "graph.add_fences": (lambda x: (graph.add_fences(AGAIN)(x), AGAIN(x)), (T[0],)),
+    "graph.descendants": (
+        lambda: by_name(graph.descendants(FLAT_GRAPH, graph.find_seeds(FLAT_GRAPH))), ()),
+    "graph.find_layers": (lambda: len(graph.find_layers(FLAT_GRAPH, set())), ()),
+    "graph.find_seeds": (lambda: by_name(graph.find_seeds(FLAT_GRAPH)), ()),
+    "graph.find_storages": (lambda: graph.find_storages(FLAT.gm).num_bytes, ()),
+    "graph.has_flops": (lambda: sum(map(graph.has_flops, FLAT_GRAPH.nodes)), ()),
+    "graph.late_nodes": (lambda: by_name(graph.late_nodes(FLAT_GRAPH)), ()),
+    "graph.live_bytes": (lambda: graph.live_bytes(FLAT.gm), ()),
+    "graph.predict_peak": (lambda: graph.predict_peak(FLAT.gm), ()),
+    "graph.recomputed_cost": (lambda: graph.recomputed_cost(AGAIN), ()),
     "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
     "grads.num_rows": (lambda b: grads.num_rows("f", b), (BATCH,)),
     "grads.split_rows": (lambda b: list(grads.split_rows("f", b, 4)), (BATCH,)),

@@ -2,7 +2,20 @@
 
 from funcrl.graph.compilation import compile_step
 from funcrl.graph.donation import donate
+from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.liveness import live_bytes, predict_peak
+from funcrl.graph.remat import recomputed_cost, remat
 from funcrl.graph.tracing import trace
 
-__all__ = ["compile_step", "donate", "fuse_per_sample", "trace"]
+__all__ = [
+    "add_fences",
+    "compile_step",
+    "donate",
+    "fuse_per_sample",
+    "live_bytes",
+    "predict_peak",
+    "recomputed_cost",
+    "remat",
+    "trace",
+]

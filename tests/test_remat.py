@@ -1,0 +1,359 @@
+"""Computing twice instead of keeping: the same bits, less memory, nothing undone by compilers."""
+
+from collections import Counter
+
+import pytest
+import torch
+from graphs import Flat, flat_step, flatten
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrl
+from funcrl.bench.measure import peak_bytes
+from funcrl.graph import (
+    add_fences,
+    descendants,
+    find_layers,
+    find_seeds,
+    late_nodes,
+    predict_peak,
+    recomputed_cost,
+)
+
+POLICIES = ("none", "full", "selective", "budget", "function")
+
+
+@pytest.fixture(scope="module")
+def flats() -> dict[str, Flat]:
+    sgd = funcrl.optim.sgd(0.1)
+    return {
+        "float32": flat_step(optimizer=sgd),
+        "bfloat16": flat_step(dtype=torch.bfloat16, optimizer=sgd),
+    }
+
+
+def apply(flat: Flat, policy: str):
+    if policy == "budget":
+        peak = predict_peak(flat.gm)
+        budget = flat.input_bytes + int(0.7 * (peak - flat.input_bytes))
+        return funcrl.remat(flat.gm, "budget", budget)
+    if policy == "function":
+        pointwise = ("silu", "mul", "exp", "rsqrt", "pow")
+        return funcrl.remat(flat.gm, lambda node: node.name.startswith(pointwise))
+    return funcrl.remat(flat.gm, policy)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def described(gm):
+    return [(node.name, node.target, str(node.args)) for node in gm.graph.nodes]
+
+
+def targets(gm) -> Counter:
+    """Count ops, one that writes in place as the one that does not."""
+    called = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    return Counter(name.replace("_.", ".") for name in called)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_bits_and_the_predicted_memory(flats, policy, dtype):
+    flat = flats[dtype]
+    again = apply(flat, policy)
+    again.graph.lint()
+    assert same(flat.run(), flat.run(again))
+    measured = peak_bytes(lambda: flat.run(again)) + flat.input_bytes
+    # What one op allocates for itself is in no graph: a few percent at this size.
+    assert predict_peak(again) == pytest.approx(measured, rel=0.1)
+    before = peak_bytes(flat.run) + flat.input_bytes
+    if policy not in ("none", "function"):
+        assert predict_peak(again) < predict_peak(flat.gm)
+        assert measured < before
+    assert (recomputed_cost(again) > 0) == (policy != "none")
+
+
+def test_policies_are_ordered_in_memory_and_in_work(flats):
+    flat = flats["float32"]
+    none, selective, full = (apply(flat, name) for name in ("none", "selective", "full"))
+    assert predict_peak(none) > predict_peak(selective) > predict_peak(full)
+    assert recomputed_cost(none) < recomputed_cost(selective) < recomputed_cost(full)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective", "function"])
+def test_a_second_time_changes_nothing(flats, policy):
+    flat = flats["float32"]
+    once = apply(flat, policy)
+    assert described(apply(flat._replace(gm=once), policy)) == described(once)
+
+
+def test_a_budget_that_is_kept_changes_nothing(flats):
+    gm = flats["float32"].gm
+    budget = predict_peak(gm) * 3 // 4
+    once = funcrl.remat(gm, "budget", budget)
+    assert described(funcrl.remat(once, "budget", budget)) == described(once)
+
+
+def test_policies_can_follow_one_another(flats):
+    flat = flats["float32"]
+    both = funcrl.remat(apply(flat, "selective"), "full")
+    assert same(flat.run(), flat.run(both))
+    assert predict_peak(both) < predict_peak(apply(flat, "selective"))
+
+
+def test_the_graph_that_is_given_is_left_as_it_was(flats):
+    flat = flats["float32"]
+    before = described(flat.gm)
+    apply(flat, "full")
+    assert described(flat.gm) == before
+
+
+def test_what_each_named_policy_computes_again(flats):
+    """Per layer: 7 linear maps, 2 products of attention, 4 norms, a softmax and an activation."""
+    flat = flats["float32"]
+
+    def added(policy):
+        return targets(apply(flat, policy)) - targets(apply(flat, "none"))
+
+    selective, full = added("selective"), added("full")
+    layers = 3
+    for op, count in (("_softmax", 1), ("silu", 1), ("rsqrt", 4)):
+        name = f"aten.{op}.default"
+        assert selective[name] == full[name] == count * layers
+    assert selective["aten.mm.default"] == 0
+    assert selective["aten.bmm.default"] == layers  # the scores, [T, T], with their softmax
+    # The down projection makes what the layer hands on: that one is kept.
+    assert full["aten.mm.default"] == 6 * layers
+    assert full["aten.bmm.default"] == 2 * layers
+
+
+def test_a_value_is_computed_again_once_just_before_it_is_read(flats):
+    again = apply(flats["float32"], "full")
+    nodes = list(again.graph.nodes)
+    copies = [node for node in nodes if node.meta.get("recomputed")]
+    assert len({node.name for node in copies}) == len(copies)
+    late = late_nodes(again.graph)
+    for place, node in enumerate(nodes):
+        if node in copies:
+            run = next(n for n in nodes[place:] if n not in copies)
+            assert run in late
+            readers = {node}
+            for other in nodes[place:]:
+                if readers & set(other.all_input_nodes) and other in copies:
+                    readers.add(other)
+            assert readers & set(run.all_input_nodes), f"{node} is not needed by {run}"
+
+
+def test_structure_and_module_paths_find_the_same_layers(flats):
+    gm = flats["float32"].gm
+    late = late_nodes(gm.graph)
+    layers = find_layers(gm.graph, late)
+    assert len(set(layers.values())) == 3
+    for node in gm.graph.nodes:
+        node.meta["phase"] = "backward" if node in late else "forward"
+        if node in layers:
+            node.meta["module"] = f"blocks.{layers[node].rpartition('.')[2]}.attention"
+    marked = find_layers(gm.graph, late_nodes(gm.graph))
+    for node in gm.graph.nodes:
+        del node.meta["phase"]
+        node.meta.pop("module", None)
+    assert set(marked.values()) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert {n: path.rpartition(".")[2] for n, path in marked.items()} == {
+        n: path.rpartition(".")[2] for n, path in layers.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatch": 2},
+        {"per_sample": funcrl.clip_per_sample(1.0), "num_layers": 2},
+        {"chunk": 16, "dtype": torch.bfloat16},
+        {"algorithm": funcrl.gspo()},
+    ],
+    ids=["microbatches", "per sample", "chunked head", "sequence ratio"],
+)
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_every_kind_of_step(options, policy):
+    flat = flat_step(**{"optimizer": funcrl.optim.sgd(0.1), **options})
+    again = funcrl.remat(flat.gm, policy)
+    assert same(flat.run(), flat.run(again))
+    assert predict_peak(again) < predict_peak(flat.gm)
+    late = late_nodes(flat.gm.graph)
+    chunks = 2 if "microbatch" in options else 1
+    layers = options.get("num_layers", 3)
+    assert len(set(find_layers(flat.gm.graph, late).values())) == layers * chunks
+
+
+def test_each_micro_batch_computes_its_own():
+    """What two backward passes read does not wait for the second one."""
+
+    def fn(weight, x):
+        shared = weight.sin()
+        halves = [torch.func.grad(lambda a, x=x: (x @ a @ a).sum())(shared) for x in x]
+        return halves[0] + halves[1]
+
+    flat = flatten(fn, torch.randn(4, 4), torch.randn(2, 3, 4))
+    again = funcrl.remat(flat.gm, lambda node: node.name == "sin")
+    assert targets(again)["aten.sin.default"] == 3
+    assert same(flat.run(), flat.run(again))
+
+
+def test_a_smaller_budget_costs_more_work_and_is_kept(flats):
+    flat = flats["float32"]
+    peak, least = predict_peak(flat.gm), predict_peak(apply(flat, "full"))
+    costs = []
+    for share in (1.0, 0.8, 0.5, 0.2, 0.0):
+        budget = least + int(share * (peak - least))
+        again = funcrl.remat(flat.gm, "budget", budget)
+        assert predict_peak(again) <= budget
+        assert same(flat.run(), flat.run(again))
+        costs.append(recomputed_cost(again))
+    assert costs[0] == 0
+    assert costs == sorted(costs)
+    assert costs[-1] <= recomputed_cost(apply(flat, "full"))
+
+
+def test_an_impossible_budget_names_the_least_which_is_possible(flats):
+    flat = flats["float32"]
+    with pytest.raises(ValueError, match="remat expects a budget of at least") as caught:
+        funcrl.remat(flat.gm, "budget", flat.input_bytes)
+    least = int(str(caught.value).split(" bytes")[0].split()[-1])
+    assert predict_peak(funcrl.remat(flat.gm, "budget", least)) == least
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "message"),
+    [
+        ("most", None, "remat expects policy to be one of"),
+        ("full", 5, "remat expects a budget with policy 'budget', and only with it"),
+        ("budget", None, "remat expects a budget with policy 'budget', and only with it"),
+        ("budget", -1, "remat expects budget"),
+    ],
+)
+def test_bad_arguments(flats, policy, budget, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        funcrl.remat(flats["float32"].gm, policy, budget)
+
+
+def test_a_graph_without_a_backward_pass_or_layers_is_refused():
+    x = torch.randn(3)
+    with pytest.raises(ValueError, match="remat expects a graph with a backward pass"):
+        funcrl.remat(flatten(lambda x: x.exp().sum(), x).gm, "full")
+    gradient = flatten(torch.func.grad(lambda x: x.exp().sin().sum()), x).gm
+    with pytest.raises(ValueError, match="remat expects repeated layers for policy 'full'"):
+        funcrl.remat(gradient, "full")
+
+
+def test_random_ops_refuse_by_name():
+    def loss(x):
+        return (x * torch.rand_like(x)).sin().sum()
+
+    gm = flatten(torch.func.grad(loss), torch.randn(3)).gm
+    with pytest.raises(ValueError, match="deterministic ops .* got 'rand_like', aten.rand_like"):
+        funcrl.remat(gm, lambda node: True)
+    # Kept, it hinders nobody.
+    funcrl.remat(gm, lambda node: "rand" not in node.name)
+
+
+def test_what_is_overwritten_is_not_computed_again():
+    def loss(x):
+        y = x.exp()
+        z = y.sin()
+        return z.mul_(2).cos().sum()
+
+    flat = flatten(torch.func.grad(loss), torch.randn(3))
+    with pytest.raises(ValueError, match="tags nothing that is written in place, got"):
+        funcrl.remat(flat.gm, lambda node: True)
+    again = funcrl.remat(flat.gm, lambda node: node.name == "exp")
+    assert same(flat.run(), flat.run(again))
+
+
+def test_a_view_goes_with_what_it_looks_at():
+    def loss(x):
+        return x.exp().view(2, 3).t().sin().sum()
+
+    flat = flatten(torch.func.grad(loss), torch.randn(6))
+    again = funcrl.remat(flat.gm, lambda node: node.name == "exp")
+    copies = [node.name for node in again.graph.nodes if node.meta.get("recomputed")]
+    assert copies == ["exp_recomputed", "view_recomputed", "t_recomputed"]
+    assert same(flat.run(), flat.run(again))
+
+
+def test_fences_change_no_bit_and_come_after_a_gradient(flats):
+    flat = flats["float32"]
+    again = apply(flat, "full")
+    fenced = add_fences(again)
+    assert same(flat.run(), flat.run(fenced))
+    fences = [n for n in fenced.graph.nodes if n.target is torch.ops.funcrl.fence.default]
+    assert len(fences) == 3  # one a layer
+    gradients = descendants(fenced.graph, find_seeds(fenced.graph))
+    assert all(fence.args[1] in gradients for fence in fences)
+    assert predict_peak(fenced) == predict_peak(again)
+
+
+def test_custom_ops_are_kept_by_selective_and_repeated_by_full():
+    @torch.library.custom_op("funcrl_tests::square", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def loss(weights, tokens, embed):
+        x = embed[tokens]
+        for weight in weights:
+            x = x + (square((x @ weight).detach()) * x).sin()
+        return x.sum()
+
+    args = list(torch.randn(2, 4, 4)), torch.tensor([0, 1, 2, 1]), torch.randn(3, 4)
+    flat = flatten(torch.func.grad(loss, argnums=2), *args)
+    counts = {}
+    for policy in ("none", "selective", "full"):
+        again = funcrl.remat(flat.gm, policy)
+        assert same(flat.run(), flat.run(again))
+        counts[policy] = targets(again)["funcrl_tests.square.default"]
+    assert counts == {"none": 2, "selective": 2, "full": 4}
+
+
+def test_trees_in_and_out_stay_trees():
+    def loss(params):
+        return params["a"].exp().sin().sum()
+
+    params = {"a": torch.randn(3)}
+    gm = make_fx(torch.func.grad(loss))(params)
+    again = add_fences(funcrl.remat(gm, lambda node: node.name == "exp"))
+    assert torch.equal(again(params)["a"], gm(params)["a"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_nothing_is_merged_away_by_autograds_compiler(flats, policy):
+    from torch._dynamo.backends.common import aot_autograd
+
+    flat, seen = flats["float32"], []
+
+    def keep(gm, _):
+        seen.append(gm)
+        return gm.forward
+
+    again = apply(flat, policy)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(again, backend=aot_autograd(fw_compiler=keep))(*flat.leaves)
+    assert same(flat.run(), got)
+    assert targets(seen[0]) == targets(again)
+    assert predict_peak(seen[0]) == pytest.approx(predict_peak(again), rel=0.01)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_memory_down_with_fences():
+    """Without fences it computes both copies in one kernel and keeps the result."""
+    flat = flat_step(optimizer=funcrl.optim.sgd(0.1), length=64)
+    peaks = {}
+    for name in ("none", "full"):
+        fenced = add_fences(apply(flat, name))
+        torch._dynamo.reset()
+        compiled = torch.compile(fenced)  # under no_grad, as every graph runs
+        got = flat.run(compiled)
+        for x, y in zip(flat.run(), got, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-6)
+        peaks[name] = peak_bytes(lambda compiled=compiled: flat.run(compiled))
+    assert peaks["full"] < 0.6 * peaks["none"]
