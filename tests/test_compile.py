@@ -10,6 +10,7 @@ import funcrl
 from funcrl import CompileConfig, optim, tree
 from funcrl.config import VLLMConfig
 from funcrl.generators.vllm_settings import compile_arguments
+from funcrl.graph import predict_peak
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)
@@ -62,6 +63,29 @@ def test_fusion_changes_rounding_alone(backend, donated):
     made = funcrl.donate(step) if donated else step
     fast = funcrl.compile_step(made, step.init(PARAMS), BATCH, CompileConfig(backend=backend))
     assert relative(twice(fast), twice(step)) <= 1e-12
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("fuse", ["none", "per_sample"])
+@pytest.mark.parametrize("remat", ["full", "selective", "budget"])
+def test_remat_keeps_every_bit_with_all_the_rest(remat, fuse, donated):
+    """Of a model of two layers, beside the same program without it."""
+    model = tiny_model(num_layers=2)
+    step = funcrl.grpo_step(funcrl.logprob_fn(model), **SGD)
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    made = funcrl.donate(step) if donated else step
+    graph = funcrl.trace(made.update, step.init(params), BATCH)
+    peak = predict_peak(funcrl.fuse_per_sample(graph) if fuse == "per_sample" else graph)
+    budget = int(0.95 * peak) if remat == "budget" else 0
+    results = []
+    for config in (
+        CompileConfig(fuse=fuse),
+        CompileConfig(fuse=fuse, remat=remat, remat_budget=budget),
+    ):
+        fast = funcrl.compile_step(made, step.init(params), BATCH, config)
+        state, metrics = fast(step.init(params), BATCH)
+        results.append(copy.deepcopy((state, metrics)))
+    assert equal(*results)
 
 
 @pytest.mark.slow

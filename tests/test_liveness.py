@@ -6,7 +6,7 @@ from graphs import flat_step, flatten
 
 import funcrl
 from funcrl.bench.measure import peak_bytes
-from funcrl.graph import find_storages, live_bytes, predict_peak
+from funcrl.graph.liveness import find_storages, live_bytes, predict_peak
 
 X = torch.zeros(100)  # 400 bytes
 

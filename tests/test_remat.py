@@ -9,15 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
 from funcrl.bench.measure import peak_bytes
-from funcrl.graph import (
-    add_fences,
-    descendants,
-    find_layers,
-    find_seeds,
-    late_nodes,
-    predict_peak,
-    recomputed_cost,
-)
+from funcrl.graph import add_fences, predict_peak, recomputed_cost
+from funcrl.graph.phases import descendants, find_layers, find_seeds, late_nodes
 
 POLICIES = ("none", "full", "selective", "budget", "function")
 

@@ -220,7 +220,7 @@ class TestSleep:
     @pytest.mark.parametrize("graphs", ["none", "full"])
     @pytest.mark.parametrize("form", ["native", "unified"])
     def test_asleep_it_gives_its_memory_up(self, form, graphs):
-        """Memory before, asleep and awake; the same samples after; twice, and another engine."""
+        """Memory before, asleep and awake; the same samples after; and another engine."""
         model, params = make("qwen3")
         config = VLLMConfig(
             form=form, slots=8192, context_length=256, cache_bytes=1 << 40, sleep=True,
@@ -229,7 +229,8 @@ class TestSleep:
         own = cache_bytes(model.config, config, "bfloat16")
         assert own > 1 << 30
         kept = {name: leaf.clone() for name, leaf in params.items()}
-        for _ in range(2):
+        for turn in range(2):
+            print(f"{form}, {graphs}: engine {turn}")
             generator = VLLM(model, config=config, dtype=torch.bfloat16)
             generator.push(params)
             first = generator.generate(PROMPTS, SAMPLING, seed=0)

@@ -15,7 +15,9 @@ from funcrl import checks, tree
 from funcrl.config_generation import CompileConfig
 from funcrl.graph.capture import Program, capture
 from funcrl.graph.cleaning import arguments, copied, writes
+from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.remat import remat
 from funcrl.graph.tracing import trace
 from funcrl.types import Metrics, Rows, Step, TrainState
 
@@ -28,7 +30,7 @@ def compile_step(
 ) -> Step:
     """Return the same step as one compiled program: same arguments, same numbers.
 
-        trace -> fuse_per_sample -> torch.compile -> CUDA graph
+        trace -> fuse_per_sample -> remat -> torch.compile -> CUDA graph
 
     A program is of one shape. The first is traced here and compiled at its first call; another
     shape of batch is compiled when it comes, with a warning that says what changed, and counted in
@@ -86,7 +88,6 @@ def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
     if not isinstance(step, Step):
         raise TypeError(f"compile_step expects a Step, got {step!r}.")
     checks.check_choice("compile_step", "cudagraph", config.cudagraph, ("none", "full"))
-    checks.check_choice("compile_step", "remat", config.remat, ("none",))
     device = tree.leaves(state)[0].device
     if config.cudagraph == "full" and device.type != "cuda":
         raise ValueError(
@@ -101,7 +102,9 @@ def _program(
     graph = trace(step.update, state, batch)
     if config.fuse == "per_sample":
         graph = fuse_per_sample(graph)
-    flat = _flat(graph)
+    flat = remat(_flat(graph), config.remat, config.remat_budget or None)
+    if config.remat != "none" and config.backend == "inductor":
+        flat = add_fences(flat)
     program = _compiled(flat, config)
     if config.cudagraph == "full":
         program = _captured_at_first(program, _written(flat), pool)
