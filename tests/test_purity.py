@@ -79,7 +79,6 @@ TRAIN = TrainConfig(
     evaluation=funcrl.config.EvaluationConfig(num_prompts=2),
 )  # fmt: skip
 FLAT = flatten(torch.func.grad(lambda x: x.exp().sin().cos().sum()), T[0])
-FLAT_GRAPH = FLAT.gm.graph
 AGAIN = funcrl.remat(FLAT.gm, lambda node: node.name == "sin")
 MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
 
@@ -203,10 +202,6 @@ def vector(fn):
     return fn, (T[0],)
 
 
-def by_name(nodes):
-    return sorted(node.name for node in nodes)
-
-
 def remat_twice(x):
     again = funcrl.remat(FLAT.gm, lambda node: node.name in ("exp", "sin"))
     return again(x), FLAT.gm(x), graph.live_bytes(FLAT.gm)
@@ -235,13 +230,6 @@ TABLE_OF_CALLS = {
     "noise_scale": (funcrl.noise_scale, (MOMENTS,)),
     "remat": (remat_twice, (T[0],)),
     "graph.add_fences": (lambda x: (graph.add_fences(AGAIN)(x), AGAIN(x)), (T[0],)),
-    "graph.descendants": (
-        lambda: by_name(graph.descendants(FLAT_GRAPH, graph.find_seeds(FLAT_GRAPH))), ()),
-    "graph.find_layers": (lambda: len(graph.find_layers(FLAT_GRAPH, set())), ()),
-    "graph.find_seeds": (lambda: by_name(graph.find_seeds(FLAT_GRAPH)), ()),
-    "graph.find_storages": (lambda: graph.find_storages(FLAT.gm).num_bytes, ()),
-    "graph.has_flops": (lambda: sum(map(graph.has_flops, FLAT_GRAPH.nodes)), ()),
-    "graph.late_nodes": (lambda: by_name(graph.late_nodes(FLAT_GRAPH)), ()),
     "graph.live_bytes": (lambda: graph.live_bytes(FLAT.gm), ()),
     "graph.predict_peak": (lambda: graph.predict_peak(FLAT.gm), ()),
     "graph.recomputed_cost": (lambda: graph.recomputed_cost(AGAIN), ()),
