@@ -119,6 +119,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         checks.check_count("ServerConfig", "start_seconds", self.start_seconds)
+        for device in self.devices:
+            checks.check_integer("ServerConfig", "devices", device)
+        if len(set(self.devices)) < len(self.devices) or min(self.devices, default=0) < 0:
+            raise ValueError(
+                f"ServerConfig expects devices to be different GPUs from 0 on, got {self.devices}."
+            )
         if self.transfer == "nccl" and not self.devices:
             raise ValueError(
                 "ServerConfig expects devices, GPUs besides the trainer's, with transfer nccl, "

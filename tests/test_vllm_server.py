@@ -4,6 +4,11 @@ import importlib.util
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 import urllib.request
 from dataclasses import replace
 
@@ -14,9 +19,9 @@ from test_vllm import DEVICE, PROMPTS, make, scored
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
 from funcrl.config_generation import ServerConfig
-from funcrl.generators import VLLM
+from funcrl.generators import VLLM, EngineError, vllm_transport
 from funcrl.generators.vllm_remote import shortened
-from funcrl.generators.vllm_server import Server, flags
+from funcrl.generators.vllm_server import Server, Servers, flags
 from funcrl.generators.vllm_spoken import Spoken
 from funcrl.generators.vllm_transport import Bucket, SharedMemory, open_memory, plan_buckets, unpack
 
@@ -29,10 +34,13 @@ needs_vllm = [
 # On a GPU vLLM's attention does not multiply float32 in float32.
 DTYPE, BOUND = (torch.bfloat16, 0.2) if DEVICE == "cuda" else (torch.float32, 1e-4)
 
+CACHE = 24 * 128 * (2 * 2 * 2 * 32 * 4)  # few enough blocks to be taken again
+
 
 def server(network="unified", **options):
     return VLLMConfig(
         form="server", context_length=256, slots=16,
+        cache_bytes=CACHE,
         server=ServerConfig(network=network, **options),
     )  # fmt: skip
 
@@ -154,6 +162,45 @@ class TestServer:
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 3
 
+    @pytest.mark.skipif(DEVICE == "cuda", reason="there NaN ends vLLM's kernels and the process")
+    def test_nan_leaves_nothing_in_the_cache(self, running):
+        vllm, _, params = running
+        sampling = Sampling(4, max_tokens=20)
+        clean = vllm.generate(PROMPTS, sampling, seed=0)
+        broken = {  # finite themselves; the values that the cache keeps are not
+            name: leaf / leaf.abs().max() * 3e38 if ".v." in name else leaf
+            for name, leaf in params.items()
+        }
+        for ask in (lambda: vllm.generate(PROMPTS, sampling, 0), lambda: vllm.score(PROMPTS)):
+            vllm.push(broken)
+            with pytest.raises(FloatingPointError, match="have the parameters diverged"):
+                ask()
+            vllm.push(params)
+            again = vllm.generate(PROMPTS, sampling, seed=0)
+            assert torch.equal(again.tokens, clean.tokens)
+            assert (again.logprobs - clean.logprobs).abs().max() < BOUND
+
+    def test_a_trainer_that_is_killed_leaves_no_memory_behind(self, running):
+        """Nobody could take it away then: it has no name any more."""
+        vllm, *_ = running
+        if isinstance(vllm._engine._link._sender, SharedMemory):
+            assert not vllm._engine._link._sender._path.exists()
+
+    def test_last_an_engine_that_dies_in_a_push_is_noticed(self, running):
+        """The server's own process lives on, and waits for its engine's without end."""
+        vllm, _, params = running
+        children = subprocess.check_output(
+            ["ps", "-o", "pid,args", "--ppid", str(processes(vllm)[0].pid)], text=True
+        )
+        core = next(int(row.split()[0]) for row in children.splitlines() if "EngineCore" in row)
+        os.kill(core, signal.SIGSTOP)  # so that the push is under way when it dies
+        kill = threading.Timer(2, os.kill, (core, signal.SIGKILL))
+        kill.start()
+        with pytest.raises(EngineError, match="VLLM.push expects an engine that answers"):
+            vllm.push(params)
+        with pytest.raises(RuntimeError, match="got one that is closed"):
+            vllm.score(PROMPTS)
+
 
 class TestEnds:
     pytestmark = needs_vllm
@@ -175,7 +222,7 @@ class TestEnds:
                     os.killpg(process.pid, signal.SIGKILL)
             return False
 
-        with pytest.raises(RuntimeError, match="VLLM expects its server at http://127.0.0.1"):
+        with pytest.raises(EngineError, match="VLLM expects its server at http://127.0.0.1"):
             funcrl.train(config, stop=kill_after_the_first_step)
         assert (tmp_path / "run" / "checkpoints" / "1").exists()
         resumed = funcrl.train(replace(config, generator="sampler"), resume=True)
@@ -186,6 +233,52 @@ class TestEnds:
         with pytest.raises(RuntimeError, match="exit code 2; (.|\n)*no-such-argument"):
             server.wait(300)
         server.close()
+        server.close()  # is closed already
+
+    def test_a_server_that_is_late_shows_its_log(self):
+        servers = Servers({}, {}, [], 1)
+        servers._servers.append(server := Server({}, {}, None))
+        server._log.write_text("is still loading")
+        with pytest.raises(TimeoutError, match="start-seconds 0(.|\n)*is still loading"):
+            server.wait(0)
+        servers.close()
+
+    def test_servers_do_not_wait_for_each_other_when_one_has_failed(self):
+        servers = Servers({}, {}, [], 1)
+        servers._servers += [Server({}, {}, None) for _ in range(2)]
+
+        def ask(index, server):
+            if index == 0:
+                raise ValueError("boom")
+            while server.alive:
+                time.sleep(0.1)
+
+        with pytest.raises(ValueError, match="boom"):
+            servers.each(ask)
+
+    def test_a_server_of_a_trainer_that_is_killed_ends_and_takes_its_files_along(self):
+        code = """
+import os, signal
+from funcrl.generators.vllm_server import Server
+server = Server({}, {}, None)
+print(server._process.pid, server.model, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        group, folder = said.stdout.split()
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not (is_empty(int(group)) and not os.path.exists(folder)):
+            time.sleep(0.1)
+        assert is_empty(int(group))
+        assert not os.path.exists(folder)
+
+    def test_a_servers_port_is_nobody_elses(self):
+        server = Server({}, {}, None)
+        try:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((server.host, server.port))
+        finally:
+            server.close()
 
 
 def test_parameters_travel_in_buckets_and_arrive_as_they_were():
@@ -197,17 +290,21 @@ def test_parameters_travel_in_buckets_and_arrive_as_they_were():
         # q, k and v are one matrix of vLLM's: it is written as a whole.
         q = next(bucket for bucket in buckets if "blocks.1.attention.q.weight" in bucket.names)
         assert {"blocks.1.attention.k.weight", "blocks.1.attention.v.weight"} <= set(q.names)
-        count, told = sum(bucket.size for bucket in buckets), []
+        count, told, opened = sum(bucket.size for bucket in buckets), [], []
+
+        def tell(facts, told=told, opened=opened):
+            told += facts
+            opened.append(open_memory(**facts[0], device=torch.device("cpu")))
+
         memory = SharedMemory(count, torch.float32)
         try:
-            memory.open(told.extend, servers=2)
+            memory.open(tell, servers=2)
             assert told[0] == told[1]
-            receive = open_memory(**told[0], device=torch.device("cpu"))
             for scale in (1.0, 2.0):  # the second over the first
                 sent = {name: leaf * scale for name, leaf in params.items()}
                 memory.send(sent, buckets, lambda: None)
                 for bucket in buckets:
-                    for name, leaf in unpack(receive(bucket.size), bucket).items():
+                    for name, leaf in unpack(opened[0](bucket.size), bucket).items():
                         assert torch.equal(leaf, sent[name].cpu())
         finally:
             memory.close()
@@ -226,6 +323,20 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash():
         SharedMemory(1 << 50, torch.float32)
 
 
+def test_a_server_that_dies_while_a_group_forms_is_waited_for_no_longer(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(vllm_transport, "join_group", lambda *_: ended.wait())
+    sender = vllm_transport.Broadcast(torch.device("cpu"), torch.float32)
+
+    def post(facts):
+        raise RuntimeError(f"{len(facts)} servers have died")
+
+    with pytest.raises(RuntimeError, match="2 servers have died"):
+        sender.open(post, servers=2)
+    sender.close()
+    ended.set()
+
+
 def test_what_follows_a_stop_string_is_cut_off():
     said = Spoken([97, 98, 99], [-1.0, -2.0, -3.0], "length")
     assert shortened(said, Sampling(stop=("ab",)), spell) == Spoken([97, 98], [-1.0, -2.0], "stop")
@@ -242,3 +353,6 @@ def test_settings_become_the_arguments_of_a_command():
 def test_combinations_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="ServerConfig expects devices, GPUs besides"):
         ServerConfig(transfer="nccl")
+    for devices in ((1, 1), (-1,)):
+        with pytest.raises(ValueError, match="ServerConfig expects devices to be different GPUs"):
+            ServerConfig(devices=devices)

@@ -84,13 +84,15 @@ class Core:
         # What is asleep cannot be freed. Where there is no room to wake, only addresses are lost.
         with suppress(RuntimeError):
             self._wake()
-        if not self.asleep:
-            self._llm.collective_rpc(_release)
-        self._llm.engine_core.shutdown()
-        del self._llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
-        release_pools()
+        try:
+            if not self.asleep:
+                self._llm.collective_rpc(_release)
+            self._llm.engine_core.shutdown()
+        finally:  # a broken engine too leaves room for another
+            del self._llm
+            cleanup_dist_env_and_memory()
+            gc.collect()
+            release_pools()
 
     def _wake(self) -> None:
         if self.asleep:

@@ -46,8 +46,8 @@ class Engine(Core):
                 if sum(held.values()) + needed > self._blocks:
                     break
                 asked = _request(sampling, seeds[row], longest - len(prompt))
+                held[waiting.popleft()] = needed  # first: what is held is taken out after an error
                 self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
-                held[waiting.popleft()] = needed
             for output in self._step():
                 row, said = int(output.request_id), _spoken(output.outputs[0])
                 stopped = has_stop_string(said.tokens, sampling, decode)
@@ -63,10 +63,10 @@ class Engine(Core):
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        for row, prompt in enumerate(prompts):
-            self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
         scores: dict[int, list[float]] = {}
         with self._nothing_left(range(len(prompts))):
+            for row, prompt in enumerate(prompts):
+                self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
             while len(scores) < len(prompts):
                 for output in self._step():
                     row = int(output.request_id)

@@ -23,6 +23,7 @@ class Link:
         self._servers, self._config, self._dtype = servers, config, dtype
         self._sender: SharedMemory | Broadcast | None = None
         self.whole = True  # all servers have the parameters of one push, or none of any
+        self.spoiled = False  # a policy has left NaN in the cache
 
     def push(self, params: Params) -> None:
         """Send parameters to all servers, between two answers: none is of both policies."""
@@ -32,13 +33,13 @@ class Link:
         servers.pause()
         # As they are, not as a checkpoint has them: the receiver has the names.
         servers.all("/start_weight_update", {"is_checkpoint_format": False})
-        sent = {"update_info": {"buckets": buckets}}
+        sent = {"update_info": {"buckets": buckets, "clear": self.spoiled}}
         sender.send(params, buckets, lambda: servers.all("/update_weights", sent))
         servers.all("/finish_weight_update", {})
         # Keys and values of the old policy would answer for the new one.
         servers.all("/reset_prefix_cache")
         servers.resume()
-        self.whole = True
+        self.whole, self.spoiled = True, False
 
     def close(self) -> None:
         """Free what parameters were sent through."""

@@ -6,6 +6,7 @@ import torch
 
 from funcrl.config_generation import VLLMConfig
 from funcrl.generators.vllm_settings import FLOAT_BYTES, cache_limits
+from funcrl.generators.vllm_transport import BUCKET_BYTES
 from funcrl.models import Transformer, TransformerConfig
 
 # For CUDA graphs, kernels' workspaces, and what lies between the tensors of two allocators; and the
@@ -44,7 +45,7 @@ def left_for_cache(device: int, trainer: int, weights: int, work: int, least: in
 
 
 def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -> int:
-    """Return the bytes of an engine's own weights: none where it refers to the trainer's.
+    """Return the bytes of an engine's own weights at most: none where it refers to the trainer's.
 
     Args:
         model: what the engine generates with.
@@ -61,9 +62,10 @@ def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -
         [398080, 0]
     """
     eager = config.compile.backend == "eager" and config.compile.cudagraph == "none"
-    if form == "unified" and eager and dtype == "float32":
-        return 0
-    return FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
+    own = FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
+    if config.form == "server":  # nothing is shared, and the next ones arrive beside the old ones
+        return own + (own if form == "unified" else min(own, BUCKET_BYTES))
+    return 0 if form == "unified" and eager and dtype == "float32" else own
 
 
 def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:

@@ -30,9 +30,10 @@ class Opened(WeightTransferInitInfo):
 
 @dataclass
 class Sent(WeightTransferUpdateInfo):
-    """What comes, in this order: names and shapes of each bucket."""
+    """What comes, in this order: names and shapes of each bucket; and whether NaN is to go."""
 
     buckets: list[tuple[list[str], list[list[int]]]]
+    clear: bool = False
 
 
 class Receiver(WeightTransferEngine[Any, Any]):
@@ -81,6 +82,8 @@ class Receiver(WeightTransferEngine[Any, Any]):
         """Write parameters into the model; `load_weights` is vLLM's own way, which has no names
         for funcrl's network and fails on a CPU."""
         del load_weights
+        if update_info.clear:
+            _clear(self.model)
         together: Params = {}
         for each in update_info.buckets:
             bucket = Bucket(*each)
@@ -100,3 +103,12 @@ class Receiver(WeightTransferEngine[Any, Any]):
     def shutdown(self) -> None:
         """Let go of where parameters came from."""
         self._receive = None
+
+
+@torch.inference_mode()
+def _clear(model: Any) -> None:
+    """Leave no NaN in the cache: vLLM multiplies what is past a sequence's end by zero."""
+    for module in model.modules():
+        cache = getattr(module, "kv_cache", None)
+        if isinstance(cache, torch.Tensor):
+            cache.zero_()

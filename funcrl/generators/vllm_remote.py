@@ -12,7 +12,7 @@ from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
 from funcrl.generators.vllm_link import Link
 from funcrl.generators.vllm_server import Servers
 from funcrl.generators.vllm_settings import engine_settings, sample_fields, samples_at_a_time
-from funcrl.generators.vllm_spoken import Spoken, spoken
+from funcrl.generators.vllm_spoken import Spoken, finite, spoken
 from funcrl.models import TransformerConfig
 from funcrl.types import Params
 
@@ -85,7 +85,7 @@ class Remote:
             said = spoken(answer["token_ids"], logprobs, answer["finish_reason"])
             return shortened(said, sampling, decode)
 
-        return self._each(one, len(seeds), longest)
+        return self._each(one, [row // sampling.num_samples for row in range(len(seeds))], longest)
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""
@@ -94,9 +94,9 @@ class Remote:
             asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
             found = self._complete(row, prompts[row], asked)["prompt_logprobs"][1:]
             pairs = zip(found, prompts[row][1:], strict=True)
-            return [each[str(token)]["logprob"] for each, token in pairs]
+            return finite([each[str(token)]["logprob"] for each, token in pairs])
 
-        return self._each(one, len(prompts), max(map(len, prompts)) + 1)
+        return self._each(one, range(len(prompts)), max(map(len, prompts)) + 1)
 
     def close(self) -> None:
         """End the servers, and free what parameters were sent through."""
@@ -107,14 +107,24 @@ class Remote:
         how = {"return_tokens_as_token_ids": True, "return_token_ids": True}
         return self._servers[index].complete({"prompt": list(prompt)} | asked | how)
 
-    def _each(self, one: Callable[[int], _Result], count: int, longest: int) -> list[_Result]:
-        """Return `one` of every row, as many at a time as the servers have room for."""
+    def _each(
+        self, one: Callable[[int], _Result], prompts: Sequence[int], longest: int
+    ) -> list[_Result]:
+        """Return `one` of every row of a prompt: of each server what it has room for at a time."""
         room = samples_at_a_time(self._shape, self._config, self._dtype, longest)
-        pool = ThreadPoolExecutor(room * len(self._servers))
+        pools = [ThreadPoolExecutor(room) for _ in range(len(self._servers))]
+        rows = enumerate(prompts)
+        asked = [pools[prompt % len(pools)].submit(one, row) for row, prompt in rows]
         try:
-            return list(pool.map(one, range(count)))
+            return [each.result() for each in asked]
+        except FloatingPointError:
+            self._link.spoiled = True
+            raise
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error: ask for no more
+            for each in asked:
+                each.cancel()  # after an error: ask for no more
+            for pool in pools:
+                pool.shutdown()
 
 
 def shortened(said: Spoken, sampling: Sampling, decode: DecodeFn | None) -> Spoken:

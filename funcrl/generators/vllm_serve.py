@@ -1,19 +1,27 @@
 """The process of a server: vLLM's own, which ends when the trainer does, however that ends.
 
 Started by `funcrl.generators.vllm_server` as `python -m funcrl.generators.vllm_serve`, with the
-arguments of vLLM's server, and a standard input that stays open as long as the trainer lives.
+arguments of vLLM's server, and a standard input that says which folder to leave nothing in, and
+stays open as long as the trainer lives.
 """
 
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
+import time
+
+_LAST_SECONDS = 10  # for vLLM to end in order
 
 
 def _end_with_the_trainer() -> None:
-    sys.stdin.read()
+    folder = sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGTERM)
+    time.sleep(_LAST_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

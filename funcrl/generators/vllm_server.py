@@ -5,28 +5,30 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-
-from funcrl.generators.vllm_transport import free_port
 
 _LINES = 15  # of a log, that an error shows
 _CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
 _LAST_SECONDS = 10  # that a server has to end in, before it is killed
+_PULSE_SECONDS, _PULSE_LIMIT = 5, 60  # between two looks at whether it lives; for one of them
+_NAN = b"float values are not JSON compliant"  # what vLLM says in place of a NaN
 
 
 class Server:
     """An OpenAI-compatible server of vLLM's, at `address`, in processes of its own.
 
-    It is not ready before `wait` returns. Its routes for pausing and new weights are open to all
-    who reach the address, which are the users of this host.
+    It is not ready before `wait` returns. Its routes for pausing, new weights and calls of vLLM's
+    workers are open to all who reach the address, which are the users of this host.
 
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
@@ -42,33 +44,36 @@ class Server:
         if described is not None:
             (folder / "config.json").write_text(json.dumps(described))
         self.model, self._log = str(folder), folder / "log.txt"
-        self.host, self.port = "127.0.0.1", free_port()
-        self.address = f"http://{self.host}:{self.port}"
+        self._place = _held_port()
+        self.host, self.port = self._place.getsockname()
+        self.address, self._answers = f"http://{self.host}:{self.port}", True
         command = ["env", "VLLM_SERVER_DEV_MODE=1"]  # opens the routes for new weights
         if device is not None:
             command += ["CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={device}"]
         command += [sys.executable, "-m", "funcrl.generators.vllm_serve", "--model", self.model]
         command += ["--host", self.host, "--port", str(self.port), *flags(settings)]
+        command += ["--disable-uvicorn-access-log"]  # a line for each sample of a long run
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which `wait` will tell
+            os.write(self._process.stdin.fileno(), self.model.encode())
 
     @property
     def alive(self) -> bool:
-        """Whether its process has not ended."""
-        return self._process.poll() is None
+        """Whether its process has not ended, nor left a question without an answer."""
+        return self._answers and self._process.poll() is None
 
     def wait(self, seconds: float) -> None:
         """Return when the server answers; raise if it ends, or does not in time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._check_alive()
-            with suppress(OSError):
-                if self._ask("GET", "/health", None, 10)[0] == 200:
-                    return
+            if self._is_healthy(10):
+                return
             time.sleep(0.2)
-        self.close()
         raise TimeoutError(
             f"VLLM expects its server to answer in --vllm.server.start-seconds {seconds}, got "
             f"none; the end of its log:\n{self._tail()}"
@@ -77,14 +82,21 @@ class Server:
     def post(self, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a request; raise if the server refuses, or is no more."""
         try:
-            status, body = self._ask("POST", path, content, None)
+            status, body = self._ask(path, content)
         except (OSError, http.client.HTTPException) as error:
+            self._answers = False
             self._check_alive()
             raise RuntimeError(
                 f"VLLM expects its server at {self.address} to answer {path}, got {error!r}; the "
                 f"end of its log:\n{self._tail()}"
             ) from error
         if status != 200:
+            if _NAN in body:
+                raise FloatingPointError(
+                    "generate expects logits that leave a distribution to draw from, got "
+                    "log-probabilities of NaN; have the parameters diverged?"
+                )
+            self._answers &= status < 500  # from there on its engine has died, most of the time
             raise RuntimeError(
                 f"VLLM expects its server at {self.address} to answer {path} with 200, got "
                 f"{status}: {body[:500].decode(errors='replace')}\nThe end of its log:\n"
@@ -101,6 +113,8 @@ class Server:
 
     def close(self) -> None:
         """End the server and all of its processes."""
+        if not self._log.exists():
+            return  # is closed; the number of its processes may be another's by now
         for kind in (signal.SIGTERM, signal.SIGKILL):
             end = time.monotonic() + _LAST_SECONDS
             with suppress(ProcessLookupError):  # nobody is left
@@ -111,23 +125,36 @@ class Server:
                     time.sleep(0.1)
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._place.close()
         self._folder.cleanup()
 
-    def _ask(
-        self, method: str, path: str, content: Mapping[str, Any] | None, seconds: float | None
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=seconds)
+    def _ask(self, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        asked = http.client.HTTPConnection(self.host, self.port)
         try:
             headers = {"Content-Type": "application/json"}
             body = None if content is None else json.dumps(content)
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
+            asked.request("POST", path, body, headers)
+            # A server whose engine has died may wait for it without end, and so would this.
+            while not connection.wait([asked.sock], _PULSE_SECONDS):
+                if not self._is_healthy(_PULSE_LIMIT):
+                    raise ConnectionError("no sign of life")
+            answer = asked.getresponse()
             return answer.status, answer.read()
         finally:
-            connection.close()
+            asked.close()
+
+    def _is_healthy(self, seconds: float) -> bool:
+        asked = http.client.HTTPConnection(self.host, self.port, timeout=seconds)
+        try:
+            asked.request("GET", "/health")
+            return asked.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            asked.close()
 
     def _check_alive(self) -> None:
-        if not self.alive:
+        if self._process.poll() is not None:
             code = self._process.returncode
             tail = self._tail()
             raise RuntimeError(
@@ -189,9 +216,20 @@ class Servers:
         return all(server.alive for server in self._servers)
 
     def each(self, ask: Callable[[int, Server], Any]) -> None:
-        """Ask all of them at once, by their numbers, and wait for all answers."""
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(ask, range(len(self._servers)), self._servers))
+        """Ask all of them at once, by their numbers, and wait for all answers.
+
+        An error ends all of them: the others may wait for the one that has failed.
+        """
+        pool = ThreadPoolExecutor(len(self._servers))
+        asked = [pool.submit(ask, index, server) for index, server in enumerate(self._servers)]
+        try:
+            for answer in as_completed(asked):
+                answer.result()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            pool.shutdown()
 
     def all(self, path: str, content: Mapping[str, Any] | None = None) -> None:
         """Post the same to all of them."""
@@ -209,6 +247,14 @@ class Servers:
         """End all of them."""
         for server in self._servers:
             server.close()
+
+
+def _held_port() -> socket.socket:
+    """Return what keeps a port for a server: it may listen there, and nobody else gets it."""
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+    place.bind(("127.0.0.1", 0))
+    return place
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,9 @@ Both sides cut the parameters into the same buckets, one flat tensor of the engi
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 from funcrl.generators.vllm_native import fused_name
 from funcrl.types import Params
 
-_BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 256 << 20
 _MEMORY = Path("/dev/shm")
 
 
@@ -34,7 +35,7 @@ class Bucket(NamedTuple):
         return sum(map(prod, self.shapes))
 
 
-def plan_buckets(params: Params, dtype: torch.dtype, most: int = _BUCKET_BYTES) -> list[Bucket]:
+def plan_buckets(params: Params, dtype: torch.dtype, most: int = BUCKET_BYTES) -> list[Bucket]:
     """Return what travels together: as much as `most` bytes hold, and at least one matrix.
 
     Args:
@@ -103,13 +104,15 @@ class SharedMemory:
         self._flat = _mapped(path, count, dtype)
 
     def open(self, post: Callable[[list[dict[str, Any]]], None], servers: int) -> None:
-        """Tell every server where the memory is."""
+        """Tell every server where the memory is, and then nobody else."""
         facts = {
             "path": str(self._path),
             "count": len(self._flat),
             "dtype": _name(self._flat.dtype),
         }
         post([facts] * servers)
+        # All who need it have it. It goes with the last of them, even if they are killed.
+        self.close()
 
     def send(self, params: Params, buckets: Sequence[Bucket], post: Callable[[], None]) -> None:
         """Write the parameters down, then tell the servers."""
@@ -121,7 +124,7 @@ class SharedMemory:
         post()
 
     def close(self) -> None:
-        """Give the memory back, once the servers have done so too."""
+        """Take the memory's name away: it is given back when nobody has it any more."""
         self._path.unlink(missing_ok=True)
 
 
@@ -141,10 +144,23 @@ class Broadcast:
         """Form the group with all servers."""
         host, port, world = "127.0.0.1", free_port(), servers + 1
         common = {"host": host, "port": port, "world": world, "dtype": _name(self._dtype)}
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(post, [common | {"rank": 1 + each} for each in range(servers)])
-            self._group = join_group(host, port, 0, world, self._device)
-            joined.result()
+        joined: Future[Any] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(join_group(host, port, 0, world, self._device))
+            except Exception as error:
+                joined.set_exception(error)
+
+        # It waits without end for a server that dies now, and must not keep a run from ending.
+        threading.Thread(target=join, daemon=True).start()
+        try:
+            post([common | {"rank": 1 + each} for each in range(servers)])
+        except Exception:
+            if joined.done():
+                joined.result()  # what has failed here is why the servers did
+            raise
+        self._group = joined.result()
 
     def send(self, params: Params, buckets: Sequence[Bucket], post: Callable[[], None]) -> None:
         """Broadcast bucket after bucket while the servers receive."""
@@ -156,7 +172,9 @@ class Broadcast:
             received.result()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, also if others never came to receive: work on the GPU waits for them."""
+        if self._group is not None:
+            self._group.destroy()
         self._group = None
 
 
