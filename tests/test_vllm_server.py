@@ -56,10 +56,10 @@ def processes(vllm):
 
 def is_empty(group):
     """Whether no process of a group lives; those that nobody has waited for are dead too."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
             try:
-                with open(f"/proc/{entry.name}/stat") as file:
+                with open(f"/proc/{entry}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
             except OSError:  # it has just ended
                 continue

@@ -71,7 +71,7 @@ class Server:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._check_alive()
-            if self._is_healthy(10):
+            if _is_healthy(self.host, self.port, 10):
                 return
             time.sleep(0.2)
         raise TimeoutError(
@@ -82,7 +82,7 @@ class Server:
     def post(self, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a request; raise if the server refuses, or is no more."""
         try:
-            status, body = self._ask(path, content)
+            status, body = _ask(self.host, self.port, path, content)
         except (OSError, http.client.HTTPException) as error:
             self._answers = False
             self._check_alive()
@@ -113,7 +113,7 @@ class Server:
 
     def close(self) -> None:
         """End the server and all of its processes."""
-        if not self._log.exists():
+        if self._place.fileno() < 0:
             return  # is closed; the number of its processes may be another's by now
         for kind in (signal.SIGTERM, signal.SIGKILL):
             end = time.monotonic() + _LAST_SECONDS
@@ -127,31 +127,6 @@ class Server:
             self._process.stdin.close()
         self._place.close()
         self._folder.cleanup()
-
-    def _ask(self, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
-        asked = http.client.HTTPConnection(self.host, self.port)
-        try:
-            headers = {"Content-Type": "application/json"}
-            body = None if content is None else json.dumps(content)
-            asked.request("POST", path, body, headers)
-            # A server whose engine has died may wait for it without end, and so would this.
-            while not connection.wait([asked.sock], _PULSE_SECONDS):
-                if not self._is_healthy(_PULSE_LIMIT):
-                    raise ConnectionError("no sign of life")
-            answer = asked.getresponse()
-            return answer.status, answer.read()
-        finally:
-            asked.close()
-
-    def _is_healthy(self, seconds: float) -> bool:
-        asked = http.client.HTTPConnection(self.host, self.port, timeout=seconds)
-        try:
-            asked.request("GET", "/health")
-            return asked.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            asked.close()
 
     def _check_alive(self) -> None:
         if self._process.poll() is not None:
@@ -247,6 +222,35 @@ class Servers:
         """End all of them."""
         for server in self._servers:
             server.close()
+
+
+def _ask(host: str, port: int, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
+    """Return a server's answer to a POST; raise if there will be none."""
+    asked = http.client.HTTPConnection(host, port)
+    try:
+        headers = {"Content-Type": "application/json"}
+        body = None if content is None else json.dumps(content)
+        asked.request("POST", path, body, headers)
+        # A server whose engine has died may wait for it without end, and so would this.
+        while not connection.wait([asked.sock], _PULSE_SECONDS):
+            if not _is_healthy(host, port, _PULSE_LIMIT):
+                raise ConnectionError("no sign of life")
+        answer = asked.getresponse()
+        return answer.status, answer.read()
+    finally:
+        asked.close()
+
+
+def _is_healthy(host: str, port: int, seconds: float) -> bool:
+    """Return whether a server says so in time."""
+    asked = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        asked.request("GET", "/health")
+        return asked.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        asked.close()
 
 
 def _held_port() -> socket.socket:
