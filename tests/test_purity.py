@@ -388,6 +388,8 @@ TABLE_OF_CALLS = {
     "trace": (traced(lambda graph: graph), (PARAMS, BATCH)),
     "fuse_per_sample": (traced(funcrl.fuse_per_sample), (PARAMS, BATCH)),
     "compile_step": stepped(lambda *args: funcrl.compile_step(*args)),
+    "graph.step_graph": stepped(
+        lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),

@@ -1,6 +1,6 @@
 """The graph: a whole step as one flat program, passes that rewrite it, and its compilation."""
 
-from funcrl.graph.compilation import compile_step
+from funcrl.graph.compilation import compile_step, step_graph
 from funcrl.graph.donation import donate
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
@@ -17,5 +17,6 @@ __all__ = [
     "predict_peak",
     "recomputed_cost",
     "remat",
+    "step_graph",
     "trace",
 ]

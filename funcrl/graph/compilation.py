@@ -84,6 +84,39 @@ def compile_step(
     return Step(step.init, update)
 
 
+def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> GraphModule:
+    """Return the graph that `compile_step` compiles: traced, and rewritten by all passes.
+
+    It is called like `step.update`, and it is what `predict_peak` and a profile read.
+
+    Args:
+        step: from `funcrl.grpo_step`, or `funcrl.donate` of it.
+        state: a state of it; only shapes are read.
+        batch: a batch; only shapes are read.
+        config: which passes; what comes after them (backend, CUDA graph) is not read, except that
+            inductor needs fences around what is computed again.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=7))
+        >>> step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        >>> state, ones = step.init(funcrl.init_params(model, seed=0)), torch.ones(2, 3)
+        >>> batch = funcrl.Batch(ones.long(), ones.long(), ones > 0, -ones, ones, ones)
+        >>> none, full = (
+        ...     funcrl.graph.step_graph(step, state, batch, funcrl.CompileConfig(remat=remat))
+        ...     for remat in ("none", "full"))
+        >>> len(none.graph.nodes) < len(full.graph.nodes)
+        True
+    """
+    graph = trace(step.update, state, batch)
+    if config.fuse == "per_sample":
+        graph = fuse_per_sample(graph)
+    graph = remat(graph, config.remat, config.remat_budget or None)
+    if config.remat != "none" and config.backend == "inductor":
+        graph = add_fences(graph)
+    return graph
+
+
 def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
     if not isinstance(step, Step):
         raise TypeError(f"compile_step expects a Step, got {step!r}.")
@@ -99,12 +132,8 @@ def _program(
     step: Step, state: TrainState, batch: Rows, config: CompileConfig, pool: Any
 ) -> Update:
     """Return the compiled step of these shapes; the first call compiles."""
-    graph = trace(step.update, state, batch)
-    if config.fuse == "per_sample":
-        graph = fuse_per_sample(graph)
-    flat = remat(_flat(graph), config.remat, config.remat_budget or None)
-    if config.remat != "none" and config.backend == "inductor":
-        flat = add_fences(flat)
+    graph = step_graph(step, state, batch, config)
+    flat = _flat(graph)
     program = _compiled(flat, config)
     if config.cudagraph == "full":
         program = _captured_at_first(program, _written(flat), pool)

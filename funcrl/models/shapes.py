@@ -17,6 +17,10 @@ SHAPES: dict[str, TransformerConfig] = {
         width=576, num_layers=30, num_heads=9, num_kv_heads=3, head_width=64, mlp_width=1536,
         qk_norm=False, rope_theta=100_000.0, norm_eps=1e-5, context_length=8192,
     ),
+    "llama-1b": TransformerConfig(
+        width=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_width=64, mlp_width=8192,
+        qk_norm=False, rope_theta=500_000.0, norm_eps=1e-5, context_length=8192,
+    ),
     "qwen3-0.6b": TransformerConfig(
         width=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_width=128, mlp_width=3072,
         rope_theta=1_000_000.0, context_length=40_960,
