@@ -183,7 +183,7 @@ def _bench() -> SubcommandApp:
     bench = SubcommandApp()
 
     @bench.command(name="step")
-    def _step(config: OmitArgPrefixes[StepBenchConfig] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
+    def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
         rows = bench_step(config)
         print(format_rows(rows, describe_machine(config.device)))

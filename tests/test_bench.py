@@ -7,6 +7,8 @@ import torch
 
 from funcrl import bench, cli
 from funcrl.bench import step
+from funcrl.bench.inputs import make_case
+from funcrl.bench.ordinary import with_weights
 
 
 def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
@@ -39,8 +41,7 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
 def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
     config = bench.StepBenchConfig(width=32, vocab_size=vocab_size, rows=8, length=32)
-    params, batch, model = step._inputs(config, 2)
-    variants = step._gradient_variants(config, params, batch, model)
+    variants = step._gradient_variants(make_case(config, 2))
     peaks = {name: bench.peak_bytes(fn) for name, fn in variants.items()}
     ordinary = peaks["torch.autograd, batched"]
     assert peaks["func: gradient of the batch"] <= 1.1 * ordinary
@@ -59,9 +60,9 @@ def test_peak_bytes_is_exact():
 
 def test_the_benchmark_compares_equal_things():
     config = bench.StepBenchConfig(width=16, vocab_size=11, rows=4, length=8)
-    params, batch, model = step._inputs(config, 2)
-    functions = list(step._gradient_variants(config, params, batch, model).values())
-    names = [name for name, _ in step._with_weights(model, params).named_parameters()]
+    case = make_case(config, 2)
+    functions = list(step._gradient_variants(case).values())
+    names = [name for name, _ in with_weights(case.model, case.params).named_parameters()]
     ordinary = dict(zip(names, functions[0](), strict=True))
     for other in functions[1:]:
         for name, leaf in other().grads.items():

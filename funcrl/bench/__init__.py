@@ -6,9 +6,10 @@ from funcrl.bench.generate import (
     bench_generate,
     format_generate_rows,
 )
+from funcrl.bench.inputs import StepBenchConfig
 from funcrl.bench.loop import LoopBenchConfig, LoopRow, bench_loop, format_loop_rows
 from funcrl.bench.measure import Row, describe_machine, format_rows, measure, peak_bytes
-from funcrl.bench.step import StepBenchConfig, bench_step
+from funcrl.bench.step import bench_step
 from funcrl.bench.vllm import VLLMBenchConfig, VLLMRow, bench_vllm, format_vllm_rows
 
 __all__ = [

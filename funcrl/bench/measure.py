@@ -26,6 +26,10 @@ class Row(NamedTuple):
     peak_bytes: int  # above what was allocated before the call
     time_ratio: float  # to the first variant of the same `what` and `shape`
     peak_ratio: float
+    # Of a compiled variant:
+    trace_s: float | None = None  # until there is a program to call
+    first_call_s: float | None = None  # which compiles
+    predicted_bytes: int | None = None  # the graph's peak, beyond its inputs
 
 
 def measure(
@@ -108,16 +112,26 @@ def format_rows(rows: list[Row], machine: dict[str, str]) -> str:
     """Return the rows as Markdown tables, one for each shape, headed by the machine."""
     lines = [", ".join(f"{name} {value}" for name, value in machine.items())]
     for shape in dict.fromkeys(row.shape for row in rows):
-        lines += ["", shape, "", "| what | variant | ms | spread | x | peak MB | x |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        for row in rows:
-            if row.shape == shape:
-                lines.append(
-                    f"| {row.what} | {row.variant} | {row.median_s * 1e3:.1f} "
-                    f"| {row.spread_s * 1e3:.1f} | {row.time_ratio:.2f} "
-                    f"| {row.peak_bytes / 1e6:.1f} | {row.peak_ratio:.2f} |"
-                )
+        own = [row for row in rows if row.shape == shape]
+        compiled = any(row.trace_s is not None for row in own)
+        more = " trace s | first call s | predicted MB |" if compiled else ""
+        lines += ["", shape, "", f"| what | variant | ms | spread | x | peak MB | x |{more}"]
+        lines.append("|---" * (10 if compiled else 7) + "|")
+        lines += [_format_row(row, compiled) for row in own]
     return "\n".join(lines)
+
+
+def _format_row(row: Row, compiled: bool) -> str:
+    line = (
+        f"| {row.what} | {row.variant} | {row.median_s * 1e3:.1f} "
+        f"| {row.spread_s * 1e3:.1f} | {row.time_ratio:.2f} "
+        f"| {row.peak_bytes / 1e6:.1f} | {row.peak_ratio:.2f} |"
+    )
+    if not compiled:
+        return line
+    if row.trace_s is None or row.first_call_s is None or row.predicted_bytes is None:
+        return f"{line} | | |"
+    return f"{line} {row.trace_s:.1f} | {row.first_call_s:.1f} | {row.predicted_bytes / 1e6:.1f} |"
 
 
 def write_rows(path: Path | None, rows: Sequence[Any], device: str = "cpu") -> None:

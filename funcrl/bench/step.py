@@ -1,119 +1,72 @@
 """Time and memory of a step, beside the ordinary way of writing it."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcrl import grads, optim, rng, tree
+from funcrl import grads, optim, tree
 from funcrl.algorithms import grpo
+from funcrl.bench.compiled import gradient_rows, step_rows
+from funcrl.bench.inputs import Case, StepBenchConfig, depths, make_case
 from funcrl.bench.measure import Row, Variants, measure, write_rows
-from funcrl.logprobs import logprob_fn
+from funcrl.bench.ordinary import ordinary_loss, with_weights
+from funcrl.bench.profiling import write_profile
 from funcrl.losses import policy_loss
-from funcrl.models import Transformer, TransformerConfig, init_params
+from funcrl.models import Transformer
 from funcrl.step import grpo_step
 from funcrl.types import Batch, Metrics, Params, TrainState
 
 
-@dataclass(frozen=True)
-class StepBenchConfig:
-    """Time and peak memory of one GRPO step and its parts, eager, beside torch.autograd."""
-
-    num_layers: tuple[int, ...] = (2, 12)
-    """One table for each depth."""
-    width: int = 128
-    """Of the residual stream; the MLP is three times as wide, a head a quarter."""
-    vocab_size: int = 512
-    """Number of tokens the model knows."""
-    rows: int = 32
-    """Samples in the batch."""
-    length: int = 128
-    """Tokens in a row; the first quarter is the prompt."""
-    chunk: int = 4
-    """Samples at a time in the chunked variants."""
-    repeats: int = 20
-    """Measured runs of each variant, in turns."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
-    threads: int | None = None
-    """CPU threads; torch's default when left out."""
-    json: Path | None = None
-    """Also write every row here."""
-
-
 def bench_step(config: StepBenchConfig) -> list[Row]:
-    """Return a row for each variant and depth; prints nothing and writes `config.json`."""
+    """Return a row for each variant and depth; prints nothing.
+
+    Writes `config.json`, and files into the folder `config.profile`.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     results: list[Row] = []
-    for num_layers in config.num_layers:
-        params, batch, model = _inputs(config, num_layers)
-        shape = (
-            f"{num_layers} layers, width {config.width}, vocabulary {config.vocab_size}, "
-            f"{config.rows} x {config.length} tokens, {_count(params) / 1e6:.2f}M parameters"
-        )
-        variants = {
-            "gradient": _gradient_variants(config, params, batch, model),
-            "update": _update_variants(params),
-            "step": _step_variants(params, batch, model),
-        }
-        for what, functions in variants.items():
-            results += measure(what, shape, functions, config.repeats, config.device)
+    for num_layers in depths(config):
+        case = make_case(config, num_layers)
+        for part in config.parts:
+            results += _PARTS[part](case)
+        if config.profile is not None:
+            write_profile(config.profile, f"{num_layers}-layers", case)
     write_rows(config.json, results, config.device)
     return results
 
 
-def _inputs(config: StepBenchConfig, num_layers: int) -> tuple[Params, Batch, Transformer]:
-    model = Transformer(
-        TransformerConfig(
-            vocab_size=config.vocab_size,
-            width=config.width,
-            num_layers=num_layers,
-            head_width=config.width // 4,
-            mlp_width=3 * config.width,
-        )
+def _measured(what: str, variants: Callable[[Case], Variants]) -> Callable[[Case], list[Row]]:
+    return lambda case: measure(
+        what, case.shape, variants(case), case.config.repeats, case.config.device
     )
-    params = init_params(model, seed=0, device=config.device)
-    shape = (config.rows, config.length)
-    generator = rng.generator(0, num_layers)
-    uniform = -math.log(config.vocab_size)  # about what the untrained policy gives a token
-    mask = (torch.arange(config.length) >= config.length // 4).expand(shape)
-    batch = Batch(
-        tokens=torch.randint(config.vocab_size, shape, generator=generator),
-        positions=torch.arange(config.length).expand(shape),
-        mask=mask,
-        behavior_logprobs=uniform + 0.1 * torch.randn(shape, generator=generator),
-        advantages=torch.randn(config.rows, 1, generator=generator).expand(shape),
-        token_weights=grpo().weight(mask),
-    )
-    return params, tree.map(lambda leaf: leaf.to(config.device).contiguous(), batch), model
 
 
-def _gradient_variants(
-    config: StepBenchConfig, params: Params, batch: Batch, model: Transformer
-) -> Variants:
-    algorithm, model_fn = grpo(), logprob_fn(model)
+def _gradient_variants(case: Case) -> Variants:
+    algorithm, params, batch = grpo(), case.params, case.batch
 
     def loss_fn(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return policy_loss(algorithm, model_fn(params, sample), sample)
+        return policy_loss(algorithm, case.model_fn(params, sample), sample)
 
     def keep(per_sample: Any) -> Any:
         return per_sample
 
-    chunk = config.chunk
+    chunk = case.config.chunk
     functions = {
         "func: gradient of the batch": grads.summed_gradient(loss_fn),
         f"func: per-sample, {chunk} at a time": grads.summed_gradient(loss_fn, keep, chunk),
         "func: per-sample, all at once": grads.summed_gradient(loss_fn, keep),
     }
-    module = _with_weights(model, params)
+    module = with_weights(case.model, case.params)
 
     def ordinary() -> list[Tensor]:
-        return list(torch.autograd.grad(_ordinary_loss(module, batch), list(module.parameters())))
+        return list(
+            torch.autograd.grad(
+                ordinary_loss(module, case.batch, case.dtype, case.config.logprob_chunk),
+                list(module.parameters()),
+            )
+        )
 
     def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
         return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
@@ -123,7 +76,8 @@ def _gradient_variants(
     }
 
 
-def _update_variants(params: Params) -> Variants:
+def _update_variants(case: Case) -> Variants:
+    params = case.params
     fixed = tree.map(lambda leaf: torch.full_like(leaf, 1e-3), params)
     module_leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
     in_place = torch.optim.AdamW(module_leaves, lr=1e-6, foreach=False)
@@ -144,51 +98,33 @@ def _update_variants(params: Params) -> Variants:
     }
 
 
-def _step_variants(params: Params, batch: Batch, model: Transformer) -> Variants:
-    module = _with_weights(model, params)
+def _step_variants(case: Case) -> Variants:
+    module = with_weights(case.model, case.params)
     leaves = list(module.parameters())
     optimizer = torch.optim.AdamW(leaves, lr=1e-6, foreach=False)
-    step = grpo_step(logprob_fn(model))
-    state = step.init(params)
+    step = grpo_step(case.model_fn)
+    state = step.init(case.params)
 
     def ordinary() -> None:
         optimizer.zero_grad()
-        _ordinary_loss(module, batch).backward()
+        _loss(case, module).backward()
         nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.step()
 
     def pure() -> tuple[TrainState, Metrics]:
-        return step(state, batch)
+        return step(state, case.batch)
 
     return {"torch.autograd and torch.optim": ordinary, "grpo_step": pure}
 
 
-def _with_weights(model: Transformer, params: Params) -> Transformer:
-    """Return an ordinary module that holds a copy of the parameters."""
-    module = Transformer(model.config)
-    module.load_state_dict(
-        {name: leaf.clone() for name, leaf in params.items()}, strict=False, assign=True
-    )
-    if model.config.tied:
-        module.unembed.weight = module.embed.weight
-    return module
+def _loss(case: Case, module: Transformer) -> Tensor:
+    return ordinary_loss(module, case.batch, case.dtype, case.config.logprob_chunk)
 
 
-def _ordinary_loss(module: Transformer, batch: Batch) -> Tensor:
-    """The same loss and metrics on whole [B, T] tensors, as one writes it without transforms."""
-    logits = module(batch.tokens, batch.positions)[:, :-1].float()
-    log_softmax = torch.log_softmax(logits, dim=-1)
-    logprobs = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    mask, behavior = batch.mask[:, 1:], batch.behavior_logprobs[:, 1:]
-    ratio = torch.exp(logprobs - behavior)
-    advantages = batch.advantages[:, 1:]
-    objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
-        metrics = [entropy, (logprobs - behavior).abs(), ratio, (ratio > 1.2).float()]
-        _ = [(values * mask).sum() for values in metrics]
-    return -(batch.token_weights[:, 1:] * mask * objective).sum()
-
-
-def _count(params: Params) -> int:
-    return sum(leaf.numel() for leaf in params.values())
+_PARTS: dict[str, Callable[[Case], list[Row]]] = {
+    "gradient": _measured("gradient", _gradient_variants),
+    "update": _measured("update", _update_variants),
+    "step": _measured("step", _step_variants),
+    "compiled-gradient": gradient_rows,
+    "compiled-step": step_rows,
+}
