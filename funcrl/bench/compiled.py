@@ -4,6 +4,7 @@ One variant after another, each freed before the next: a compiled step holds mem
 """
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,25 +31,24 @@ def gradient_rows(case: Case) -> list[Row]:
     autograd with every block under activation checkpointing.
     """
     variants = [name for name in case.config.variants if name != "donated"]
-    configs = _configs(case, lambda: gradient_step(case, "batch"))
+    policies = (case.config.compile.remat, *case.config.remats)
     rows = []
-    if any(config.remat != "none" for _, config in configs):
+    if any(policy != "none" for policy in policies):
         rows += _ordinary_rows(case, checkpointed=True)
     for name in variants:
-        for label, config in configs:
-            step = gradient_step(case, name)
+        step = gradient_step(case, name)
+        for label, config in _configs(case, step):
             rows.append(_compiled_row(case, "gradient, compiled", name + label, step, config))
     return _compared(rows + _ordinary_rows(case, checkpointed=False))
 
 
 def step_rows(case: Case) -> list[Row]:
     """Return rows of whole steps; the first, which the others are compared with, is compiled."""
-    configs = _configs(case, lambda: whole_step(case, "batch"))
-    rows = [
-        _compiled_row(case, "step, compiled", name + label, whole_step(case, name), config)
-        for name in case.config.variants
-        for label, config in configs
-    ]
+    rows = []
+    for name in case.config.variants:
+        step = whole_step(case, name)
+        for label, config in _configs(case, step):
+            rows.append(_compiled_row(case, "step, compiled", name + label, step, config))
     step = grpo_step(case.model_fn)
     state = step.init(case.params)
     eager = {"grpo_step, eager": lambda: step(state, case.batch)}
@@ -91,7 +91,7 @@ def _per_sample(name: VariantName) -> grads.PerSampleTransform | None:
     return same if name == "per-sample" else None
 
 
-def _configs(case: Case, make: Callable[[], Step]) -> list[tuple[str, CompileConfig]]:
+def _configs(case: Case, step: Step) -> list[tuple[str, CompileConfig]]:
     """Return what to compile with, and how a variant's name says so."""
     config = case.config.compile
     if not case.config.remats:
@@ -100,7 +100,7 @@ def _configs(case: Case, make: Callable[[], Step]) -> list[tuple[str, CompileCon
     for remat in case.config.remats:
         budget = 0
         if remat == "budget":
-            budget = config.remat_budget or _halfway(case, make(), config)
+            budget = config.remat_budget or _halfway(case, step, config)
         found.append((f", remat {remat}", replace(config, remat=remat, remat_budget=budget)))
     return found
 
@@ -118,18 +118,19 @@ def _halfway(case: Case, step: Step, config: CompileConfig) -> int:
 def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileConfig) -> Row:
     device, state = case.config.device, step.init(case.params)
     reserved = _reserved(device)
-    made: list[Step] = []
-    trace_s = seconds_of(lambda: made.append(compile_step(step, state, case.batch, config)), device)
+    start = time.perf_counter()
+    graph = step_graph(step, state, case.batch, config)
+    fast = compile_step(step, state, case.batch, config, graph)
+    trace_s = time.perf_counter() - start
 
     # A donated state is written into, so that the same tensors are the next call's state.
     def call() -> tuple[TrainState, Metrics]:
-        return made[0](state, case.batch)
+        return fast(state, case.batch)
 
     first_call_s = seconds_of(call, device)
     # A CUDA graph's memory stays with it: a replay allocates its copied results alone.
     held = _reserved(device) - reserved if config.cudagraph == "full" else 0
     (row,) = _measured(case, what, {name: call})
-    graph = step_graph(step, state, case.batch, config)
     return row._replace(
         trace_s=trace_s,
         first_call_s=first_call_s,

@@ -17,7 +17,8 @@ from funcrl.graph.phases import has_flops
 PHASES = ("forward", "recomputed", "backward", "optimizer")
 OUTSIDE = "outside the model"
 _VIEW = "view"
-_COPIES = ("_to_copy", "clone", "copy_", "cat", "stack", "copy", "constant_pad_nd")
+_COPIES = ("_to_copy", "clone", "copy_", "cat", "stack", "roll", "constant_pad_nd")
+_FILLS = re.compile("^(new_)?(zeros|ones|full|empty|arange|scalar_tensor)(_like)?$")
 _INDEX = re.compile("index|gather|scatter|embedding|one_hot")
 _REDUCTION = re.compile(
     "^(_log_softmax|_softmax|_safe_softmax|sum|mean|a?max|a?min|any|all|logsumexp|norm|"
@@ -75,10 +76,13 @@ def time_nodes(
 
 
 def layer_of(node: fx.Node) -> str:
-    """Return a module path up to its first number, or its first name: `blocks.3`, `embed`."""
+    """Return a module path up to its first number, or its first name: `blocks.3`, `embed`.
+
+    What no module computes is the optimizer's, or outside the model: the loss and its metrics.
+    """
     path = node.meta.get("module")
     if not path:
-        return OUTSIDE
+        return "optimizer" if node.meta["phase"] == "optimizer" else OUTSIDE
     found = re.match(r"(.*?\.\d+)(\.|$)", path)
     return found.group(1) if found else path.partition(".")[0]
 
@@ -106,6 +110,8 @@ def _kind(node: fx.Node) -> str:
         return "attention" if "attention" in name else "matmul"
     if name in _COPIES:
         return "copy"
+    if _FILLS.match(name):
+        return "fill"
     if _INDEX.search(name):
         return "index"
     if _REDUCTION.match(name):
@@ -131,11 +137,16 @@ def _format(
     groups: dict[tuple[str, ...], list[NodeTime]] = defaultdict(list)
     for each in times:
         groups[key(each)].append(each)
+    # Layers in the order in which they run, the slowest kind of each first.
+    cost = {names: -sum(each.seconds for each in members) for names, members in groups.items()}
+    places = {layer: place for place, layer in enumerate(dict.fromkeys(t.layer for t in times))}
+    order = sorted(groups, key=lambda names: (places.get(names[0], 0), cost[names]))
     total = sum(each.seconds for each in times)
     phases = [phase for phase in PHASES if any(each.phase == phase for each in times)]
     lines = [f"| {title} | nodes | {' | '.join(phases)} | ms | % |"]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    for names, members in [*groups.items(), (_everything(title), list(times))]:
+    named = [(names, groups[names]) for names in order]
+    for names, members in [*named, (_everything(title), list(times))]:
         own = dict.fromkeys(phases, 0.0)
         for each in members:
             own[each.phase] += each.seconds

@@ -37,7 +37,8 @@ def ordinary_loss(
     hidden, weight = _hidden(module, batch, dtype, checkpointed)
     targets = batch.tokens[:, 1:]
     if chunk is None:
-        log_softmax = torch.log_softmax((hidden[:, :-1] @ weight.T).float(), dim=-1)
+        logits = (hidden @ weight.T)[:, :-1].float()
+        log_softmax = torch.log_softmax(logits, dim=-1)
         logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
         with torch.no_grad():
             entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)

@@ -42,7 +42,8 @@ def write_profile(folder: Path, name: str, case: Case) -> None:
         f"{config.cudagraph}, as they run, are in {name}.trace.json.\n\n"
     )
     (folder / f"{name}.table.md").write_text(head + format_times(times) + "\n")
-    _write_trace(folder / f"{name}.trace.json", case, step, state)
+    fast = compile_step(step, state, case.batch, config, graph)
+    _write_trace(folder / f"{name}.trace.json", case, fast, state)
 
 
 def draw_memory(gm: fx.GraphModule, path: Path) -> Any:
@@ -86,9 +87,8 @@ def _shade(axes: Any, phases: Sequence[str]) -> None:
         start = end
 
 
-def _write_trace(path: Path, case: Case, step: Step, state: TrainState) -> None:
+def _write_trace(path: Path, case: Case, fast: Step, state: TrainState) -> None:
     """Record one call of the compiled step, after two that warm it up."""
-    fast = compile_step(step, state, case.batch, case.config.compile)
     activities = [ProfilerActivity.CPU]
     if case.config.device == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -26,7 +26,11 @@ _Shapes: TypeAlias = tuple[tuple[Any, ...], ...]  # of every leaf of a state and
 
 
 def compile_step(
-    step: Step, state: TrainState, batch: Rows, config: CompileConfig | None = None
+    step: Step,
+    state: TrainState,
+    batch: Rows,
+    config: CompileConfig | None = None,
+    graph: GraphModule | None = None,
 ) -> Step:
     """Return the same step as one compiled program: same arguments, same numbers.
 
@@ -46,6 +50,8 @@ def compile_step(
         state: a state of it; only shapes are read.
         batch: a batch; only shapes are read.
         config: `CompileConfig()` when left out.
+        graph: what `funcrl.graph.step_graph` returned for the same arguments, perhaps rewritten
+            further; traced here when left out.
 
     Example:
         >>> import torch, funcrl
@@ -62,7 +68,8 @@ def compile_step(
     _check(step, state, config)
     batch = tree.map(Tensor.contiguous, batch)
     pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
-    programs = {_shapes(state, batch): _program(step, state, batch, config, pool)}
+    graph = step_graph(step, state, batch, config) if graph is None else graph
+    programs = {_shapes(state, batch): _program(graph, config, pool)}
 
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = tree.map(Tensor.contiguous, batch)
@@ -78,7 +85,8 @@ def compile_step(
                 )
                 return _counted(step.update(state, batch), len(programs) - 1)
             warnings.warn(f"compile_step compiles again: {what}.", stacklevel=3)
-            run = programs[shapes] = _program(step, state, batch, config, pool)
+            again = step_graph(step, state, batch, config)
+            run = programs[shapes] = _program(again, config, pool)
         return _counted(run(state, batch), len(programs) - 1)
 
     return Step(step.init, update)
@@ -128,11 +136,8 @@ def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
         )
 
 
-def _program(
-    step: Step, state: TrainState, batch: Rows, config: CompileConfig, pool: Any
-) -> Update:
-    """Return the compiled step of these shapes; the first call compiles."""
-    graph = step_graph(step, state, batch, config)
+def _program(graph: GraphModule, config: CompileConfig, pool: Any) -> Update:
+    """Return the compiled step of a graph's shapes; the first call compiles."""
     flat = _flat(graph)
     program = _compiled(flat, config)
     if config.cudagraph == "full":

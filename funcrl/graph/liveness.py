@@ -83,7 +83,7 @@ def find_storages(gm: fx.GraphModule) -> Storages:
         >>> import torch, funcrl
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x: x.exp().t().neg_())(torch.zeros(2, 3))
-        >>> storages = funcrl.graph.find_storages(gm)
+        >>> storages = funcrl.graph.liveness.find_storages(gm)
         >>> list(storages.of.values()), storages.written  # x, exp, t, neg_, output
         ([(0,), (1,), (1,), (1,), ()], {1})
     """

@@ -28,7 +28,7 @@ def late_nodes(graph: fx.Graph) -> set[fx.Node]:
         >>> import torch, funcrl
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sum()))(torch.zeros(3))
-        >>> sorted(node.name for node in funcrl.graph.late_nodes(gm.graph))
+        >>> sorted(node.name for node in funcrl.graph.phases.late_nodes(gm.graph))
         ['expand', 'mul', 'ones_like']
     """
     again = {node for node in graph.nodes if node.meta.get("recomputed")}
@@ -58,7 +58,7 @@ def find_seeds(graph: fx.Graph) -> set[fx.Node]:
         >>> import torch, funcrl
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sum()))(torch.zeros(3))
-        >>> funcrl.graph.find_seeds(gm.graph)
+        >>> funcrl.graph.phases.find_seeds(gm.graph)
         {ones_like}
     """
     candidates = [
@@ -88,7 +88,7 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
         >>> gm = make_fx(lambda x: x.exp().sin())(torch.zeros(3))
         >>> exp, sin = [node for node in gm.graph.nodes if node.op == "call_function"]
         >>> exp.meta["module"], sin.meta["phase"] = "blocks.0.mlp", "backward"
-        >>> funcrl.graph.find_layers(gm.graph, late={sin})
+        >>> funcrl.graph.phases.find_layers(gm.graph, late={sin})
         {exp: 'blocks.0'}
     """
     early = [node for node in graph.nodes if node.op == "call_function" and node not in late]
@@ -175,7 +175,7 @@ def descendants(graph: fx.Graph, sources: set[fx.Node]) -> set[fx.Node]:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> graph = make_fx(lambda x, y: x.exp() + y.sin())(torch.zeros(3), torch.zeros(3)).graph
         >>> y = next(node for node in graph.nodes if node.name == "y_1")
-        >>> sorted(node.name for node in funcrl.graph.descendants(graph, {y}))
+        >>> sorted(node.name for node in funcrl.graph.phases.descendants(graph, {y}))
         ['add', 'sin', 'y_1']
     """
     found = set(sources)
@@ -206,7 +206,7 @@ def has_flops(node: fx.Node) -> bool:
         >>> import torch, funcrl
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x: (x @ x).exp())(torch.zeros(3, 3))
-        >>> [node.name for node in gm.graph.nodes if funcrl.graph.has_flops(node)]
+        >>> [node.name for node in gm.graph.nodes if funcrl.graph.phases.has_flops(node)]
         ['mm']
     """
     return getattr(node.target, "overloadpacket", node.target) in flop_registry

@@ -1,0 +1,188 @@
+"""Compiled rows of the benchmark and the profile: what is written says what was measured."""
+
+import json
+import re
+
+import pytest
+import torch
+from matplotlib import image
+from PIL import Image
+
+from funcrl import CompileConfig, bench, tree
+from funcrl.bench import compiled, nodes, profiling
+from funcrl.bench.inputs import depths, make_case
+from funcrl.bench.ordinary import ordinary_loss, with_weights
+from funcrl.graph import predict_peak, step_graph
+
+SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}
+
+
+def graph_of(case, variant="batch", **options):
+    step = compiled.whole_step(case, variant)
+    state = step.init(case.params)
+    return step_graph(step, state, case.batch, CompileConfig(**options)), state
+
+
+def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
+    config = bench.StepBenchConfig(
+        **(SMALL | {"rows": 8, "length": 32}),
+        parts=("compiled-gradient", "compiled-step"),
+        remats=("none", "full", "budget"),
+        variants=("batch", "donated"),
+        json=tmp_path / "rows.json",
+    )
+    rows = bench.bench_step(config)
+    gradients = [
+        "torch.autograd, each block checkpointed",
+        *(f"batch, remat {name}" for name in config.remats),
+        "torch.autograd, batched",
+    ]
+    steps = [f"{v}, remat {name}" for v in config.variants for name in config.remats]
+    assert [row.variant for row in rows] == [*gradients, *steps, "grpo_step, eager"]
+    for row in rows:
+        if "remat" in row.variant:
+            assert row.trace_s > 0
+            assert row.first_call_s > 0
+            assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.1), row.variant
+    peaks = {row.variant: row.peak_bytes for row in rows[:5]}
+    none, full, budget = (peaks[f"batch, remat {name}"] for name in config.remats)
+    assert full < budget < none
+    assert peaks[gradients[0]] < peaks[gradients[-1]]
+    assert rows[0].time_ratio == rows[5].time_ratio == 1.0
+    printed = bench.format_rows(rows, bench.describe_machine())
+    assert "| trace s | first call s | predicted MB |" in printed
+    widths = {line.count("|") for line in printed.splitlines() if line.startswith("|")}
+    assert widths == {11}
+    assert json.loads(config.json.read_text())[1]["predicted_bytes"] == rows[1].predicted_bytes
+
+
+def test_fused_per_sample_gradients_are_the_batchs_by_count():
+    """Without a clock: as many products and as many bytes; clipping adds products of weights."""
+    case = make_case(bench.StepBenchConfig(**SMALL), 2)
+    counts, peaks = {}, {}
+    for variant in ("batch", "per-sample", "clipped"):
+        graph, _ = graph_of(case, variant)
+        kinds = nodes.find_kinds(graph)
+        counts[variant] = list(kinds.values()).count("matmul")
+        peaks[variant] = predict_peak(graph)
+    assert counts["batch"] == counts["per-sample"]
+    assert peaks["per-sample"] <= 1.05 * peaks["batch"]
+    num_products = 2 * 7 + 1  # q k v o gate up down of two layers, and the output
+    assert counts["batch"] < counts["clipped"] <= counts["batch"] + 2 * num_products
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_ordinary_losses_are_the_same_gradient(chunk):
+    case = make_case(bench.StepBenchConfig(**SMALL, logprob_chunk=chunk), 2)
+    module = with_weights(case.model, case.params)
+    names = [name for name, _ in module.named_parameters()]
+    state = compiled.gradient_step(case, "per-sample").init(case.params)
+    found = compiled.gradient_step(case, "batch")(state, case.batch)[0].params
+    for checkpointed in (False, True):
+        loss = ordinary_loss(module, case.batch, None, chunk, checkpointed)
+        for name, leaf in zip(names, torch.autograd.grad(loss, module.parameters()), strict=True):
+            assert (leaf - found[name]).abs().max() <= 1e-5 * found[name].abs().max(), name
+
+
+def test_bfloat16_is_computed_in_on_both_sides():
+    case = make_case(bench.StepBenchConfig(**SMALL, dtype="bfloat16", logprob_chunk=5), 2)
+    module = with_weights(case.model, case.params)
+    losses = [ordinary_loss(module, case.batch, case.dtype, 5, again) for again in (False, True)]
+    assert torch.equal(*losses)
+    graph, _ = graph_of(case)
+    kinds = nodes.find_kinds(graph)
+    products = {node.meta["val"].dtype for node in kinds if kinds[node] == "matmul"}
+    assert torch.bfloat16 in products
+    assert "float32 parameters, computed in bfloat16" in case.shape
+    assert {leaf.dtype for leaf in tree.leaves(case.params)} == {torch.float32}
+
+
+def test_a_model_by_name_is_its_shape():
+    config = bench.StepBenchConfig(model="micro", vocab_size=13)
+    assert depths(config) == (2,)
+    assert make_case(config, 2).model.config.width == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "huge"}, "shape expects --model to be one of"),
+        ({"model": "micro", "width": 64}, "bench step expects model or num_layers and width, got"),
+        ({"remats": ("full",)}, "with options of compile and remats, got parts"),
+        ({"compile": CompileConfig(remat="full")}, "with options of compile and remats, got"),
+        ({"parts": ("compiled-step",), "variants": ()}, "at least one of variants, got none"),
+        ({"repeats": 0}, "bench step expects repeats"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        bench.StepBenchConfig(**options)
+
+
+def test_profile_files_say_what_was_measured(tmp_path):
+    config = bench.StepBenchConfig(
+        **SMALL, parts=(), compile=CompileConfig(remat="full"), variants=("clipped",),
+        profile=tmp_path / "profile",
+    )  # fmt: skip
+    assert bench.bench_step(config) == []
+    case = make_case(config, 2)
+    graph, _ = graph_of(case, "clipped", remat="full")
+    trace = json.loads((config.profile / "2-layers.trace.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "aten::bmm"} <= names
+
+    table = (config.profile / "2-layers.table.md").read_text()
+    assert table.startswith("# clipped step, 2 layers, width 16")
+    for phase in ("forward", "recomputed", "backward", "optimizer"):
+        assert f" {phase} |" in table
+    for layer in ("embed", "blocks.0", "blocks.1", "norm", "unembed", "optimizer"):
+        assert f"\n| {layer} | " in table
+    assert "\n| blocks.1 | matmul | " in table
+    num_nodes = len([node for node in graph.graph.nodes if node.op == "call_function"])
+    totals = re.findall(r"^\| all \|.*", table, re.M)
+    assert len(totals) == 3
+    assert all(f"| {num_nodes} |" in line and line.endswith("| 100.0 |") for line in totals)
+
+    picture = config.profile / "2-layers.memory.png"
+    assert Image.open(picture).text["Comment"] == f"peak_bytes {predict_peak(graph)}"
+    pixels = image.imread(picture)
+    assert pixels.std() > 0.05
+
+
+def test_the_pictures_peak_is_the_predicted_one(tmp_path):
+    case = make_case(bench.StepBenchConfig(**SMALL), 2)
+    graph, _ = graph_of(case)
+    (axes,) = profiling.draw_memory(graph, tmp_path / "memory.png").axes
+    drawn = axes.lines[0].get_ydata()
+    assert max(drawn) == predict_peak(graph) / 1e6
+    assert len(drawn) == len(graph.graph.nodes)
+    assert axes.get_legend_handles_labels()[1] == [
+        "forward", "backward", "optimizer", "inputs",
+    ]  # fmt: skip
+
+
+def test_a_products_kind_layer_and_time_are_found():
+    case = make_case(bench.StepBenchConfig(**SMALL), 2)
+    graph, state = graph_of(case)
+    kinds = nodes.find_kinds(graph)
+    q = next(node for node in kinds if node.meta.get("module") == "blocks.1.attention.q"
+             and kinds[node] == "matmul")  # fmt: skip
+    assert nodes.layer_of(q) == "blocks.1"
+    assert nodes.phase_of(q) == "forward"
+    assert {kinds[n] for n in kinds if n.target is torch.ops.aten.embedding.default} == {"index"}
+    assert {kinds[n] for n in kinds if n.target is torch.ops.aten.t.default} == {"view"}
+    times = nodes.time_nodes(graph, (state, case.batch), 1, "cpu")
+    assert all(each.seconds > 0 for each in times)
+    assert {"blocks.0", "blocks.1", "embed", "optimizer"} <= {each.layer for each in times}
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_measured_with_the_memory_that_it_holds():
+    config = bench.StepBenchConfig(
+        **SMALL, device="cuda", parts=("compiled-gradient", "compiled-step"),
+        compile=CompileConfig(cudagraph="full"), variants=("batch", "donated"),
+    )  # fmt: skip
+    rows = [row for row in bench.bench_step(config) if row.trace_s is not None]
+    assert len(rows) == 3
+    for row in rows:
+        assert row.peak_bytes >= row.predicted_bytes * 0.9
