@@ -15,6 +15,15 @@ from funcrl.graph.phases import descendants, find_layers, find_seeds, late_nodes
 POLICIES = ("none", "full", "selective", "budget", "function")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """With several threads oneDNN's bfloat16 products take scratch for each (28 kB at two here)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def flats() -> dict[str, Flat]:
     sgd = funcrl.optim.sgd(0.1)
