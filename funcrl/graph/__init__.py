@@ -5,6 +5,7 @@ from funcrl.graph.donation import donate
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
 from funcrl.graph.liveness import live_bytes, predict_peak
+from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import recomputed_cost, remat
 from funcrl.graph.tracing import trace
 
@@ -17,6 +18,7 @@ __all__ = [
     "predict_peak",
     "recomputed_cost",
     "remat",
+    "split_repeated",
     "step_graph",
     "trace",
 ]

@@ -17,6 +17,7 @@ from funcrl.graph.capture import Program, capture
 from funcrl.graph.cleaning import arguments, copied, writes
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
 from funcrl.graph.tracing import trace
 from funcrl.types import Metrics, Rows, Step, TrainState
@@ -34,12 +35,12 @@ def compile_step(
 ) -> Step:
     """Return the same step as one compiled program: same arguments, same numbers.
 
-        trace -> fuse_per_sample -> remat -> torch.compile -> CUDA graph
+        trace -> fuse_per_sample -> remat -> split_repeated -> torch.compile -> CUDA graph
 
-    A program is of one shape. The first is traced here and compiled at its first call; another
-    shape of batch is compiled when it comes, with a warning that says what changed, and counted in
-    the metric `num_recompilations`. After `config.max_shapes` of them further shapes run as
-    `step` does. So pad batches to few lengths.
+    A program is of one shape. The first is traced here and compiled at its first call, its
+    repeated layers once for all; another shape of batch is compiled when it comes, with a warning
+    that says what changed, and counted in the metric `num_recompilations`. After
+    `config.max_shapes` of them further shapes run as `step` does. So pad batches to few lengths.
 
     With `backend` "eager" or "aot_eager" and `fuse` "none" every bit is the step's. Compile
     `funcrl.donate(step)` to write the new state into the old one's memory, inside the program;
@@ -101,8 +102,7 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
         step: from `funcrl.grpo_step`, or `funcrl.donate` of it.
         state: a state of it; only shapes are read.
         batch: a batch; only shapes are read.
-        config: which passes; what comes after them (backend, CUDA graph) is not read, except that
-            inductor needs fences around what is computed again.
+        config: which passes; what comes after them (backend, CUDA graph) is not read.
 
     Example:
         >>> import torch, funcrl
@@ -119,10 +119,7 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
     graph = trace(step.update, state, batch)
     if config.fuse == "per_sample":
         graph = fuse_per_sample(graph)
-    graph = remat(graph, config.remat, config.remat_budget or None)
-    if config.remat != "none" and config.backend == "inductor":
-        graph = add_fences(graph)
-    return graph
+    return remat(graph, config.remat, config.remat_budget or None)
 
 
 def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
@@ -169,10 +166,18 @@ def _written(module: GraphModule) -> list[int]:
 def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
     if config.backend == "eager":
         return flat
-    compiled: Program = torch.compile(flat, backend=config.backend, dynamic=False, fullgraph=True)
+    pieces = split_repeated(flat)
+    if len(list(pieces.children())) == 1 and config.backend == "inductor":
+        # Layers that are compiled together: what one of them computes again would be merged away.
+        pieces = split_repeated(add_fences(flat))
+    for piece in pieces.children():
+        # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
+        piece.forward = torch.compile(
+            piece.forward, backend=config.backend, dynamic=False, fullgraph=True
+        )
     if config.cache_dir is None:
-        return compiled
-    return _cached(compiled, config.cache_dir / f"{_key(flat)}.bin")
+        return pieces
+    return _cached(pieces, config.cache_dir / f"{_key(flat)}.bin")
 
 
 def _key(flat: GraphModule) -> str:

@@ -63,18 +63,14 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     blocked = _blocked(graph, symbols, uses)
     moved = {*symbols, *uses}
     for use in uses.values():
-        if not _roots(use.of) & blocked:
-            source = min(_roots(use.of), key=lambda root: root.name)
+        if not recognise.roots_of(use.of) & blocked:
+            source = recognise.described_best(recognise.roots_of(use.of))
             use.node.replace_all_uses_with(use.write(Writer(graph, use.node, source)))
     graph.eliminate_dead_code()
     # As soon as it can be computed: the operands of each gradient are freed one after the other.
     hoist(graph, {node for node in graph.nodes if node in moved or node not in before})
     graph.lint()
     return GraphModule(module, graph)
-
-
-def _roots(symbol: Symbol) -> frozenset[Node]:
-    return symbol.of.roots if isinstance(symbol, Square) else symbol.roots
 
 
 def _blocked(
@@ -84,7 +80,7 @@ def _blocked(
     blocked: set[Node] = set()
     for node in graph.nodes:
         if node in symbols and not all(user in symbols or user in uses for user in node.users):
-            blocked |= _roots(symbols[node])
+            blocked |= recognise.roots_of(symbols[node])
     return blocked
 
 

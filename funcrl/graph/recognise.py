@@ -5,7 +5,7 @@ not fit gives nothing, and nothing is built on nothing: unknown operations end t
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -65,10 +65,23 @@ def symbols(graph: Graph) -> Symbols:
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         tensors = node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
         if rule is not None and tensors:
-            symbol = rule(node, found, Writer(graph, node, node))
+            roots = {root for read in node.all_input_nodes for root in roots_of(found.get(read))}
+            symbol = rule(node, found, Writer(graph, node, described_best(roots or {node})))
             if symbol is not None:
                 found[node] = symbol
     return found
+
+
+def roots_of(symbol: Symbol | None) -> frozenset[Node]:
+    """Return the products that a gradient begins with: they know its module."""
+    if symbol is None:
+        return frozenset()
+    return symbol.of.roots if isinstance(symbol, Square) else symbol.roots
+
+
+def described_best(nodes: Collection[Node]) -> Node:
+    """Return the node that knows its module, if one does; always the same one."""
+    return min(nodes, key=lambda node: (not node.meta.get("module"), node.name))
 
 
 def _bmm(node: Node, found: Symbols, write: Writer) -> Symbol | None:
