@@ -209,6 +209,8 @@ class TrainConfig:
     """Samples differentiated at a time: less memory, the same update; all when left out."""
     logprob_chunk: int = 1024
     """Tokens whose logits are alive at a time."""
+    attend: Literal["native", "flash"] = "native"
+    """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
     slots: int = 512
     """Samples drawn at a time by the sampler."""
     drop_zero_variance: bool = False
@@ -241,6 +243,11 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 checks.check_count("train", f"--{name}", getattr(self, name))
         checks.check_range("train", "--seed", self.seed, 0, 2**63 - 1)
+        checks.check_choice("train", "--attend", self.attend, ("native", "flash"))
+        if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
+            raise ValueError(
+                "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
+            )
         if self.num_generations < 2 and self.algorithm.name != "reinforce":
             raise ValueError(
                 f"train expects --num-generations of at least 2, so that a group can be compared, "

@@ -140,6 +140,7 @@ def _options(config: EvalConfig, task: Task | Environment | None) -> TrainConfig
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
+        attend="native",  # nothing is trained, and flash is not for every device and dtype
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def logprob_fn(
     *,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
+    attend: ops.AttendFn | None = None,
 ) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a module `model(tokens, positions) -> logits`.
 
@@ -61,6 +62,9 @@ def logprob_fn(
             is; all when left out. The model must take `head`, as `Transformer` does.
         dtype: to compute in: one cast of the parameters, and the gradient is that of the
             parameters as they are. Theirs when left out.
+        attend: who sees whom, such as `funcrl.ops.attend_flash`; the model must take it, as
+            `Transformer` does. The model's own when left out, and that of their segments for rows
+            of a `PackedBatch`, which are refused where it is given.
 
     Example:
         >>> import torch, funcrl
@@ -74,12 +78,19 @@ def logprob_fn(
     checks.check_positive("logprob_fn", "temperature", temperature)
     if chunk is not None:
         checks.check_count("logprob_fn", "chunk", chunk)
+    if attend is not None:
+        checks.check_callable("logprob_fn", "attend", attend, "a function of q, k and v")
     apply = functional(model)
 
     def model_fn(params: Params, sample: Any) -> TokenScores:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if attend is None else {"attend": attend}
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
+            if attend is not None:
+                raise ValueError(
+                    "logprob_fn expects no attend for the rows of a PackedBatch, whose samples do "
+                    f"not see each other, got {getattr(attend, '__name__', attend)}."
+                )
             options["attend"] = ops.attend_segments(segment_ids)
         if dtype is not None:
             params = tree.cast(params, dtype)

@@ -111,10 +111,10 @@ def estimate_memory(
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
     # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
     # squared and scaled), the projections before and after rotation, and the gated MLP; scores and
-    # weights of attention are a row of `length` a head.
+    # weights of attention are a row of `length` a head, and one number by the flash kernel.
     widened = 4 * c.width + heads + kv + (2 * heads if c.qk_norm else 0)  # float32 in any case
     block = 4 * c.width + 2 * heads + 3 * kv + (2 * heads if c.qk_norm else 0) + 4 * c.mlp_width
-    block += 3 * c.num_heads * length
+    block += 3 * c.num_heads * (length if config.attend == "native" else 1)
     block_bytes = block * compute + widened * _FLOAT
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     slots = min(config.slots, config.num_prompts * config.num_generations)

@@ -13,6 +13,7 @@ from funcrl.generators import VLLM, DecodeFn, Sampler
 from funcrl.logprobs import logprob_fn
 from funcrl.lora import Lora, lora
 from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.ops import AttendFn, attend_flash
 from funcrl.protocols import Environment, Generator, Task
 from funcrl.sources import find
 from funcrl.step import grpo_step
@@ -84,7 +85,10 @@ def build(
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
     sampling = replace(config.sampling, num_samples=config.num_generations)
     temperature = sampling.temperature or 1.0
-    model_fn = logprob_fn(model, temperature, chunk=config.logprob_chunk, dtype=dtype)
+    attend = _attend(function, config, model)
+    model_fn = logprob_fn(
+        model, temperature, chunk=config.logprob_chunk, dtype=dtype, attend=attend
+    )
     adapters = _adapters(config, model, weights, model_fn)
     model_fn = model_fn if adapters is None else adapters.model_fn
     algorithm = _algorithm(config)
@@ -262,6 +266,18 @@ def _generator(
     return VLLM(
         model, config=engine, dtype=dtype or torch.float32, decode=decode, trainer_bytes=beside
     )
+
+
+def _attend(function: str, config: TrainConfig, model: Transformer) -> AttendFn | None:
+    width = model.config.head_width
+    if config.attend == "native":
+        return None
+    if config.device == "cuda" and width % 8:
+        raise ValueError(
+            f"{function} expects --attend native for heads that are no multiple of 8 wide, on "
+            f"cuda, got flash for heads of {width}."
+        )
+    return attend_flash
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:

@@ -240,6 +240,7 @@ TABLE_OF_CALLS = {
     "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
     "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
+    "ops.attend_flash": (ops.attend_flash, (torch.randn(2, 3, 4),) * 3),
     "ops.attend_segments": (
         lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),

@@ -9,9 +9,11 @@ import torch
 
 from funcrl import checks, rng, tree
 from funcrl.algorithms import grpo
+from funcrl.bench.ordinary import attend_fused
 from funcrl.config_generation import CompileConfig
 from funcrl.logprobs import logprob_fn
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
+from funcrl.ops import AttendFn, attend_causal, attend_flash
 from funcrl.types import Batch, ModelFn, Params
 
 Part: TypeAlias = Literal["gradient", "update", "step", "compiled-gradient", "compiled-step"]
@@ -44,6 +46,8 @@ class StepBenchConfig:
     """Samples at a time in the chunked variants."""
     logprob_chunk: int | None = None
     """Tokens whose logits are alive at a time; all when left out."""
+    attend: Literal["native", "flash"] = "native"
+    """Attention: products and a softmax, or one kernel that keeps no scores, on both sides."""
     parts: tuple[Part, ...] = ("gradient", "update", "step")
     """What to measure. The compiled parts are of one graph: forward and backward, or a whole
     step."""
@@ -79,6 +83,10 @@ class StepBenchConfig:
                     f"bench step expects model or num_layers and width, got model {self.model}, "
                     f"num_layers {self.num_layers} and width {self.width}."
                 )
+        if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
+            raise ValueError(
+                "bench step expects dtype bfloat16 with attend flash on cuda, got float32."
+            )
         compiles = self.profile is not None or any("compiled" in part for part in self.parts)
         if not compiles and (self.compile != CompileConfig() or self.remats):
             raise ValueError(
@@ -99,6 +107,7 @@ class Case(NamedTuple):
     params: Params
     batch: Batch
     dtype: torch.dtype | None  # to compute in; the parameters' own when None
+    ordinary_attend: AttendFn  # of what funcrl is beside
 
 
 def depths(config: StepBenchConfig) -> tuple[int, ...]:
@@ -132,8 +141,15 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
     )
     if config.dtype != "float32" or config.param_dtype != "float32":
         words += f", {config.param_dtype} parameters, computed in {config.dtype}"
-    model_fn = logprob_fn(model, chunk=config.logprob_chunk, dtype=dtype)
-    return Case(config, words, model, model_fn, params, _batch(config, num_layers), dtype)
+    flash = config.attend == "flash"
+    if flash:
+        words += ", flash attention"
+    model_fn = logprob_fn(
+        model, chunk=config.logprob_chunk, dtype=dtype, attend=attend_flash if flash else None
+    )
+    batch = _batch(config, num_layers)
+    ordinary_attend = attend_fused if flash else attend_causal
+    return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
 
 
 def _batch(config: StepBenchConfig, seed: int) -> Batch:

@@ -23,18 +23,26 @@ def with_weights(model: Transformer, params: Params) -> Transformer:
     return module.requires_grad_()
 
 
+def attend_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by the kernel that torch chooses, flash where it can."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+
+
 def ordinary_loss(
     module: Transformer,
     batch: Batch,
     dtype: torch.dtype | None = None,
     chunk: int | None = None,
     checkpointed: bool = False,
+    attend: ops.AttendFn = ops.attend_causal,
 ) -> Tensor:
     """Return the loss on whole [B, T] tensors, its metrics computed and thrown away.
 
     With the arguments of `funcrl.logprob_fn`; `checkpointed` keeps of each block its input alone.
     """
-    hidden, weight = _hidden(module, batch, dtype, checkpointed)
+    hidden, weight = _hidden(module, batch, dtype, checkpointed, attend)
     targets = batch.tokens[:, 1:]
     if chunk is None:
         logits = (hidden @ weight.T)[:, :-1].float()
@@ -58,7 +66,11 @@ def ordinary_loss(
 
 
 def _hidden(
-    module: Transformer, batch: Batch, dtype: torch.dtype | None, checkpointed: bool
+    module: Transformer,
+    batch: Batch,
+    dtype: torch.dtype | None,
+    checkpointed: bool,
+    attend: ops.AttendFn,
 ) -> tuple[Tensor, Tensor]:
     """Return the last layer's output [B, T, D] and the output matrix [V, D]."""
     params = {
@@ -74,8 +86,8 @@ def _hidden(
         # The parameters are given, not held: the second forward pass must see the cast ones, too.
         run = partial(functional_call, block, own)
         if checkpointed:
-            x = checkpoint(run, (x, rotation, ops.attend_causal), use_reentrant=False)
+            x = checkpoint(run, (x, rotation, attend), use_reentrant=False)
         else:
-            x = run((x, rotation, ops.attend_causal))
+            x = run((x, rotation, attend))
     x = functional_call(module.norm, {"weight": params["norm.weight"]}, (x,))
     return x, params["embed.weight" if config.tied else "unembed.weight"]

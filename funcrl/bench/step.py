@@ -61,12 +61,7 @@ def _gradient_variants(case: Case) -> Variants:
     module = with_weights(case.model, case.params)
 
     def ordinary() -> list[Tensor]:
-        return list(
-            torch.autograd.grad(
-                ordinary_loss(module, case.batch, case.dtype, case.config.logprob_chunk),
-                list(module.parameters()),
-            )
-        )
+        return list(torch.autograd.grad(_loss(case, module), list(module.parameters())))
 
     def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
         return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
@@ -118,7 +113,8 @@ def _step_variants(case: Case) -> Variants:
 
 
 def _loss(case: Case, module: Transformer) -> Tensor:
-    return ordinary_loss(module, case.batch, case.dtype, case.config.logprob_chunk)
+    chunk, attend = case.config.logprob_chunk, case.ordinary_attend
+    return ordinary_loss(module, case.batch, case.dtype, chunk, attend=attend)
 
 
 _PARTS: dict[str, Callable[[Case], list[Row]]] = {

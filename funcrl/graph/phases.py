@@ -7,12 +7,22 @@ A trace that recorded it says so itself, as `funcrl.trace` does: `node.meta["pha
 import re
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+
+# Attention in one kernel, and how many products it does: torch counts some of them, and with as
+# many keys as queries alone in older versions.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu: 2,
+    aten._scaled_dot_product_flash_attention_backward: 5,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
+}
 
 
 def late_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -197,7 +207,7 @@ def _reached(source: fx.Node) -> set[fx.Node]:
 
 
 def has_flops(node: fx.Node) -> bool:
-    """Return whether a node is a product: an op whose work torch's flop counter counts.
+    """Return whether a node is a product: torch's flop counter counts its work, or it is attention.
 
     Args:
         node: of a flat graph.
@@ -209,7 +219,32 @@ def has_flops(node: fx.Node) -> bool:
         >>> [node.name for node in gm.graph.nodes if funcrl.graph.phases.has_flops(node)]
         ['mm']
     """
-    return getattr(node.target, "overloadpacket", node.target) in flop_registry
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return packet in flop_registry or packet in _ATTENTION
+
+
+def count_flops(node: fx.Node) -> int:
+    """Return the operations of a product, 0 for any other node; nothing is taken off for causality.
+
+    Args:
+        node: of a flat graph, with `node.meta["val"]`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x @ x).exp())(torch.zeros(3, 3))
+        >>> [funcrl.graph.phases.count_flops(node) for node in gm.graph.nodes]
+        [0, 54, 0, 0]
+    """
+    if not has_flops(node):
+        return 0
+    values: Any = fx.node.map_arg((node.args, node.kwargs, node), lambda read: read.meta["val"])
+    args, kwargs, result = values
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    if packet in _ATTENTION:
+        q, k = args[:2] if _ATTENTION[packet] == 2 else args[1:3]
+        return _ATTENTION[packet] * 2 * q.numel() * k.shape[-2]
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
 def _overloads_with_flops(nodes: list[fx.Node]) -> set[object]:

@@ -13,11 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 from funcrl import checks
 from funcrl.graph.liveness import Storages, find_storages, predict_peak
-from funcrl.graph.phases import find_layers, has_flops, late_nodes
+from funcrl.graph.phases import count_flops, find_layers, has_flops, late_nodes
 
 aten = torch.ops.aten
 
@@ -201,7 +200,7 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
             continue
         latest = ChainMap(second, first)
         for again in sorted(_needed(node, tagged, second), key=order.__getitem__):
-            if torch.Tag.nondeterministic_seeded in getattr(again.target, "tags", ()):
+            if _draws(again):
                 raise ValueError(
                     f"remat expects deterministic ops to compute again, got {again.name!r}, "
                     f"{again.target}, which would draw other numbers."
@@ -217,6 +216,18 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     rewritten = fx.GraphModule(step.gm, graph)
     rewritten.meta.update(step.gm.meta)
     return rewritten
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op draws numbers; attention without dropout draws none, whatever its tag says."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    target: Any = node.target
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return bool(given)
+    return True
 
 
 def _needed(node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node]) -> set[fx.Node]:
@@ -277,16 +288,10 @@ def _cost(node: fx.Node, storages: Storages) -> int:
     inherited = {storage for read in node.all_input_nodes for storage in storages.of[read]}
     if inherited.issuperset(storages.of[node]):
         return 0
-    args, kwargs, result = fx.node.map_arg(
-        (node.args, node.kwargs, node), lambda read: read.meta["val"]
-    )
     moved = sum(
         tensor.numel() * tensor.element_size()
-        for value in [*(read.meta["val"] for read in node.all_input_nodes), result]
+        for value in [read.meta["val"] for read in (*node.all_input_nodes, node)]
         for tensor in (value if isinstance(value, list | tuple) else [value])
         if isinstance(tensor, Tensor)
     )
-    if not has_flops(node):
-        return moved
-    count: Any = flop_registry[getattr(node.target, "overloadpacket", node.target)]
-    return moved + count(*args, **kwargs, out_val=result) // _FLOPS_A_BYTE
+    return moved + count_flops(node) // _FLOPS_A_BYTE

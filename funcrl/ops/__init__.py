@@ -12,6 +12,7 @@ from funcrl.ops.arithmetic import (
 )
 from funcrl.ops.attention import AttendFn, attend_causal, attend_hidden, attend_segments
 from funcrl.ops.chunked import linear_scores
+from funcrl.ops.flash import attend_flash
 from funcrl.ops.scores import entropy
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Ops",
     "Weights",
     "attend_causal",
+    "attend_flash",
     "attend_hidden",
     "attend_segments",
     "choose_ops",

@@ -1,0 +1,175 @@
+"""Causal attention by torch's flash kernels, which never hold [T, T] scores (arXiv:2205.14135)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl import checks
+
+aten = torch.ops.aten
+
+_FIRST = (
+    "attend_flash has a first derivative only, and a second one was asked for; "
+    "attend_causal has them all."
+)
+_HALF = (torch.bfloat16, torch.float16)
+# What the kernels of a device compute in.
+_DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
+
+
+def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return what `attend_causal` returns, up to rounding, in memory that grows with T, not T^2.
+
+    One kernel forward and one backward, for a whole batch under `vmap` too. It has a first
+    derivative only. A GPU adds up the gradient of `q` in no fixed order, so that its last bits
+    differ from run to run, unless `torch.use_deterministic_algorithms(True)`.
+
+    Args:
+        q: [..., H, T, C]; on a GPU bfloat16 or float16, and C a multiple of 8, at most 256.
+        k: [..., K, T, C].
+        v: [..., K, T, C].
+
+    Example:
+        >>> import torch, funcrl
+        >>> q, k, v = torch.zeros(2, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[1.0], [3.0]]])
+        >>> funcrl.ops.attend_flash(q, k, v).squeeze(-1)
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+    _check(q, k, v)
+    out: Tensor = _apply(_Attend, q, k, v)[0]
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    """The op; its other results are kept for the backward pass: the log-normalisers [..., H, T],
+    and on a GPU the two states of dropout, which is none, but which the kernel is handed."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if not q.numel():  # the kernels divide by the number of tokens
+            return torch.zeros_like(q), q.new_zeros(q.shape[:-1])
+        flat = [_flat(part) for part in (q, k, v)]
+        states: tuple[Tensor, ...] = ()
+        if q.device.type == "cpu":
+            out, normaliser = aten._scaled_dot_product_flash_attention_for_cpu(*flat, 0.0, True)
+        else:
+            results = aten._scaled_dot_product_flash_attention(*flat, 0.0, True)
+            out, normaliser, states = results[0], results[1], results[6:8]
+        return _shaped(out, q.shape), _shaped(normaliser, q.shape[:-1]), *states
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+        if grad_out is None:
+            return None, None, None
+        return _apply(_Gradients, grad_out, *ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
+        """The batch is one more leading axis of everything but the states of dropout."""
+        results = _apply(_Attend, *_lead(info.batch_size, in_dims, inputs))
+        return results, (0, 0, *[None] * (len(results) - 2))
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that a derivative of it is an error."""
+
+    @staticmethod
+    def forward(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normaliser: Tensor,
+        *states: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        if not q.numel():
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        flat = [_flat(part) for part in (grad_out, q, k, v, out)]
+        normaliser = _merged(normaliser, 3)
+        if q.device.type == "cpu":
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *flat, normaliser, 0.0, True
+            )
+        else:
+            # This kernel knows no strides of the normaliser; and the two that are left out would
+            # say where samples of different lengths start.
+            lengths = (None, None, q.shape[-2], q.shape[-2])
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                *flat, normaliser.contiguous(), *lengths, 0.0, True, *states
+            )
+        return tuple(_shaped(g, part.shape) for g, part in zip(grads, (q, k, v), strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: there is no backward pass."""
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(_FIRST)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
+        tensors = _lead(info.batch_size, in_dims[:6], inputs[:6])
+        return _apply(_Gradients, *tensors, *inputs[6:]), (0, 0, 0)
+
+
+def _apply(function: Any, *inputs: Any) -> Any:
+    return function.apply(*inputs)
+
+
+def _lead(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the tensors with the batch as their first axis."""
+    lead = []
+    for part, at in zip(tensors, in_dims, strict=True):
+        if at is None:
+            part = part.expand(size, *part.shape)
+        lead.append(part.movedim(at, 0) if at else part)
+    return lead
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return [..., H, T, C] as [B, H, T, C] with the numbers of one token side by side, as the
+    kernels read them; a copy only where no view is that."""
+    x = _merged(x, 4)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _merged(x: Tensor, ndim: int) -> Tensor:
+    if x.ndim < ndim:
+        return x[None]
+    return x if x.ndim == ndim else x.flatten(0, -ndim)
+
+
+def _shaped(x: Tensor, shape: torch.Size) -> Tensor:
+    return x if x.shape == shape else x.view(shape)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what the kernels would refuse, or misread, in words of the public function."""
+    for name, part in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor("attend_flash", name, part)
+    heads = [part.shape[-3] if part.ndim > 2 else 0 for part in (q, k)]
+    if 0 in heads or heads[0] % heads[1]:
+        raise ValueError(
+            f"attend_flash expects q [..., H, T, C] and k [..., K, T, C], where K divides H, got "
+            f"{list(q.shape)} and {list(k.shape)}."
+        )
+    expected = torch.Size((*q.shape[:-3], heads[1], *q.shape[-2:]))
+    for name, part in (("k", k), ("v", v)):
+        checks.check_shape("attend_flash", name, part, "q (with the heads of k)", expected)
+        checks.check_dtype("attend_flash", name, part, q.dtype)
+    device = q.device.type
+    if q.dtype not in _DTYPES.get(device, ()):
+        raise TypeError(
+            f"attend_flash expects bfloat16 or float16 on cuda, or any float on cpu, got {q.dtype} "
+            f"on {device}; attend_causal takes them all."
+        )
+    if device == "cuda" and (q.shape[-1] % 8 or q.shape[-1] > 256):
+        raise ValueError(
+            f"attend_flash expects on cuda a head width that is a multiple of 8 and at most 256, "
+            f"got {q.shape[-1]}; attend_causal takes all."
+        )
