@@ -99,11 +99,13 @@ def logprob_fn(
             return token_scores(logits, sample.tokens, temperature)
 
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return ops.linear_scores(hidden[:-1], weight, sample.tokens[1:], temperature, chunk)
+            # The last token predicts nothing, and is scored all the same: T rows, unlike T - 1,
+            # need no copy and suit a GPU's tiles.
+            return ops.linear_scores(hidden, weight, sample.tokens.roll(-1), temperature, chunk)
 
         logprobs, entropy = apply(params, sample.tokens, sample.positions, head=scores, **options)
         start = logprobs.new_zeros(1)
-        return TokenScores(torch.cat([start, logprobs]), torch.cat([start, entropy]))
+        return TokenScores(torch.cat([start, logprobs[:-1]]), torch.cat([start, entropy[:-1]]))
 
     return model_fn
 

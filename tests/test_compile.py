@@ -247,6 +247,7 @@ def test_what_vllm_cannot_do_is_refused_by_its_option(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # Inductor's own choice
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_cuda_graph_replays_the_step(backend, donated):

@@ -217,16 +217,23 @@ def test_no_further_from_the_truth_than_attend_causal(dtype):
 
 
 def check_errors(args, transform):
-    """No more than twice the error of `attend_causal`, and an ulp where that is all but exact."""
+    """No more than twice the error of `attend_causal`, and an ulp where that is all but exact.
+
+    A single token's gradients of q and k are 0, as the difference of two equal sums of v times the
+    incoming gradient: in float32 they differ by an ulp.
+    """
 
     def results(attend, args):
         return vmap(attend)(*args[:3]), *transform(attend)(*args)
+
+    q, k, v, incoming = (part.double().norm() for part in args)
+    ulp = torch.finfo(torch.float32).eps * v * incoming * max(q, k)
 
     truth = results(attend_causal, [part.double() for part in args])
     pairs = zip(results(attend_flash, args), results(attend_causal, args), truth, strict=True)
     for mine, theirs, exact in pairs:
         error, own = ((part.double() - exact).norm() for part in (mine, theirs))
-        assert error <= 2 * own + torch.finfo(mine.dtype).eps * exact.norm()
+        assert error <= 2 * own + torch.finfo(mine.dtype).eps * exact.norm() + ulp
 
 
 def test_bad_input_is_refused():

@@ -145,7 +145,9 @@ def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
     chunk = case.config.logprob_chunk
 
     def ordinary() -> list[Tensor]:
-        loss = ordinary_loss(module, case.batch, case.dtype, chunk, checkpointed)
+        loss = ordinary_loss(
+            module, case.batch, case.dtype, chunk, checkpointed, case.ordinary_attend
+        )
         return list(torch.autograd.grad(loss, leaves))
 
     name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"

@@ -17,6 +17,7 @@ from funcrl.graph.capture import Program, capture
 from funcrl.graph.cleaning import arguments, copied, writes
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.lowering import select_for_scatter
 from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
 from funcrl.graph.tracing import trace
@@ -166,8 +167,10 @@ def _written(module: GraphModule) -> list[int]:
 def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
     if config.backend == "eager":
         return flat
+    if config.backend == "inductor":
+        flat = select_for_scatter(flat)
     pieces = split_repeated(flat)
-    if len(list(pieces.children())) == 1 and config.backend == "inductor":
+    if config.backend == "inductor" and len(list(pieces.children())) == 1:
         # Layers that are compiled together: what one of them computes again would be merged away.
         pieces = split_repeated(add_fences(flat))
     for piece in pieces.children():

@@ -247,5 +247,28 @@ def count_flops(node: fx.Node) -> int:
     return int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
+def draws(node: fx.Node) -> bool:
+    """Return whether an op draws numbers; attention without dropout draws none, despite its tag.
+
+    Args:
+        node: of a flat graph.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: torch.rand_like(x) + 1)(torch.zeros(3))
+        >>> [node.name for node in gm.graph.nodes if funcrl.graph.phases.draws(node)]
+        ['rand_like']
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    target: Any = node.target
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return bool(given)
+    return True
+
+
 def _overloads_with_flops(nodes: list[fx.Node]) -> set[object]:
     return {node.target for node in nodes if has_flops(node)}

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from funcrl.graph.cleaning import writes
 from funcrl.graph.labels import Label, behind, find_labels, is_free
+from funcrl.graph.phases import draws
 
 
 class _Piece(NamedTuple):
@@ -51,7 +51,7 @@ def split_repeated(module: GraphModule) -> GraphModule:
         True
     """
     labels = find_labels(module.graph)
-    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in labels):
+    if any(draws(node) for node in labels):
         labels = dict.fromkeys(labels, Label(0, "all", ""))
     runs = _merged(module.graph, _runs(module.graph, labels))
     return _assembled(module, _pieces(module.graph, runs))
@@ -95,7 +95,7 @@ def _runs(graph: fx.Graph, labels: Mapping[Node, Label]) -> list[list[Node]]:
 def _in_turn(
     graph: fx.Graph, waits: Mapping[Node, set[Node]], followers: Mapping[Node, list[Node]]
 ) -> list[Node]:
-    """Return the nodes in order, what waits for nothing (such as a cast) before its first reader."""
+    """Return the nodes in order, those that wait for nothing, as a cast, before a first reader."""
     place = {node: number for number, node in enumerate(graph.nodes)}
 
     def turn(node: Node) -> tuple[int, int]:

@@ -9,14 +9,14 @@ from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Collection
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, fx
 
 from funcrl import checks
 from funcrl.graph.liveness import Storages, find_storages, predict_peak
-from funcrl.graph.phases import count_flops, find_layers, has_flops, late_nodes
+from funcrl.graph.phases import count_flops, draws, find_layers, has_flops, late_nodes
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
             continue
         latest = ChainMap(second, first)
         for again in sorted(_needed(node, tagged, second), key=order.__getitem__):
-            if _draws(again):
+            if draws(again):
                 raise ValueError(
                     f"remat expects deterministic ops to compute again, got {again.name!r}, "
                     f"{again.target}, which would draw other numbers."
@@ -216,18 +216,6 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     rewritten = fx.GraphModule(step.gm, graph)
     rewritten.meta.update(step.gm.meta)
     return rewritten
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an op draws numbers; attention without dropout draws none, whatever its tag says."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    target: Any = node.target
-    for place, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[place] if place < len(node.args) else argument.default_value
-            return bool(given)
-    return True
 
 
 def _needed(node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node]) -> set[fx.Node]:

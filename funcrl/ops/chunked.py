@@ -64,7 +64,10 @@ class _LinearScores(torch.autograd.Function):
             chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
             logprobs = logits - normaliser[:, None]
             del logits
-            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+            probabilities = logprobs.exp()
+            # Of a log-probability of -inf nothing is left: 0 times the least number.
+            terms = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min).mul_(probabilities)
+            entropy = terms.sum(dim=-1).neg()
             columns.append((chosen - normaliser, entropy, normaliser))
         if not columns:
             empty = _logits(hidden, weight, temperature).sum(dim=-1)

@@ -1,0 +1,50 @@
+"""Operations in the words that Inductor fuses."""
+
+import torch
+from torch.fx import GraphModule, Node
+
+from funcrl.graph.cleaning import arguments, copied
+from funcrl.graph.outer import Writer, shape_of
+
+aten = torch.ops.aten
+
+
+def select_for_scatter(module: GraphModule) -> GraphModule:
+    """Return the graph with each addition to one place a row as a choice between two numbers.
+
+        x.scatter_add(-1, index[..., :1], source)  ->  where(arange(V) == index, x + source, x)
+
+    The first is a kernel of its own that reads and writes all of x, logits for instance; the second
+    is computed with what comes before and after it. The values are the same.
+
+    Args:
+        module: a flat graph from `funcrl.trace`; it is not changed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.lowering import select_for_scatter
+        >>> fn = lambda x, index: x.scatter_add(-1, index, torch.ones_like(index, dtype=x.dtype))
+        >>> args = torch.zeros(2, 3), torch.tensor([[2], [0]])
+        >>> select_for_scatter(funcrl.trace(fn, *args))(*args)
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    graph = copied(module.graph)
+    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
+        if _is_one_a_row(node):
+            x, _, index, source = arguments(node)
+            write = Writer(graph, node, node)
+            places = write(aten.arange.default, shape_of(x).shape[-1], device=shape_of(x).device)
+            chosen = write(aten.eq.Tensor, places, index)
+            added = write(aten.add.Tensor, x, source)
+            node.replace_all_uses_with(write(aten.where.self, chosen, added, x))
+            graph.erase_node(node)
+    graph.lint()
+    return GraphModule(module, graph)
+
+
+def _is_one_a_row(node: Node) -> bool:
+    x, axis, index, source = arguments(node)
+    rows = (*shape_of(x).shape[:-1], 1)
+    last = axis in (-1, shape_of(x).ndim - 1)
+    return last and shape_of(index).shape == shape_of(source).shape == rows
