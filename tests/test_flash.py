@@ -261,9 +261,11 @@ def both(q, k, v, grad_out):
     return kept[0], flash._apply(flash._Gradients, grad_out, q, k, v, *kept)
 
 
+@pytest.mark.parametrize("kind", ["flash", "cudnn"])
 @pytest.mark.parametrize("lead", [(B,), (2, B)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_gpu_s_kernels_are_called_as_their_schemas_say(lead, kv_heads):
+def test_the_gpu_s_kernels_are_called_as_their_schemas_say(monkeypatch, lead, kv_heads, kind):
+    monkeypatch.setattr(flash, "_takes_cudnn", lambda q: kind == "cudnn")
     with FakeTensorMode():
         q, k = (
             torch.empty(*lead, heads, 7, C, device="cuda", dtype=torch.bfloat16)
@@ -274,10 +276,9 @@ def test_the_gpu_s_kernels_are_called_as_their_schemas_say(lead, kv_heads):
     assert out.shape == q.shape
     assert [part.shape for part in results] == [q.shape, k.shape, k.shape]
     targets = [node.target for node in gm.graph.nodes]
-    kernels = [
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-    ]
+    forward = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
+    backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
+    kernels = [forward, backward]
     assert all(targets.count(kernel) == 1 for kernel in kernels)
     assert funcrl.graph.predict_peak(gm) > 0  # results that are None or a number have no bytes
     nodes = [node for node in gm.graph.nodes if node.target in kernels]

@@ -20,7 +20,9 @@ aten = torch.ops.aten
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention: 2,
     aten._scaled_dot_product_flash_attention_for_cpu: 2,
+    aten._scaled_dot_product_cudnn_attention: 2,
     aten._scaled_dot_product_flash_attention_backward: 5,
+    aten._scaled_dot_product_cudnn_attention_backward: 5,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
 }
 

@@ -1,4 +1,8 @@
-"""Causal attention by torch's flash kernels, which never hold [T, T] scores (arXiv:2205.14135)."""
+"""Causal attention by kernels that never hold [T, T] scores (arXiv:2205.14135).
+
+On a CPU and on most GPUs they are torch's own; on a GPU from Hopper on they are cuDNN's, which took
+two thirds of the time on an H200 (docs/benchmarks.md).
+"""
 
 from typing import Any
 
@@ -22,7 +26,7 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return what `attend_causal` returns, up to rounding, in memory that grows with T, not T^2.
 
     One kernel forward and one backward, for a whole batch under `vmap` too. It has a first
-    derivative only. A GPU adds up the gradient of `q` in no fixed order, so that its last bits
+    derivative only. A GPU may add up the gradient of `q` in no fixed order, so that its last bits
     differ from run to run, unless `torch.use_deterministic_algorithms(True)`.
 
     Args:
@@ -54,6 +58,9 @@ class _Attend(torch.autograd.Function):
         states: tuple[Tensor, ...] = ()
         if q.device.type == "cpu":
             out, normaliser = aten._scaled_dot_product_flash_attention_for_cpu(*flat, 0.0, True)
+        elif _takes_cudnn(q):
+            results = aten._scaled_dot_product_cudnn_attention(*flat, None, True, 0.0, True, False)
+            out, normaliser, states = results[0], results[1], results[6:8]
         else:
             results = aten._scaled_dot_product_flash_attention(*flat, 0.0, True)
             out, normaliser, states = results[0], results[1], results[6:8]
@@ -90,14 +97,18 @@ class _Gradients(torch.autograd.Function):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         flat = [_flat(part) for part in (grad_out, q, k, v, out)]
         normaliser = _merged(normaliser, 3)
+        # Where samples of different lengths would start, and how long the longest is.
+        lengths = (None, None, q.shape[-2], q.shape[-2])
         if q.device.type == "cpu":
             grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *flat, normaliser, 0.0, True
             )
-        else:
-            # This kernel knows no strides of the normaliser; and the two that are left out would
-            # say where samples of different lengths start.
-            lengths = (None, None, q.shape[-2], q.shape[-2])
+        elif _takes_cudnn(q):
+            normaliser = normaliser.contiguous().unsqueeze(-1)
+            grads = aten._scaled_dot_product_cudnn_attention_backward(
+                *flat, normaliser, *states, None, *lengths, 0.0, True
+            )
+        else:  # this kernel knows no strides of the normaliser either
             grads = aten._scaled_dot_product_flash_attention_backward(
                 *flat, normaliser.contiguous(), *lengths, 0.0, True, *states
             )
@@ -115,6 +126,17 @@ class _Gradients(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
         tensors = _lead(info.batch_size, in_dims[:6], inputs[:6])
         return _apply(_Gradients, *tensors, *inputs[6:]), (0, 0, 0)
+
+
+def _takes_cudnn(q: Tensor) -> bool:
+    """Whether cuDNN's kernel is there and takes this shape, in any order of its sums."""
+    return (
+        torch.backends.cudnn.is_available()
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and q.shape[-2] >= 2
+        and q.shape[-1] <= 128
+        and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def _apply(function: Any, *inputs: Any) -> Any:
