@@ -389,6 +389,7 @@ TABLE_OF_CALLS = {
     "trace": (traced(lambda graph: graph), (PARAMS, BATCH)),
     "fuse_per_sample": (traced(funcrl.fuse_per_sample), (PARAMS, BATCH)),
     "compile_step": stepped(lambda *args: funcrl.compile_step(*args)),
+    "graph.split_repeated": (traced(graph.split_repeated), (PARAMS, BATCH)),
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),

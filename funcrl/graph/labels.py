@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from funcrl.graph.cleaning import VIEWS
+from funcrl.graph.cleaning import VIEWS, writes
 from funcrl.graph.phases import find_seeds, has_flops
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")  # a path up to its first number: blocks.3
@@ -123,7 +123,29 @@ def is_free(node: Node) -> bool:
     """
     if node.target is operator.getitem:
         return is_free(node.all_input_nodes[0])
-    return node.target in VIEWS or (_widens(node) and not any(u.op == "output" for u in node.users))
+    return _is_view(node) or (_widens(node) and _can_wait(node))
+
+
+def _is_view(node: Node) -> bool:
+    return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
+
+
+def _can_wait(node: Node) -> bool:
+    """Whether a cast has the same value wherever it is read, none of which is by the caller.
+
+    What it is a cast of may be written into before it is read.
+    """
+    readers = _readers(node)
+    written = [user for user in _readers(behind(node.all_input_nodes[0])) if writes(user)]
+    return not any(r.op == "output" or any(write < r for write in written) for r in readers)
+
+
+def _readers(node: Node) -> list[Node]:
+    """Return the nodes that read a node or a view of it."""
+    readers: list[Node] = []
+    for user in node.users:
+        readers += _readers(user) if _is_view(user) else [user]
+    return readers
 
 
 def _widens(node: Node) -> bool:

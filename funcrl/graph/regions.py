@@ -51,9 +51,10 @@ def split_repeated(module: GraphModule) -> GraphModule:
         True
     """
     labels = find_labels(module.graph)
-    if any(draws(node) for node in labels):
-        labels = dict.fromkeys(labels, Label(0, "all", ""))
-    runs = _merged(module.graph, _runs(module.graph, labels))
+    runs = [list(labels)] if labels else []
+    if not any(draws(node) for node in labels):
+        merged = _merged(module.graph, _runs(module.graph, labels))
+        runs = merged if len(merged) > 1 else runs  # one piece keeps the order that it had
     return _assembled(module, _pieces(module.graph, runs))
 
 
@@ -106,15 +107,21 @@ def _in_turn(
 
 
 def _waits(labels: Mapping[Node, Label]) -> dict[Node, set[Node]]:
-    """Return what each node waits for: what it reads, and, to write, those that read before."""
+    """Return what each node waits for: what it reads, and, to write, those that read before.
+
+    What is read through a view after it was written into waits for the writing.
+    """
     readers: dict[Node, list[Node]] = {}
+    written: dict[Node, Node] = {}
     waits: dict[Node, set[Node]] = {}
     for node in labels:
         reads = [behind(read) for read in node.all_input_nodes]
         waits[node] = {read for read in reads if read in labels}
+        waits[node].update(written[read] for read in reads if read in written)
         if writes(node):
             target = behind(node.all_input_nodes[0])
             waits[node].update(readers.get(target, ()))
+            written[target] = node
         for read in reads:
             readers.setdefault(read, []).append(node)
     return waits
@@ -210,16 +217,18 @@ def _assembled(module: GraphModule, pieces: list[_Piece]) -> GraphModule:
     graph = fx.Graph()
     graph.set_codegen(module.graph._codegen)
     made: dict[Node, Node] = {}
+    owned: dict[str, Any] = {}  # by the graph: constants and pieces
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             made[node] = graph.node_copy(node, made.__getitem__)
-    root = GraphModule(module, fx.Graph())
+        if node.op == "get_attr":
+            owned[str(node.target)] = operator.attrgetter(str(node.target))(module)
     names: dict[str, str] = {}
     for piece in pieces:
         form = _form(piece)
         if form not in names:
             names[form] = f"piece_{len(names)}"
-            root.add_submodule(names[form], _submodule(module, piece))
+            owned[names[form]] = _submodule(module, piece)
         call = graph.call_module(names[form], tuple(made[node] for node in piece.inputs))
         for index, node in enumerate(piece.outputs):
             made[node] = graph.call_function(operator.getitem, (call, index))
@@ -230,9 +239,7 @@ def _assembled(module: GraphModule, pieces: list[_Piece]) -> GraphModule:
     for node in output.all_input_nodes:
         _copy_free(graph, node, made)
     graph.output(map_arg(output.args[0], made.__getitem__))
-    graph.lint()
-    root.graph = graph
-    return root
+    return GraphModule(owned, graph)
 
 
 def _copy_free(graph: fx.Graph, node: Node, made: dict[Node, Node]) -> None:

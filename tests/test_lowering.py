@@ -1,0 +1,120 @@
+"""Operations in Inductor's words: the same bits, and others left alone."""
+
+from collections import Counter
+
+import pytest
+import torch
+from cases import equal
+
+import funcrl
+from funcrl.graph.lowering import select_for_scatter
+
+aten = torch.ops.aten
+B, T, D, V = 3, 7, 5, 11
+
+
+def targets(graph) -> Counter:
+    return Counter(node.target for node in graph.graph.nodes if node.op == "call_function")
+
+
+def lowered(fn, *args):
+    """The graph and the rewritten one, which leaves the first as it was and has its bits."""
+    graph = funcrl.trace(fn, *args)
+    before = str(graph.graph)
+    again = select_for_scatter(graph)
+    assert str(graph.graph) == before
+    with torch.no_grad():
+        assert equal(again(*args), graph(*args))
+    return graph, again
+
+
+def head_gradient(chunk):
+    def loss(weight, hidden, targets):
+        logprobs, entropy = funcrl.ops.linear_scores(hidden, weight, targets, 0.7, chunk)
+        return (logprobs.sin() + 0.5 * entropy).sum()
+
+    return torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [3, T])
+def test_the_chunked_heads_gradient_has_the_same_bits(chunk, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, D, generator=generator).to(dtype)
+    hidden = torch.randn(B, T, D, generator=generator).to(dtype)
+    tokens = torch.randint(0, V, (B, T), generator=generator)
+    graph, again = lowered(head_gradient(chunk), weight, hidden, tokens)
+    count = targets(graph)[aten.scatter_add.default]
+    assert count >= -(-T // chunk)
+    assert targets(again)[aten.scatter_add.default] == 0
+    assert (targets(again) - targets(graph))[aten.where.self] == count
+
+
+def added(axis, index, source=None):
+    source = (
+        torch.arange(1.0, index.numel() + 1).view(index.shape) / 3 if source is None else source
+    )
+    return lambda x: x.scatter_add(axis, index, source)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_one_place_a_row_is_a_choice(axis):
+    """By hand: 1/3 into place 2 of the first row, 2/3 into place 0 of the second."""
+    index = torch.tensor([[2], [0]])
+    _, again = lowered(added(axis, index), torch.zeros(2, 3))
+    assert targets(again)[aten.scatter_add.default] == 0
+    third = torch.tensor(1.0) / 3
+    zero = torch.zeros(())
+    wanted = torch.stack([torch.stack([zero, zero, third]), torch.stack([2 * third, zero, zero])])
+    assert torch.equal(again(torch.zeros(2, 3)), wanted)
+    # What is not written keeps its bits, the sign of zero, infinities and NaN among them.
+    x = torch.tensor([[-0.0, float("inf"), 1.0], [1.0, -0.0, float("nan")]])
+    assert again(x).signbit().tolist() == [[True, False, False], [False, True, False]]
+    assert torch.equal(again(x)[:, 1], x[:, 1])
+    assert again(x)[1, 2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "index"),
+    [
+        ((2, 3), -1, [[2, 2], [0, 1]]),  # several places a row, one of them twice
+        ((2, 3), 0, [[1, 0, 1]]),  # along another axis
+        ((1, 3), 0, [[0]]),  # another axis, though the shape is that of one a row
+        ((3, 3), -1, [[1], [2]]),  # not every row
+    ],
+)
+def test_other_additions_are_left_alone(shape, axis, index):
+    graph, again = lowered(added(axis, torch.tensor(index)), torch.ones(shape))
+    assert targets(again) == targets(graph)
+
+
+def test_a_larger_source_is_left_alone():
+    """torch reads the part of it that the index covers."""
+    source = torch.arange(6.0).view(2, 3)
+    graph, again = lowered(added(-1, torch.tensor([[2], [0]]), source), torch.ones(2, 3))
+    assert targets(again) == targets(graph)
+
+
+def test_a_single_row_without_other_axes_and_a_graph_without_scatters():
+    _, again = lowered(added(0, torch.tensor([1])), torch.ones(4))
+    assert targets(again)[aten.scatter_add.default] == 0
+    graph, again = lowered(torch.sin, torch.ones(4))
+    assert str(graph.graph) == str(again.graph)
+
+
+def test_what_is_written_knows_where_it_comes_from():
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=V))
+    model_fn = funcrl.logprob_fn(model, chunk=2)
+    sample = funcrl.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
+    params = funcrl.init_params(model, seed=0)
+    graph = funcrl.trace(
+        torch.func.grad(lambda params, sample: model_fn(params, sample).logprobs.sum()),
+        params, sample,
+    )  # fmt: skip
+    again = select_for_scatter(graph)
+    chosen = again.graph.find_nodes(op="call_function", target=aten.where.self)
+    replaced = graph.graph.find_nodes(op="call_function", target=aten.scatter_add.default)
+    assert chosen
+    assert replaced
+    wanted = {node.meta["phase"] for node in replaced}
+    assert {node.meta["phase"] for node in chosen} >= wanted
