@@ -80,7 +80,7 @@ def make(num_layers=3, length=7, dtype=torch.float64, **options):
 
 
 @lru_cache
-def made(name, num_layers=3):
+def made(name, num_layers=2):
     return make(num_layers, **CASES[name])
 
 
@@ -144,7 +144,7 @@ def test_layers_are_one_piece_whatever_their_number(name):
     """Once, or once a layer (and a micro-batch), of which the first and the last are no other."""
     turns = {"two turns": 2}.get(name, 1)
     seen = []
-    for num_layers in (3, 6):
+    for num_layers in (2, 4):
         graph = made(name, num_layers)[-1]
         pieces = split_repeated(graph)
         counts = calls(pieces)
@@ -190,13 +190,13 @@ def test_a_chunked_head_for_inductor_leaves_the_layers_alike():
 def test_micro_batches_come_one_after_the_other():
     """All of a turn's layers forward, then all backward, before the next turn begins."""
     pieces = split_repeated(made("three turns")[-1])
-    often = {key for key, count in calls(pieces).items() if count == 9}
+    often = {key for key, count in calls(pieces).items() if count == 6}
     ops = torch.ops.aten.silu.default, torch.ops.aten._softmax_backward_data.default
     forward, backward = ({key for key in often if op in targets(pieces, key)} for op in ops)
     assert (len(forward), len(backward)) == (1, 1)
     order = [node.target for node in pieces.graph.nodes if node.op == "call_module"]
     order = "".join("F" if t in forward else "B" if t in backward else "" for t in order)
-    assert order == "FFFBBB" * 3
+    assert order == "FFBB" * 3
 
 
 def dying_bytes(pieces, args):
@@ -220,9 +220,7 @@ def dying_bytes(pieces, args):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["batch", "all at once", "full", "three turns", "chunked bfloat16"]
-)
+@pytest.mark.parametrize("name", ["batch", "all at once", "three turns"])
 def test_memory_grows_by_what_one_piece_is_given(name):
     """A caller holds what it passes until the call returns: for one layer's backward pass all that
     its forward pass kept, of which a flat graph frees some while it runs. With three layers that
@@ -409,7 +407,7 @@ def test_constants_are_given_to_pieces_by_reference():
 
 @pytest.mark.parametrize("name", ["all at once", "lora"])
 def test_autograds_compiler_keeps_every_bit(name):
-    step, state, batch, graph = made(name)
+    step, state, batch, graph = made(name, 3)
     config = CompileConfig(backend="aot_eager")
     fast = funcrl.compile_step(step, state, batch, config, graph)
     expected, _ = run(graph, state, batch)
