@@ -129,8 +129,11 @@ class _Gradients(torch.autograd.Function):
         grad_hidden = []
         grad_weight: Tensor | None = None
         for rows in _chunks(hidden.shape[0], chunk):
+            # A slice of each of many samples is no matrix: without a copy they are multiplied one
+            # by one, which reads all of the weight for each.
+            inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
             # d logprob = onehot - p and d entropy = -p (log p + H).
-            logprobs = _logits(hidden[rows], weight, temperature) - normaliser[rows, None]
+            logprobs = _logits(inputs, weight, temperature) - normaliser[rows, None]
             probabilities = logprobs.exp()
             # A log-probability of -inf is a p of 0, and all of its gradient is 0.
             surprise = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
@@ -149,7 +152,7 @@ class _Gradients(torch.autograd.Function):
                 grad_weight = gradient.new_zeros(weight.shape)
                 parts = grad_weight.split(_VOCABULARY)  # no second [V, D] for the product
             for part, columns in zip(parts, outer.split(_VOCABULARY, dim=-1), strict=True):
-                part += (columns.mT @ hidden[rows]).to(gradient.dtype)
+                part += (columns.mT @ inputs).to(gradient.dtype)
         if grad_weight is None:
             return (torch.cat(grad_hidden),)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
