@@ -73,14 +73,29 @@ def symbols(graph: Graph) -> Symbols:
 
 
 def roots_of(symbol: Symbol | None) -> frozenset[Node]:
-    """Return the products that a gradient begins with: they know its module."""
+    """Return the products that a gradient begins with: they know its module.
+
+    Example:
+        >>> from funcrl.graph.recognise import roots_of
+        >>> roots_of(None)
+        frozenset()
+    """
     if symbol is None:
         return frozenset()
     return symbol.of.roots if isinstance(symbol, Square) else symbol.roots
 
 
 def described_best(nodes: Collection[Node]) -> Node:
-    """Return the node that knows its module, if one does; always the same one."""
+    """Return the node that knows its module, if one does; always the same one.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.recognise import described_best
+        >>> nodes = list(funcrl.trace(lambda x: x.exp().sin(), torch.ones(1)).graph.nodes)[1:3]
+        >>> nodes[1].meta["module"] = "blocks.0"
+        >>> described_best(nodes)
+        sin
+    """
     return min(nodes, key=lambda node: (not node.meta.get("module"), node.name))
 
 
