@@ -17,6 +17,7 @@ from funcrl.graph.capture import Program, capture
 from funcrl.graph.cleaning import arguments, copied, writes
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
+from funcrl.graph.labels import is_gathering
 from funcrl.graph.lowering import select_for_scatter
 from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
@@ -174,6 +175,9 @@ def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
         # Layers that are compiled together: what one of them computes again would be merged away.
         pieces = split_repeated(add_fences(flat))
     for piece in pieces.children():
+        assert isinstance(piece, GraphModule)
+        if any(is_gathering(node) for node in piece.graph.nodes):
+            continue
         # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
         piece.forward = torch.compile(
             piece.forward, backend=config.backend, dynamic=False, fullgraph=True

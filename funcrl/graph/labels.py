@@ -12,6 +12,16 @@ from torch.fx import Node
 from funcrl.graph.cleaning import VIEWS, writes
 from funcrl.graph.phases import find_seeds, has_flops
 
+GATHERED = "gathered"  # the phase of a list of many numbers, such as the norms of all leaves
+_MANY = 8
+_CONSTANTS = {
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start_step,
+}
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")  # a path up to its first number: blocks.3
 
 
@@ -44,7 +54,9 @@ def find_labels(graph: fx.Graph) -> dict[Node, Label]:
             phase = "backward"
         if node.op != "call_function" or is_free(node):
             continue
-        if node.target is operator.getitem:  # one of an operation's results
+        if is_gathering(node):
+            labels[node] = Label(turn, GATHERED, "")
+        elif node.target is operator.getitem:  # one of an operation's results
             labels[node] = labels[node.all_input_nodes[0]]
         elif phase == "backward" and node.meta.get("phase") != "backward":
             labels[node] = _label_by_inputs(node, turn, labels)
@@ -109,8 +121,26 @@ def _path_layer(node: Node) -> str:
     return found[1] if found else ""
 
 
+def is_gathering(node: Node) -> bool:
+    """Whether a node puts many single numbers, or one a sample, into a list.
+
+    A compiler makes a kernel for each of them; torch's own operation needs one for a hundred.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.labels import is_gathering
+        >>> numbers = [torch.tensor(1.0) for _ in range(10)]
+        >>> graph = funcrl.trace(lambda numbers: torch.stack(numbers).sum(), numbers).graph
+        >>> [node.name for node in graph.nodes if is_gathering(node)]
+        ['stack']
+    """
+    if node.target is not torch.ops.aten.stack.default or len(node.all_input_nodes) <= _MANY:
+        return False
+    return all(read.meta["val"].ndim <= 1 for read in node.all_input_nodes)
+
+
 def is_free(node: Node) -> bool:
-    """Whether a node is made where it is read: a view, or a cast that only takes more room.
+    """Whether a node is made where it is read: a view, a constant, or a cast to a wider dtype.
 
     The whole of a split is not read, its parts are. What is handed to the caller is made once.
 
@@ -123,11 +153,16 @@ def is_free(node: Node) -> bool:
     """
     if node.target is operator.getitem:
         return is_free(node.all_input_nodes[0])
-    return _is_view(node) or (_widens(node) and _can_wait(node))
+    return _is_view(node) or _is_constant(node) or (_widens(node) and _can_wait(node))
 
 
 def _is_view(node: Node) -> bool:
     return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether a node fills a tensor without reading any, and nothing writes into it."""
+    return node.target in _CONSTANTS and not any(writes(reader) for reader in _readers(node))
 
 
 def _can_wait(node: Node) -> bool:
@@ -167,6 +202,6 @@ def behind(node: Node) -> Node:
         >>> behind(list(graph.nodes)[2]).name
         'arg0_1'
     """
-    while is_free(node):
+    while is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -8,16 +8,17 @@ pieces that are equal but for their tensors become one module.
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from funcrl.graph.cleaning import writes
-from funcrl.graph.labels import Label, behind, find_labels, is_free
+from funcrl.graph.labels import GATHERED, Label, behind, find_labels, is_free
 from funcrl.graph.phases import draws
+from funcrl.graph.scheduling import runs_of
 
 
 class _Piece(NamedTuple):
@@ -33,8 +34,9 @@ def split_repeated(module: GraphModule) -> GraphModule:
 
     The nodes are put into an order in which those of one layer and phase stand together; what does
     not repeat stays in one piece with its neighbours. The same operations run on the same values:
-    every bit is kept. A graph that draws random numbers, whose order matters, or that has no
-    repeated layers, becomes one piece.
+    every bit is kept. Where an optimizer looks at all of its results before it accepts any
+    (`skip_nonfinite`), they are computed a second time instead of being kept. A graph that draws
+    random numbers, whose order matters, or that has no repeated layers, becomes one piece.
 
     Args:
         module: a flat graph from `funcrl.trace`, after all other passes; it is not changed.
@@ -53,138 +55,103 @@ def split_repeated(module: GraphModule) -> GraphModule:
     labels = find_labels(module.graph)
     runs = [list(labels)] if labels else []
     if not any(draws(node) for node in labels):
-        merged = _merged(module.graph, _runs(module.graph, labels))
+        merged = _merged(module.graph, runs_of(module.graph, labels), labels)
         runs = merged if len(merged) > 1 else runs  # one piece keeps the order that it had
-    return _assembled(module, _pieces(module.graph, runs))
+    return _assembled(module, _pieces(module.graph, runs, labels))
 
 
-# -- order ------------------------------------------------------------------------------------
-
-
-def _runs(graph: fx.Graph, labels: Mapping[Node, Label]) -> list[list[Node]]:
-    """Return the labelled nodes in an order of few changes of label, one run for each.
-
-    The first node that can run chooses the label, and all that can run of that label follow.
-    """
-    waits = _waits(labels)
-    followers: dict[Node, list[Node]] = {node: [] for node in labels}
-    for node, sources in waits.items():
-        for source in sources:
-            followers[source].append(node)
-    nodes = _in_turn(graph, waits, followers)
-    place = {node: number for number, node in enumerate(nodes)}
-    missing = {node: len(sources) for node, sources in waits.items()}
-    ready: dict[Label, list[int]] = {label: [] for label in labels.values()}
-    for node, count in missing.items():
-        if not count:
-            heappush(ready[labels[node]], place[node])
-    runs: list[list[Node]] = []
-    while any(ready.values()):
-        label = min((places[0], label) for label, places in ready.items() if places)[1]
-        run = []
-        while ready[label]:
-            node = nodes[heappop(ready[label])]
-            run.append(node)
-            for follower in followers[node]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    heappush(ready[labels[follower]], place[follower])
-        runs.append(run)
-    return runs
-
-
-def _in_turn(
-    graph: fx.Graph, waits: Mapping[Node, set[Node]], followers: Mapping[Node, list[Node]]
-) -> list[Node]:
-    """Return the nodes in order, those that wait for nothing, as a cast, before a first reader."""
-    place = {node: number for number, node in enumerate(graph.nodes)}
-
-    def turn(node: Node) -> tuple[int, int]:
-        first = min((place[reader] for reader in followers[node]), default=place[node])
-        return (place[node], 1) if waits[node] else (first, 0)
-
-    return sorted(waits, key=turn)
-
-
-def _waits(labels: Mapping[Node, Label]) -> dict[Node, set[Node]]:
-    """Return what each node waits for: what it reads, and, to write, those that read before.
-
-    What is read through a view after it was written into waits for the writing.
-    """
-    readers: dict[Node, list[Node]] = {}
-    written: dict[Node, Node] = {}
-    waits: dict[Node, set[Node]] = {}
-    for node in labels:
-        reads = [behind(read) for read in node.all_input_nodes]
-        waits[node] = {read for read in reads if read in labels}
-        waits[node].update(written[read] for read in reads if read in written)
-        if writes(node):
-            target = behind(node.all_input_nodes[0])
-            waits[node].update(readers.get(target, ()))
-            written[target] = node
-        for read in reads:
-            readers.setdefault(read, []).append(node)
-    return waits
-
-
-def _merged(graph: fx.Graph, runs: list[list[Node]]) -> list[list[Node]]:
+def _merged(
+    graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label]
+) -> list[list[Node]]:
     """Return the runs, neighbours as one where neither is like any other run."""
-    forms = [_form(piece) for piece in _pieces(graph, runs)]
+    forms = [_form(piece) for piece in _pieces(graph, runs, labels)]
     counts = Counter(forms)
     merged: list[list[Node]] = []
-    for number, run in enumerate(runs):
-        if number and counts[forms[number]] == counts[forms[number - 1]] == 1:
+    joins = False
+    for run, form in zip(runs, forms, strict=True):
+        alone = counts[form] == 1 and labels[run[0]].phase != GATHERED
+        if joins and alone:
             merged[-1] += run
         else:
             merged.append(list(run))
+        joins = alone
     return merged
 
 
 # -- pieces -----------------------------------------------------------------------------------
 
 
-def _pieces(graph: fx.Graph, runs: list[list[Node]]) -> list[_Piece]:
+def _pieces(graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label]) -> list[_Piece]:
     place = {node: number for number, run in enumerate(runs) for node in run}
-    results = {behind(node) for node in graph.output_node().all_input_nodes}
-    pieces = []
+    written = _written(place)
+    parts = []
     for number, run in enumerate(runs):
-        nodes: dict[Node, None] = {}
-        inputs: dict[Node, None] = {}
+        reader = _Reader(place, labels, written, number)
         for node in run:
-            for read in node.all_input_nodes:
-                _add_read(read, nodes, inputs, place, number)
-            nodes[node] = None
-        outputs = [
-            node
-            for node in run
-            if not writes(node)
-            and (node in results or any(place[user] != number for user in _users(node)))
-        ]
-        pieces.append(_Piece(list(nodes), list(inputs), outputs))
-    return pieces
+            reader.take(node)
+        parts.append(([*dict.fromkeys([*reader.again, *reader.nodes])], [*reader.inputs]))
+    needed = {behind(node) for node in graph.output_node().all_input_nodes}
+    needed.update(node for _, inputs in parts for node in inputs)
+    return [
+        _Piece(nodes, inputs, [node for node in run if node in needed and not writes(node)])
+        for run, (nodes, inputs) in zip(runs, parts, strict=True)
+    ]
 
 
-def _add_read(
-    node: Node, nodes: dict[Node, None], inputs: dict[Node, None], place: dict[Node, int], here: int
-) -> None:
-    """Add what a node of this piece reads: made here if it is free, and else an input."""
-    if is_free(node):
-        for source in node.all_input_nodes:
-            _add_read(source, nodes, inputs, place, here)
-        nodes[node] = None
-    elif place.get(node) != here:
-        inputs[node] = None
+class _Reader:
+    """Collects what a piece is made of: its own nodes, those that are made again, its inputs."""
+
+    def __init__(
+        self,
+        place: Mapping[Node, int],
+        labels: Mapping[Node, Label],
+        written: Mapping[Node, int],
+        here: int,
+    ) -> None:
+        self.place, self.labels, self.written, self.here = place, labels, written, here
+        self.again: dict[Node, None] = {}  # first in the piece, before it writes into anything
+        self.nodes: dict[Node, None] = {}
+        self.inputs: dict[Node, None] = {}
+
+    def take(self, node: Node) -> None:
+        """Add a node of the piece's own, after what it reads."""
+        for read in node.all_input_nodes:
+            self._read(read, self.labels[node], self.nodes)
+        self.nodes[node] = None
+
+    def _read(self, node: Node, label: Label, into: dict[Node, None]) -> None:
+        if is_free(node):
+            for source in node.all_input_nodes:
+                self._read(source, label, into)
+            into[node] = None
+        elif self._can_be_made_again(node, label):
+            for source in node.all_input_nodes:
+                self._read(source, label, self.again)
+            self.again[node] = None
+        elif self.place.get(node) != self.here:
+            self.inputs[node] = None
+
+    def _can_be_made_again(self, node: Node, label: Label) -> bool:
+        """Whether to compute a node of an earlier piece a second time, not to keep its result.
+
+        An optimizer that looks at all of its results before it accepts any would have all of them
+        in memory. What it computes entry by entry takes no longer than to read the result.
+        """
+        if self.place.get(node, self.here) >= self.here or self.labels[node] != label:
+            return False
+        reads = [behind(read) for read in node.all_input_nodes]
+        unchanged = all(self.written.get(read, self.here) >= self.here for read in reads)
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return label.phase == "optimizer" and pointwise and unchanged
 
 
-def _users(node: Node) -> list[Node]:
-    """Return the nodes that read a node, through those that are made where they are read."""
-    users = []
-    for user in node.users:
-        if is_free(user):
-            users += _users(user)
-        elif user.op == "call_function":
-            users.append(user)
-    return users
+def _written(place: Mapping[Node, int]) -> dict[Node, int]:
+    """Return in which piece what is written into is written first."""
+    written: dict[Node, int] = {}
+    for node, number in place.items():
+        if writes(node):
+            written.setdefault(behind(node.all_input_nodes[0]), number)
+    return written
 
 
 def _form(piece: _Piece) -> str:
@@ -258,5 +225,6 @@ def _submodule(module: GraphModule, piece: _Piece) -> GraphModule:
     for node in piece.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in piece.outputs))
+    graph.eliminate_dead_code()  # what is only made again elsewhere
     graph.lint()
     return GraphModule(module, graph)
