@@ -1,6 +1,7 @@
 """The compiled step: its bits, its buckets, its donated memory, its refusals."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import funcrl
 from funcrl import CompileConfig, optim, tree
 from funcrl.config import VLLMConfig
 from funcrl.generators.vllm_settings import compile_arguments
-from funcrl.graph import predict_peak
+from funcrl.graph import compilation, predict_peak
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)
@@ -141,6 +142,66 @@ def test_values_are_read_from_the_arguments():
     assert equal(fast(state, tree.map(lambda leaf: leaf[:, :7], wide))[0], step(state, BATCH)[0])
 
 
+def test_a_program_reads_its_arguments_by_name():
+    """Names in another order are the same state, other names another one."""
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    state = step.init(PARAMS)
+    fast = funcrl.compile_step(step, state, BATCH, CompileConfig(fuse="none"))
+    turned = state._replace(params=dict(reversed(state.params.items())))
+    assert equal(fast(turned, BATCH)[0], step(state, BATCH)[0])
+    named = state._replace(params={**state.params, "extra": torch.ones(1)})
+    with (
+        pytest.warns(UserWarning, match=r"again: there is state.params.extra, which was not"),
+        pytest.raises(ValueError, match="extra"),
+    ):
+        fast(named, BATCH)
+
+
+def test_a_tensor_that_was_in_two_places_need_not_be_again():
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    state = step.init(PARAMS)
+    twice = BATCH._replace(advantages=BATCH.token_weights)
+    fast = funcrl.compile_step(step, state, twice, CompileConfig(fuse="none"))
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+
+
+def test_strides_of_one_row_are_no_other_shape():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS)
+    row = tree.map(lambda leaf: leaf[:1].clone(), BATCH)
+    fast = funcrl.compile_step(step, state, row)
+    wide = tree.map(lambda leaf: torch.cat([leaf, leaf], dim=1)[:, :7], row)
+    assert wide.tokens.stride() != row.tokens.stride()
+    assert without_count(fast(state, wide)[1])[1] == 0
+
+
+def test_a_graph_of_another_shape_is_refused():
+    step = funcrl.grpo_step(MODEL_FN)
+    state, config = step.init(PARAMS), CompileConfig()
+    graph = funcrl.graph.step_graph(step, state, tiny_batch(length=8), config)
+    with pytest.raises(ValueError, match=r"a graph of this .* here batch.tokens .*7\).*8\)"):
+        funcrl.compile_step(step, state, BATCH, config, graph)
+
+
+def test_a_cache_may_be_damaged_and_shared(tmp_path, monkeypatch):
+    """Two processes may end their first call at one time; here the second in the first's place."""
+    path = tmp_path / "program.bin"
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"artifacts", None))
+    replace = Path.replace
+
+    def replaced_by_another_first(self, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        assert compilation._cached(lambda: 2, path)() == 2
+        return self.replace(target)
+
+    monkeypatch.setattr(Path, "replace", replaced_by_another_first)
+    assert compilation._cached(lambda: 1, path)() == 1
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(b"damaged")
+    assert compilation._cached(lambda: 3, path)() == 3
+    assert path.read_bytes() == b"artifacts"
+
+
 # -- donation -------------------------------------------------------------------------------------
 
 
@@ -200,8 +261,10 @@ def test_states_that_cannot_be_written_are_refused():
     step = funcrl.donate(funcrl.grpo_step(MODEL_FN))
     state = step.init(PARAMS)
     shared = state._replace(seed=state.step)
-    with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
-        step(shared, BATCH)
+    fast = funcrl.compile_step(step, state, BATCH)
+    for made in (step, fast):
+        with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
+            made(shared, BATCH)
     narrower = lambda state, batch: (tree.cast(state, torch.float32), funcrl.Metrics({}, {}))  # noqa: E731 (short)
     with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
         funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
