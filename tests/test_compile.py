@@ -12,6 +12,7 @@ from funcrl import CompileConfig, optim, tree
 from funcrl.config import VLLMConfig
 from funcrl.generators.vllm_settings import compile_arguments
 from funcrl.graph import compilation, predict_peak
+from funcrl.graph.capture import capture
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)
@@ -162,6 +163,20 @@ def test_a_tensor_that_was_in_two_places_need_not_be_again():
     state = step.init(PARAMS)
     twice = BATCH._replace(advantages=BATCH.token_weights)
     fast = funcrl.compile_step(step, state, twice, CompileConfig(fuse="none"))
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_constant_is_read_where_it_is(backend):
+    """The base of adapters, which the graph holds by reference."""
+    base = tree.map(torch.clone, PARAMS)
+    lora = funcrl.lora(MODEL_FN, base, rank=2)
+    step = funcrl.grpo_step(lora.model_fn, optimizer=optim.sgd(1.0))
+    state = step.init(tree.cast(lora.init(0), torch.float64))
+    fast = funcrl.compile_step(step, state, BATCH, CompileConfig(backend=backend, fuse="none"))
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+    for leaf in base.values():
+        leaf.mul_(1.5)
     assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
 
 
@@ -330,3 +345,33 @@ def test_a_cuda_graph_replays_the_step(backend, donated):
         assert relative(without_count(metrics)[0], expected) <= 1e-12
         kept.append((metrics, copy.deepcopy(metrics)))
     assert all(equal(now, then) for now, then in kept)  # no replay writes into what was returned
+
+
+@pytest.mark.gpu
+def test_leaves_of_a_graph_s_memory_may_change_places():
+    """Two leaves that are written into, passed in again the other way round."""
+
+    def program(a, b):
+        new = a + 1, 2 * b
+        return [a.copy_(new[0]), b.copy_(new[1])]
+
+    a, b = torch.tensor([1.0], device="cuda"), torch.tensor([10.0], device="cuda")
+    replay = capture(program, [a, b], [0, 1])
+    a, b = replay(a, b)
+    assert (a.item(), b.item()) == (2, 20)
+    a, b = replay(b, a)
+    assert (a.item(), b.item()) == (21, 4)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_its_inputs_as_they_were():
+    def program(a):
+        a += 1
+        if a.item() > 1:  # the second warm-up
+            raise RuntimeError("out of memory")
+        return [a]
+
+    a = torch.zeros(1, device="cuda")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture(program, [a], [0])
+    assert a.item() == 0
