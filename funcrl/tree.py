@@ -70,6 +70,17 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     return values, spec.unflatten
 
 
+def structure(tree: Tree) -> Any:
+    """Return what is left without leaves; equal for trees of one form, in any order of keys.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.structure({"a": 1, "b": (2,)}) == tree.structure({"b": (4,), "a": 3})
+        True
+    """
+    return optree.tree_structure(tree)
+
+
 def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Return a tree of zeros with the shapes of `tree`, in its dtypes unless one is given.
 

@@ -1,6 +1,7 @@
 """The compiled step: its bits, its buckets, its donated memory, its refusals."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import funcrl
 from funcrl import CompileConfig, optim, tree
 from funcrl.config import VLLMConfig
 from funcrl.generators.vllm_settings import compile_arguments
-from funcrl.graph import predict_peak
+from funcrl.graph import compilation, predict_peak
+from funcrl.graph.capture import capture
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)
@@ -141,6 +143,80 @@ def test_values_are_read_from_the_arguments():
     assert equal(fast(state, tree.map(lambda leaf: leaf[:, :7], wide))[0], step(state, BATCH)[0])
 
 
+def test_a_program_reads_its_arguments_by_name():
+    """Names in another order are the same state, other names another one."""
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    state = step.init(PARAMS)
+    fast = funcrl.compile_step(step, state, BATCH, CompileConfig(fuse="none"))
+    turned = state._replace(params=dict(reversed(state.params.items())))
+    assert equal(fast(turned, BATCH)[0], step(state, BATCH)[0])
+    named = state._replace(params={**state.params, "extra": torch.ones(1)})
+    with (
+        pytest.warns(UserWarning, match=r"again: there is state.params.extra, which was not"),
+        pytest.raises(ValueError, match="extra"),
+    ):
+        fast(named, BATCH)
+
+
+def test_a_tensor_that_was_in_two_places_need_not_be_again():
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
+    state = step.init(PARAMS)
+    twice = BATCH._replace(advantages=BATCH.token_weights)
+    fast = funcrl.compile_step(step, state, twice, CompileConfig(fuse="none"))
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_constant_is_read_where_it_is(backend):
+    """The base of adapters, which the graph holds by reference."""
+    base = tree.map(torch.clone, PARAMS)
+    lora = funcrl.lora(MODEL_FN, base, rank=2)
+    step = funcrl.grpo_step(lora.model_fn, optimizer=optim.sgd(1.0))
+    state = step.init(tree.cast(lora.init(0), torch.float64))
+    fast = funcrl.compile_step(step, state, BATCH, CompileConfig(backend=backend, fuse="none"))
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+    for leaf in base.values():
+        leaf.mul_(1.5)
+    assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
+
+
+def test_strides_of_one_row_are_no_other_shape():
+    step = funcrl.grpo_step(MODEL_FN)
+    state = step.init(PARAMS)
+    row = tree.map(lambda leaf: leaf[:1].clone(), BATCH)
+    fast = funcrl.compile_step(step, state, row)
+    wide = tree.map(lambda leaf: torch.cat([leaf, leaf], dim=1)[:, :7], row)
+    assert wide.tokens.stride() != row.tokens.stride()
+    assert without_count(fast(state, wide)[1])[1] == 0
+
+
+def test_a_graph_of_another_shape_is_refused():
+    step = funcrl.grpo_step(MODEL_FN)
+    state, config = step.init(PARAMS), CompileConfig()
+    graph = funcrl.graph.step_graph(step, state, tiny_batch(length=8), config)
+    with pytest.raises(ValueError, match=r"a graph of this .* here batch.tokens .*7\).*8\)"):
+        funcrl.compile_step(step, state, BATCH, config, graph)
+
+
+def test_a_cache_may_be_damaged_and_shared(tmp_path, monkeypatch):
+    """Two processes may end their first call at one time; here the second in the first's place."""
+    path = tmp_path / "program.bin"
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"artifacts", None))
+    replace = Path.replace
+
+    def replaced_by_another_first(self, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        assert compilation._cached(lambda: 2, path)() == 2
+        return self.replace(target)
+
+    monkeypatch.setattr(Path, "replace", replaced_by_another_first)
+    assert compilation._cached(lambda: 1, path)() == 1
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(b"damaged")
+    assert compilation._cached(lambda: 3, path)() == 3
+    assert path.read_bytes() == b"artifacts"
+
+
 # -- donation -------------------------------------------------------------------------------------
 
 
@@ -200,8 +276,10 @@ def test_states_that_cannot_be_written_are_refused():
     step = funcrl.donate(funcrl.grpo_step(MODEL_FN))
     state = step.init(PARAMS)
     shared = state._replace(seed=state.step)
-    with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
-        step(shared, BATCH)
+    fast = funcrl.compile_step(step, state, BATCH)
+    for made in (step, fast):
+        with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
+            made(shared, BATCH)
     narrower = lambda state, batch: (tree.cast(state, torch.float32), funcrl.Metrics({}, {}))  # noqa: E731 (short)
     with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
         funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
@@ -267,3 +345,33 @@ def test_a_cuda_graph_replays_the_step(backend, donated):
         assert relative(without_count(metrics)[0], expected) <= 1e-12
         kept.append((metrics, copy.deepcopy(metrics)))
     assert all(equal(now, then) for now, then in kept)  # no replay writes into what was returned
+
+
+@pytest.mark.gpu
+def test_leaves_of_a_graph_s_memory_may_change_places():
+    """Two leaves that are written into, passed in again the other way round."""
+
+    def program(a, b):
+        new = a + 1, 2 * b
+        return [a.copy_(new[0]), b.copy_(new[1])]
+
+    a, b = torch.tensor([1.0], device="cuda"), torch.tensor([10.0], device="cuda")
+    replay = capture(program, [a, b], [0, 1])
+    a, b = replay(a, b)
+    assert (a.item(), b.item()) == (2, 20)
+    a, b = replay(b, a)
+    assert (a.item(), b.item()) == (21, 4)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_its_inputs_as_they_were():
+    def program(a):
+        a += 1
+        if a.item() > 1:  # the second warm-up
+            raise RuntimeError("out of memory")
+        return [a]
+
+    a = torch.zeros(1, device="cuda")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture(program, [a], [0])
+    assert a.item() == 0

@@ -48,6 +48,12 @@ def test_a_dictionary_in_another_order_is_the_same_argument():
     assert graph({"a": torch.tensor([5.0]), "b": torch.tensor([2.0])}) == 3
 
 
+def test_a_tensor_that_comes_twice_is_two_inputs():
+    ones = torch.ones(2)
+    graph = funcrl.trace(lambda x, y: x - 2 * y, ones, ones)
+    assert graph(torch.tensor([5.0, 6.0]), torch.tensor([1.0, 2.0])).tolist() == [3.0, 2.0]
+
+
 def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
     step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=funcrl.clip_per_sample(0.1))
     state = step.init(PARAMS)

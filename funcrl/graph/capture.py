@@ -17,9 +17,10 @@ def capture(
 
     A graph reads and writes fixed memory. What the program only reads is copied into buffers of
     its own before each replay. What it writes into (a donated state) is the memory of the inputs
-    given here: given back by the program and passed in again, it is not copied at all. All other
-    results are copied out, so that nobody holds the graph's memory, which the next replay
-    overwrites.
+    given here: given back by the program and passed in again, it is not copied at all; whatever
+    is passed in instead is copied into it, so that what an earlier call gave back is used up by
+    every later call. All other results are copied out, so that nobody holds the graph's memory,
+    which the next replay overwrites.
 
     Args:
         program: tensors to tensors, without synchronisation with the host.
@@ -39,11 +40,17 @@ def capture(
     static = [leaf if index in written else leaf.clone() for index, leaf in enumerate(inputs)]
     graph, results = _recorded(program, static, [static[index] for index in written], pool)
     kept = {static[index].data_ptr(): static[index] for index in written}
+    own = {leaf.untyped_storage().data_ptr() for leaf in kept.values()}
 
     def replay(*leaves: Tensor) -> list[Tensor]:
-        for buffer, leaf in zip(static, leaves, strict=True):
-            if buffer.data_ptr() != leaf.data_ptr():
-                buffer.copy_(leaf)
+        moved = [
+            # What is in another's memory, such as leaves that changed places, is read first.
+            (buffer, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf)
+            for buffer, leaf in zip(static, leaves, strict=True)
+            if buffer.data_ptr() != leaf.data_ptr()
+        ]
+        for buffer, leaf in moved:
+            buffer.copy_(leaf)
         graph.replay()
         return [
             kept[place] if (place := result.data_ptr()) in kept else result.clone()
@@ -61,13 +68,16 @@ def _recorded(
     with torch.cuda.device(static[0].device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                program(*static)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            results = program(*static)
-        for leaf, value in zip(written, before, strict=True):
-            leaf.copy_(value)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    program(*static)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                results = program(*static)
+        finally:  # also where memory did not suffice: a caller may go on from the same state
+            torch.cuda.current_stream().wait_stream(stream)
+            for leaf, value in zip(written, before, strict=True):
+                leaf.copy_(value)
     return graph, results

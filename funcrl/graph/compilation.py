@@ -5,16 +5,20 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx._pytree import tree_flatten_spec
 from torch.fx.graph import CodeGen
+from torch.utils._pytree import tree_unflatten
 
 from funcrl import checks, tree
 from funcrl.config_generation import CompileConfig
 from funcrl.graph.capture import Program, capture
 from funcrl.graph.cleaning import arguments, copied, writes
+from funcrl.graph.donation import check_own_memory
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
 from funcrl.graph.labels import is_gathering
@@ -25,7 +29,8 @@ from funcrl.graph.tracing import trace
 from funcrl.types import Metrics, Rows, Step, TrainState
 
 Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
-_Shapes: TypeAlias = tuple[tuple[Any, ...], ...]  # of every leaf of a state and a batch
+# The structure of a state and a batch, and the shape of every leaf.
+_Shapes: TypeAlias = tuple[Any, tuple[tuple[Any, ...], ...]]
 
 
 def compile_step(
@@ -69,13 +74,16 @@ def compile_step(
     """
     config = CompileConfig() if config is None else config
     _check(step, state, config)
-    batch = tree.map(Tensor.contiguous, batch)
+    batch = tree.map(_contiguous, batch)
     pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
-    graph = step_graph(step, state, batch, config) if graph is None else graph
+    if graph is None:
+        graph = step_graph(step, state, batch, config)
+    else:
+        _check_graph(graph, state, batch)
     programs = {_shapes(state, batch): _program(graph, config, pool)}
 
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        batch = tree.map(Tensor.contiguous, batch)
+        batch = tree.map(_contiguous, batch)
         shapes = _shapes(state, batch)
         run = programs.get(shapes)
         if run is None:
@@ -118,7 +126,7 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
         >>> len(none.graph.nodes) < len(full.graph.nodes)
         True
     """
-    graph = trace(step.update, state, batch)
+    graph = trace(step.update, state, tree.map(_contiguous, batch))
     if config.fuse == "per_sample":
         graph = fuse_per_sample(graph)
     return remat(graph, config.remat, config.remat_budget or None)
@@ -135,16 +143,38 @@ def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
         )
 
 
+def _check_graph(graph: GraphModule, state: TrainState, batch: Rows) -> None:
+    inputs = graph.graph.find_nodes(op="placeholder")
+    traced = tree_unflatten([node.meta["val"] for node in inputs], _in_spec(graph))
+    if (old := _shapes(*traced)) != _shapes(state, batch):
+        raise ValueError(
+            f"compile_step expects a graph of this state and batch, got one of others: here "
+            f"{_difference(state, batch, old)} in the graph."
+        )
+
+
+def _in_spec(graph: GraphModule) -> Any:
+    """Return the structure of a traced step's arguments."""
+    (*_, in_spec, _) = graph.graph._codegen.pytree_info  # type: ignore[attr-defined]  # (as trace leaves it)
+    return in_spec
+
+
 def _program(graph: GraphModule, config: CompileConfig, pool: Any) -> Update:
     """Return the compiled step of a graph's shapes; the first call compiles."""
     flat = _flat(graph)
+    written = _written(flat)
     program = _compiled(flat, config)
     if config.cudagraph == "full":
-        program = _captured_at_first(program, _written(flat), pool)
+        program = _captured_at_first(program, written, pool)
+
+    in_spec = _in_spec(graph)
 
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        leaves = graph.graph.process_inputs(state, batch)
+        if written:
+            check_own_memory(state)
+        # By key: a dictionary may be in another order than when it was traced.
+        leaves = tree_flatten_spec((state, batch), in_spec)
         result: tuple[TrainState, Metrics] = graph.graph.process_outputs(program(*leaves))
         return result
 
@@ -203,15 +233,14 @@ def _cached(compiled: Program, path: Path) -> Program:
     def program(*leaves: Tensor) -> Any:
         if not first:
             return compiled(*leaves)
-        first.clear()
-        known = path.exists()
-        if known:
-            torch.compiler.load_cache_artifacts(path.read_bytes())
+        # A file that was damaged, or is another version's, is not understood, and written anew.
+        known = path.exists() and torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
         result = compiled(*leaves)
+        first.clear()
         made = None if known else torch.compiler.save_cache_artifacts()
         if made is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".part")
+            unfinished = path.with_suffix(f".{uuid4().hex}.part")  # of this process alone
             unfinished.write_bytes(made[0])
             unfinished.replace(path)  # whole or not at all
         return result
@@ -238,18 +267,33 @@ def _counted(result: tuple[TrainState, Metrics], count: int) -> tuple[TrainState
 
 
 def _shapes(state: TrainState, batch: Rows) -> _Shapes:
-    return tuple(
+    shapes = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
         for leaf in tree.leaves((state, batch))
     )
+    return tree.structure((state, batch)), shapes
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    """Return the leaf with the strides of its shape; those of axes of one element too."""
+    return leaf.contiguous().view(leaf.shape)
 
 
 def _difference(state: TrainState, batch: Rows, old: _Shapes) -> str:
     """Return the first leaf that is not as it was, and how."""
-    new = _shapes(state, batch)
-    paths = tree.paths({"batch": batch, "state": state})
-    paths = [path for path in paths if path.startswith("state")] + paths
-    for path, now, before in zip(paths, new, old, strict=False):
-        if now != before:
-            return f"{path} has shape, dtype, device and strides {now}, and had {before}"
-    return f"there are {len(new)} tensors, and there were {len(old)}"
+    (structure, before), (_, shapes) = old, _shapes(state, batch)
+    was = dict(zip(_names(structure.unflatten(range(len(before)))), before, strict=True))
+    now = dict(zip(_names((state, batch)), shapes, strict=True))
+    for path in {**now, **was}:
+        if path not in was:
+            return f"there is {path}, which was not there"
+        if path not in now:
+            return f"there is no {path}, which was there"
+        if now[path] != was[path]:
+            return f"{path} has shape, dtype, device and strides {now[path]}, and had {was[path]}"
+    return "a tuple or a dictionary of the state or the batch has another type"
+
+
+def _names(both: tuple[Any, Any]) -> list[str]:
+    """Return the paths in a state and a batch, in the order of their leaves."""
+    return [f"{('state', 'batch')[int(path[0])]}{path[1:]}" for path in tree.paths(both)]

@@ -49,7 +49,8 @@ def _write(state: TrainState, new: TrainState, metrics: Metrics) -> tuple[TrainS
     """Write each new leaf into the old one at its place, and return what holds them."""
     tree.check_same_structure("donate", state, new)
     old_leaves, unflatten = tree.flatten(state)
-    own = _storages(state)
+    check_own_memory(state)
+    own = {_storage(leaf) for leaf in old_leaves}
     # Read before anything is written: what is still in the old state's memory, such as the
     # learning rate that is reported, or a leaf that moves to another place.
     metrics = tree.map(lambda leaf: leaf.clone() if _storage(leaf) in own else leaf, metrics)
@@ -68,17 +69,29 @@ def _write(state: TrainState, new: TrainState, metrics: Metrics) -> tuple[TrainS
     return unflatten(old_leaves), metrics
 
 
-def _storages(state: Tree) -> set[Any]:
-    """Return the state's pieces of memory; two leaves must not write into one."""
+def check_own_memory(state: Tree) -> None:
+    """Refuse a state in which two leaves would write into one piece of memory.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.graph.donation import check_own_memory
+        >>> one = torch.ones(2)
+        >>> check_own_memory({"a": one, "b": one[:1]})
+        Traceback (most recent call last):
+            ...
+        ValueError: donate expects a state whose leaves have memory of their own, got one piece ...
+    """
+    leaves = tree.leaves(state)
+    if len({_storage(leaf) for leaf in leaves}) == len(leaves):
+        return
     storages: dict[Any, str] = {}
-    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+    for path, leaf in zip(tree.paths(state), leaves, strict=True):
         other = storages.setdefault(_storage(leaf), path)
         if other != path:
             raise ValueError(
                 f"donate expects a state whose leaves have memory of their own, got one piece "
                 f"for {other!r} and {path!r}; init copies."
             )
-    return set(storages)
 
 
 def _storage(leaf: Tensor) -> Any:

@@ -54,6 +54,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     """
     checks.check_callable("trace", "fn", fn, "a function")
     paths = _input_paths(args)
+    args = _told_apart(args)
     recorder = _Recorder()
 
     def recorded(*inputs: Any) -> Any:
@@ -154,6 +155,20 @@ def _input_paths(args: tuple[Any, ...]) -> list[str]:
             )
         paths.append(path)
     return paths
+
+
+def _told_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments without a tensor that comes twice, which would become one input."""
+    seen: set[int] = set()
+
+    def own(leaf: Tensor) -> Tensor:
+        if id(leaf) in seen:
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+        seen.add(id(leaf))
+        return leaf
+
+    distinct: tuple[Any, ...] = pytree.tree_map(own, args)
+    return distinct
 
 
 def _key(key: Any) -> str:
