@@ -151,11 +151,13 @@ def test_layers_are_one_piece_whatever_their_number(name):
         assert sorted(counts) == sorted(name for name, _ in pieces.named_children())
         assert set(counts.values()) == {1, num_layers, turns * num_layers}
         inside = {key: computed(pieces.get_submodule(key).graph) for key in counts}
-        # Nothing is computed twice or left out, and what is computed a layer is in its pieces.
+        # Nothing is left out, and twice is computed only what an optimizer does entry by entry,
+        # before it has looked at all of its results and after; a layer's own is in its pieces.
         total = Counter()
         for key, count in counts.items():
             total.update({op: count * times for op, times in inside[key].items()})
-        assert total == computed(graph.graph)
+        assert not computed(graph.graph) - total
+        assert all(torch.Tag.pointwise in op.tags for op in total - computed(graph.graph))
         repeated = {key for key, count in counts.items() if count > 1}
         phases = Counter(
             phase
@@ -179,9 +181,35 @@ def test_a_chunked_head_for_inductor_leaves_the_layers_alike():
     counts = [
         calls(split_repeated(select_for_scatter(made("chunked bfloat16", n)[-1]))) for n in (2, 4)
     ]
-    assert [sorted(count.values()) for count in counts] == [
-        [1] * 4 + [layers] * (len(counts[0]) - 4) for layers in (2, 4)
+    alone = [list(count.values()).count(1) for count in counts]
+    assert [set(count.values()) for count in counts] == [{1, 2}, {1, 4}]
+    assert alone[0] == alone[1] < len(counts[0]) == len(counts[1])
+
+
+def test_results_behind_a_check_are_not_kept():
+    """`skip_nonfinite` looks at all updates and moments: no piece hands one to another."""
+    _, state, _, graph = made("donated", 2)
+    pieces = split_repeated(graph)
+    sizes = {leaf.shape for leaf in tree.leaves(state.params) if leaf.ndim == 2}
+    late = [
+        node
+        for node in graph.graph.nodes
+        if node.meta.get("phase") == "optimizer" and node.target is torch.ops.aten.lerp.Scalar
     ]
+    assert len(late) == len(state.params)  # new first moments: each computed in two pieces
+    times = sum(
+        count * computed(pieces.get_submodule(key).graph)[torch.ops.aten.lerp.Scalar]
+        for key, count in calls(pieces).items()
+    )
+    assert times == 2 * len(late)
+    for piece in pieces.children():
+        made_here = [
+            node for node in piece.graph.nodes if node.target is torch.ops.aten.lerp.Scalar
+        ]
+        returned = piece.graph.output_node().all_input_nodes
+        assert not [
+            node for node in made_here if node in returned and node.meta["val"].shape in sizes
+        ]
 
 
 # -- order ----------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
         pieces = split_repeated(add_fences(flat))
     for piece in pieces.children():
         assert isinstance(piece, GraphModule)
-        if any(is_gathering(node) for node in piece.graph.nodes):
+        if all(is_gathering(n) for n in piece.graph.nodes if n.op == "call_function"):
             continue
         # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
         piece.forward = torch.compile(

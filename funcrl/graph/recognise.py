@@ -309,10 +309,10 @@ def _scatter(
 
 def _sum(node: Node, found: Symbols, _: Writer) -> Symbol | None:
     source, axes = arguments(node)[:2]
-    if source in found or node.kwargs or 0 in axes or shape_of(source).ndim < 3:
-        return None
     ndim = shape_of(source).ndim
     positive = tuple(axis % ndim for axis in axes)
+    if source in found or node.kwargs or 0 in positive or ndim < 3:
+        return None
     return RowSum(source, positive, frozenset([node]))
 
 

@@ -55,17 +55,18 @@ def split_repeated(module: GraphModule) -> GraphModule:
     labels = find_labels(module.graph)
     runs = [list(labels)] if labels else []
     if not any(draws(node) for node in labels):
-        merged = _merged(module.graph, runs_of(module.graph, labels), labels)
-        runs = merged if len(merged) > 1 else runs  # one piece keeps the order that it had
+        runs = _merged(module.graph, runs_of(module.graph, labels), labels) or runs
     return _assembled(module, _pieces(module.graph, runs, labels))
 
 
 def _merged(
     graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label]
 ) -> list[list[Node]]:
-    """Return the runs, neighbours as one where neither is like any other run."""
+    """Return the runs, neighbours as one where neither is like any other run; [] if none is."""
     forms = [_form(piece) for piece in _pieces(graph, runs, labels)]
     counts = Counter(forms)
+    if len(counts) == len(forms):
+        return []
     merged: list[list[Node]] = []
     joins = False
     for run, form in zip(runs, forms, strict=True):
