@@ -179,6 +179,35 @@ def minibatches(batch: Batch, algorithm: Algorithm, count: int, seed: int) -> li
     return parts
 
 
+def pad_length(rollout: Rollout, multiple: int) -> Rollout:
+    """Return the rollout with rows of a multiple of so many tokens: tokens 0 outside the mask.
+
+    Padding has no weight and changes no score before it; a compiled step then meets few shapes.
+
+    Args:
+        rollout: of rows of T tokens.
+        multiple: of the new length, the smallest one that is at least T.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(2, 3, dtype=torch.int64), group=torch.tensor([0, 0]),
+        ...     mask=torch.ones(2, 3, dtype=torch.bool), behavior_logprobs=torch.zeros(2, 3),
+        ...     rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.batching.pad_length(rollout, 4).mask[0]
+        tensor([ True,  True,  True, False])
+    """
+    _check_rollout("pad_length", rollout)
+    checks.check_count("pad_length", "multiple", multiple)
+    missing = -rollout.tokens.shape[1] % multiple
+    padded = {
+        name: torch.nn.functional.pad(getattr(rollout, name), (0, missing))
+        for name in ("tokens", "mask", "behavior_logprobs")
+    }
+    return rollout._replace(**padded)
+
+
 def drop_zero_variance(rollout: Rollout) -> Rollout:
     """Return the rollout without the groups whose rewards are all equal: they teach nothing.
 

@@ -211,6 +211,10 @@ class TrainConfig:
     """Tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
     """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """How the step is compiled; with nothing of this given it runs as it is written."""
+    length_multiple: int = 1
+    """Rows are padded to a multiple of so many tokens, so that a compiled step meets few shapes."""
     slots: int = 512
     """Samples drawn at a time by the sampler."""
     drop_zero_variance: bool = False
@@ -237,7 +241,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "num_prompts", "num_generations", "num_iterations",
-                     "num_minibatches", "logprob_chunk", "slots"):  # fmt: skip
+                     "num_minibatches", "logprob_chunk", "length_multiple",
+                     "slots"):  # fmt: skip
             checks.check_count("train", f"--{name.replace('_', '-')}", getattr(self, name))
         for name in ("microbatch", "threads"):
             if getattr(self, name) is not None:
@@ -248,6 +253,13 @@ class TrainConfig:
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
             )
+        if self.compile.cudagraph == "piecewise":
+            raise ValueError(
+                "train expects --compile.cudagraph none or full, got piecewise, which is for "
+                "--vllm.compile.cudagraph."
+            )
+        if self.compile.cudagraph == "full" and self.device == "cpu":
+            raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
         if self.num_generations < 2 and self.algorithm.name != "reinforce":
             raise ValueError(
                 f"train expects --num-generations of at least 2, so that a group can be compared, "

@@ -9,7 +9,9 @@ import torch
 from funcrl import algorithms, memory, optim, ratios, rng, runs
 from funcrl.checkpoint import restore
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
+from funcrl.config_generation import CompileConfig
 from funcrl.generators import VLLM, DecodeFn, Sampler
+from funcrl.graph import compile_at_first
 from funcrl.logprobs import logprob_fn
 from funcrl.lora import Lora, lora
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -96,6 +98,8 @@ def build(
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
+    if config.compile != CompileConfig():
+        step = compile_at_first(step, config.compile)
     decode = task.tokenizer.decode
     generator = _generator(config, model, decode, dtype, task)
     return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)

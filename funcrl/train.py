@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl import metrics, rng, runs
-from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches
+from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
 from funcrl.logprobs import score
@@ -239,6 +239,7 @@ def _update(
         rollout = drop_zero_variance(rollout)
         if not len(rollout.rewards):
             return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
+    rollout = pad_length(rollout, config.length_multiple)
     positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
     rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
     if parts.sampling.truncates:

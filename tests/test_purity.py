@@ -215,6 +215,7 @@ TABLE_OF_CALLS = {
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
     "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
     "pack": (lambda r, ref: funcrl.pack(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "batching.pad_length": (lambda r: funcrl.batching.pad_length(r, 16), (ROLLOUT,)),
     "batching.pad_rows": (lambda: funcrl.batching.pad_rows([[1, 2], [3]], torch.int64), ()),
     "drop_zero_variance": (funcrl.drop_zero_variance, (ROLLOUT,)),
     "mask_truncated": (funcrl.mask_truncated, (ROLLOUT, torch.arange(12) % 2 == 0)),
@@ -307,6 +308,7 @@ TABLE_OF_CALLS = {
     "tree.leaves": (tree.leaves, (MATRICES,)),
     "tree.paths": (tree.paths, (MATRICES,)),
     "tree.flatten": (lambda a: tree.flatten(a)[0], (MATRICES,)),
+    "tree.structure": (lambda a: str(tree.structure(a)), (MATRICES,)),
     "tree.zeros_like": (tree.zeros_like, (MATRICES,)),
     "tree.add": (tree.add, (MATRICES, GRADS)),
     "tree.scale": (lambda a: tree.scale(a, 0.5), (MATRICES,)),
@@ -389,6 +391,8 @@ TABLE_OF_CALLS = {
     "trace": (traced(lambda graph: graph), (PARAMS, BATCH)),
     "fuse_per_sample": (traced(funcrl.fuse_per_sample), (PARAMS, BATCH)),
     "compile_step": stepped(lambda *args: funcrl.compile_step(*args)),
+    "graph.compile_at_first": stepped(
+        lambda step, *_: graph.compile_at_first(step, funcrl.CompileConfig())),
     "graph.split_repeated": (traced(graph.split_repeated), (PARAMS, BATCH)),
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),

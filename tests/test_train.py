@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import equal
+from cases import equal, random_case
 from killer import config as killed_config
 
 import funcrl
@@ -16,6 +16,7 @@ from funcrl import runs
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
+    CompileConfig,
     EvaluationConfig,
     LogConfig,
     OptimizerConfig,
@@ -588,8 +589,42 @@ def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path)
     assert "eval/accuracy" not in rows[-1]
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
+    """Beside one whose rows are as long: rounding may depend on how many numbers are summed."""
+    options = {"num_minibatches": 2, "length_multiple": 8}
+    config = CompileConfig(backend=backend, fuse="none")
+    plain = funcrl.train(small(tmp_path / "plain", **options))
+    compiled = funcrl.train(small(tmp_path / "compiled", compile=config, **options))
+    assert equal(compiled.state, plain.state)
+    counts = [row.pop("num_recompilations") for row in compiled.history[1:]]
+    assert counts == [0] * 4  # of all prompts and completions, at most 8 tokens
+    assert untimed(compiled.history) == untimed(plain.history)
+    resumed = funcrl.train(
+        small(tmp_path / "compiled", compile=config, steps=6, **options), resume=True
+    )
+    plain = funcrl.train(small(tmp_path / "plain", steps=6, **options), resume=True)
+    assert equal(resumed.state, plain.state)
+
+
+def test_rows_are_padded_to_a_multiple():
+    rollout = random_case(length=7).rollout
+    padded = funcrl.batching.pad_length(rollout, 5)
+    assert padded.tokens.shape[1] == 10
+    assert not padded.mask[:, 7:].any()
+    assert equal(funcrl.batching.pad_length(rollout, 7), rollout)
+    for field in ("tokens", "mask", "behavior_logprobs"):
+        assert torch.equal(getattr(padded, field)[:, :7], getattr(rollout, field))
+    weights = funcrl.collate(padded, funcrl.grpo()).token_weights
+    assert torch.equal(weights[:, :7], funcrl.collate(rollout, funcrl.grpo()).token_weights)
+    with pytest.raises(ValueError, match="pad_length expects multiple"):
+        funcrl.batching.pad_length(rollout, 0)
+
+
 @pytest.mark.parametrize("options", [
     {"sampling": Sampling(temperature=0.0)}, {"sampling": Sampling(num_samples=3)},
+    {"compile": CompileConfig(backend="inductor", cudagraph="piecewise")},
+    {"compile": CompileConfig(cudagraph="full")}, {"length_multiple": 0},
 ])  # fmt: skip
 def test_options_that_cannot_work_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="train expects --"):

@@ -1,6 +1,6 @@
 """The graph: a whole step as one flat program, passes that rewrite it, and its compilation."""
 
-from funcrl.graph.compilation import compile_step, step_graph
+from funcrl.graph.compilation import compile_at_first, compile_step, step_graph
 from funcrl.graph.donation import donate
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
@@ -11,6 +11,7 @@ from funcrl.graph.tracing import trace
 
 __all__ = [
     "add_fences",
+    "compile_at_first",
     "compile_step",
     "donate",
     "fuse_per_sample",

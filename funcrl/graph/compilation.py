@@ -103,6 +103,33 @@ def compile_step(
     return Step(step.init, update)
 
 
+def compile_at_first(step: Step, config: CompileConfig) -> Step:
+    """Return `compile_step` of the first state and batch that come.
+
+    Args:
+        step: from `funcrl.grpo_step`, or `funcrl.donate` of it.
+        config: how.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=7))
+        >>> step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        >>> fast = funcrl.graph.compile_at_first(step, funcrl.CompileConfig())
+        >>> state, ones = fast.init(funcrl.init_params(model, seed=0)), torch.ones(2, 3)
+        >>> batch = funcrl.Batch(ones.long(), ones.long(), ones > 0, -ones, ones, ones)
+        >>> int(fast(state, batch)[1].maxes["num_recompilations"])
+        0
+    """
+    compiled: list[Step] = []
+
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        if not compiled:
+            compiled.append(compile_step(step, state, batch, config))
+        return compiled[0](state, batch)
+
+    return Step(step.init, update)
+
+
 def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> GraphModule:
     """Return the graph that `compile_step` compiles: traced, and rewritten by all passes.
 
