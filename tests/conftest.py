@@ -1,4 +1,7 @@
-"""Skips what the machine cannot run: tests marked `gpu` without a CUDA device, and nothing else."""
+"""Skips what the machine cannot run: tests marked `gpu` without a CUDA device, and nothing else.
+
+And what several files of tests share.
+"""
 
 import pytest
 import torch
@@ -10,3 +13,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def one_thread():
+    """With several threads oneDNN's bfloat16 products take scratch for each (28 kB at two here)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -8,16 +8,9 @@ import funcrl
 from funcrl.bench.measure import peak_bytes
 from funcrl.graph.liveness import find_storages, live_bytes, predict_peak
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 X = torch.zeros(100)  # 400 bytes
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """With several threads oneDNN's bfloat16 products take scratch for each (28 kB at two here)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def names(gm):

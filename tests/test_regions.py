@@ -18,6 +18,8 @@ from funcrl.graph.labels import is_free
 from funcrl.graph.lowering import select_for_scatter
 from funcrl.graph.phases import has_flops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLIP = {"per_sample": funcrl.clip_per_sample(0.1)}
 BF16 = {"model": {"dtype": torch.bfloat16, "chunk": 3}, "dtype": torch.float32}
 CASES = {
@@ -41,15 +43,6 @@ CASES = {
     "masked": {"optimizer": optim.masked(optim.adamw(0.1), lambda path, leaf: "mlp" in path)},
 }
 COUNTED = ["batch", "fused", "clipped, fused", "selective", "full", "donated", "two turns"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """With several threads oneDNN's bfloat16 products take scratch for each (28 kB at two here)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(num_layers=3, length=7, dtype=torch.float64, **options):

@@ -12,16 +12,9 @@ from funcrl.bench.measure import peak_bytes
 from funcrl.graph import add_fences, predict_peak, recomputed_cost
 from funcrl.graph.phases import descendants, find_layers, find_seeds, late_nodes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 POLICIES = ("none", "full", "selective", "budget", "function")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """With several threads oneDNN's bfloat16 products take scratch for each (28 kB at two here)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
