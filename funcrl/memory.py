@@ -106,15 +106,16 @@ def estimate_memory(
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
     spoken = config.sampling.max_tokens * (2 * num_turns - 1)
     length = prompt_tokens + spoken
+    padded = length + -length % config.length_multiple  # in training alone
     all_rows = config.num_prompts * config.num_generations // config.num_minibatches
     rows = min(config.microbatch or all_rows, all_rows)
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
     # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
     # squared and scaled), the projections before and after rotation, and the gated MLP; scores and
-    # weights of attention are a row of `length` a head, and one number by the flash kernel.
+    # weights of attention are a row of `padded` a head, and one number by the flash kernel.
     widened = 4 * c.width + heads + kv + (2 * heads if c.qk_norm else 0)  # float32 in any case
     block = 4 * c.width + 2 * heads + 3 * kv + (2 * heads if c.qk_norm else 0) + 4 * c.mlp_width
-    block += 3 * c.num_heads * (length if config.attend == "native" else 1)
+    block += 3 * c.num_heads * (padded if config.attend == "native" else 1)
     block_bytes = block * compute + widened * _FLOAT
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     slots = min(config.slots, config.num_prompts * config.num_generations)
@@ -123,8 +124,8 @@ def estimate_memory(
         optimizer=2 * trained,
         reference=trained if config.algorithm.kl else 0,
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
-        activations=rows * length * c.num_layers * block_bytes + copies,
-        logits=4 * min(config.logprob_chunk, rows * length) * c.vocab_size * _FLOAT,
+        activations=rows * padded * c.num_layers * block_bytes + copies,
+        logits=4 * min(config.logprob_chunk, rows * padded) * c.vocab_size * _FLOAT,
         gradients=trained + merged,
         # Several updates a step: the state before the first is kept to go back to.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),

@@ -172,6 +172,17 @@ def test_the_memory_estimate_is_near_the_measured_peak(model):
     assert measured / 1.5 <= beyond <= 1.5 * measured, (measured, estimate)
 
 
+def test_the_memory_estimate_knows_of_padding():
+    parts = funcrl.build(TrainConfig())
+    sizes = [
+        memory.estimate_memory(TrainConfig(length_multiple=each), parts.model.config, 6)
+        for each in (1, 7, 28)  # 14 tokens: padded to 14, 14 and 28
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[2].activations > 2 * sizes[0].activations
+    assert sizes[2].cache == sizes[0].cache
+
+
 def test_bench_generate_compares_equal_models(tmp_path, capsys):
     path = tmp_path / "rows.json"
     code, out, err = run(

@@ -147,3 +147,27 @@ def test_in_place_operations_become_others_that_give_the_same():
         assert equal(graph(x), fn(x)), fn
         assert not any(writes(node) for node in graph.graph.nodes), fn
         assert len({node.meta["phase"] for node in graph.graph.nodes}) == 3, fn
+
+
+def test_an_input_that_is_written_into_twice_holds_the_second_value():
+    def add(x, u):
+        x.copy_(u)
+        x.add_(1)
+
+    def copy(x, u):
+        x.copy_(u)
+        y = x.sin()
+        x.copy_(y)
+        return y
+
+    def part(x, u):
+        x.copy_(u)
+        x[:1].mul_(2)
+        return u + 1
+
+    for fn in (add, copy, part):
+        graph = funcrl.trace(fn, torch.zeros(2), torch.ones(2))
+        x, y, u = torch.zeros(2), torch.zeros(2), torch.rand(2)
+        fn(x, u)
+        graph(y, u)
+        assert torch.equal(x, y), fn

@@ -169,7 +169,7 @@ def _shares(node: Node) -> bool:
         node = node.all_input_nodes[0]
         if len(node.users) > 1 or node.op != "call_function":
             return True
-    return False
+    return writes(node)  # what is left of those is a write into an input, and gives that input
 
 
 def _before(node: Node) -> set[Node]:
