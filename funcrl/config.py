@@ -212,7 +212,7 @@ class TrainConfig:
     attend: Literal["native", "flash"] = "native"
     """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """How the step is compiled; with nothing of this given it runs as it is written."""
+    """How the step is compiled; with all of this at its defaults it runs as it is written."""
     length_multiple: int = 1
     """Rows are padded to a multiple of so many tokens, so that a compiled step meets few shapes."""
     slots: int = 512
