@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from funcrl import grads, tree
-from funcrl.algorithms import grpo
-from funcrl.bench.inputs import Case, VariantName
+from funcrl.bench.inputs import Case, VariantName, keep, sample_loss
 from funcrl.bench.measure import Row, measure, seconds_of
 from funcrl.bench.ordinary import ordinary_loss, with_weights
 from funcrl.config_generation import CompileConfig
 from funcrl.graph import compile_step, donate, live_bytes, predict_peak, step_graph
-from funcrl.losses import policy_loss
 from funcrl.step import grpo_step
-from funcrl.types import Metrics, Params, Rows, Step, TrainState, Tree
+from funcrl.types import Metrics, Params, Rows, Step, TrainState
 
 
 def gradient_rows(case: Case) -> list[Row]:
@@ -63,12 +61,7 @@ def whole_step(case: Case, name: VariantName) -> Step:
 
 def gradient_step(case: Case, name: VariantName) -> Step:
     """Return a step whose new parameters are the gradient: no optimizer, no moments."""
-    algorithm = grpo()
-
-    def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return policy_loss(algorithm, case.model_fn(params, sample), sample)
-
-    gradient = grads.summed_gradient(sample_loss, _per_sample(name))
+    gradient = grads.summed_gradient(sample_loss(case), _per_sample(name))
 
     def init(params: Params, seed: int = 0) -> TrainState:
         start = torch.full((), seed, device=tree.leaves(params)[0].device)
@@ -83,12 +76,9 @@ def gradient_step(case: Case, name: VariantName) -> Step:
 
 
 def _per_sample(name: VariantName) -> grads.PerSampleTransform | None:
-    def same(per_sample: Tree) -> Tree:
-        return per_sample
-
     if name == "clipped":
         return grads.clip_per_sample(1.0)
-    return same if name == "per-sample" else None
+    return keep if name == "per-sample" else None
 
 
 def _configs(case: Case, step: Step) -> list[tuple[str, CompileConfig]]:

@@ -3,22 +3,25 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from funcrl import checks, rng, tree
 from funcrl.algorithms import grpo
 from funcrl.bench.ordinary import attend_fused
 from funcrl.config_generation import CompileConfig
+from funcrl.grads import AuxLossFn
+from funcrl.graph.remat import RematName
 from funcrl.logprobs import logprob_fn
+from funcrl.losses import policy_loss
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash
-from funcrl.types import Batch, ModelFn, Params
+from funcrl.types import Batch, Metrics, ModelFn, Params, Tree
 
 Part: TypeAlias = Literal["gradient", "update", "step", "compiled-gradient", "compiled-step"]
 VariantName: TypeAlias = Literal["batch", "per-sample", "clipped", "donated"]
-RematName: TypeAlias = Literal["none", "selective", "full", "budget"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,21 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
     batch = _batch(config, num_layers)
     ordinary_attend = attend_fused if flash else attend_causal
     return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
+
+
+def sample_loss(case: Case) -> AuxLossFn:
+    """Return the loss of one sample, with its metrics: what all gradients are of."""
+    algorithm = grpo()
+
+    def loss_fn(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return policy_loss(algorithm, case.model_fn(params, sample), sample)
+
+    return loss_fn
+
+
+def keep(per_sample: Tree) -> Tree:
+    """Return per-sample gradients as they are, so that there are some."""
+    return per_sample
 
 
 def _batch(config: StepBenchConfig, seed: int) -> Batch:

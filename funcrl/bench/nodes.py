@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from funcrl.graph.cleaning import writes
 from funcrl.graph.liveness import find_storages
-from funcrl.graph.phases import has_flops
+from funcrl.graph.phases import has_flops, layer_of_path
 
 PHASES = ("forward", "recomputed", "backward", "optimizer")
 OUTSIDE = "outside the model"
@@ -83,8 +84,7 @@ def layer_of(node: fx.Node) -> str:
     path = node.meta.get("module")
     if not path:
         return "optimizer" if node.meta["phase"] == "optimizer" else OUTSIDE
-    found = re.match(r"(.*?\.\d+)(\.|$)", path)
-    return found.group(1) if found else path.partition(".")[0]
+    return layer_of_path(path) or path.partition(".")[0]
 
 
 def find_kinds(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -93,8 +93,7 @@ def find_kinds(gm: fx.GraphModule) -> dict[fx.Node, str]:
     kinds = {}
     for node in gm.graph.nodes:
         read = {storage for source in node.all_input_nodes for storage in storages.of[source]}
-        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        same = bool(storages.of[node]) and read.issuperset(storages.of[node]) and not writes
+        same = bool(storages.of[node]) and read.issuperset(storages.of[node]) and not writes(node)
         kinds[node] = _VIEW if same or node.target is operator.getitem else _kind(node)
     return kinds
 

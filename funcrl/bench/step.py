@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import grads, optim, tree
-from funcrl.algorithms import grpo
 from funcrl.bench.compiled import gradient_rows, step_rows
-from funcrl.bench.inputs import Case, StepBenchConfig, depths, make_case
+from funcrl.bench.inputs import Case, StepBenchConfig, depths, keep, make_case, sample_loss
 from funcrl.bench.measure import Row, Variants, measure, write_rows
 from funcrl.bench.ordinary import ordinary_loss, with_weights
 from funcrl.bench.profiling import write_profile
-from funcrl.losses import policy_loss
 from funcrl.models import Transformer
 from funcrl.step import grpo_step
 from funcrl.types import Batch, Metrics, Params, TrainState
@@ -44,14 +42,7 @@ def _measured(what: str, variants: Callable[[Case], Variants]) -> Callable[[Case
 
 
 def _gradient_variants(case: Case) -> Variants:
-    algorithm, params, batch = grpo(), case.params, case.batch
-
-    def loss_fn(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return policy_loss(algorithm, case.model_fn(params, sample), sample)
-
-    def keep(per_sample: Any) -> Any:
-        return per_sample
-
+    params, batch, loss_fn = case.params, case.batch, sample_loss(case)
     chunk = case.config.chunk
     functions = {
         "func: gradient of the batch": grads.summed_gradient(loss_fn),

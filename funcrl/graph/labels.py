@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from funcrl.graph.cleaning import VIEWS, writes
-from funcrl.graph.phases import find_seeds, has_flops
+from funcrl.graph.phases import find_seeds, has_flops, layer_of_path
 
 GATHERED = "gathered"  # the phase of a list of many numbers, such as the norms of all leaves
 _MANY = 8
@@ -22,7 +22,6 @@ _CONSTANTS = {
     torch.ops.aten.arange.default,
     torch.ops.aten.arange.start_step,
 }
-_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")  # a path up to its first number: blocks.3
 
 
 class Label(NamedTuple):
@@ -95,7 +94,7 @@ def _label_by_inputs(node: Node, turn: int, labels: Mapping[Node, Label]) -> Lab
     layers = {labels[read].layer if read in labels else _path_layer(read) for read in reads} - {""}
     alone = layers.pop() if len(layers) == 1 else ""  # a learning rate is of no layer
     module = node.meta.get("module")
-    return Label(turn, "optimizer", alone if module is None else _layer(module))
+    return Label(turn, "optimizer", alone if module is None else layer_of_path(module))
 
 
 def _own_layer(node: Node, labels: Mapping[Node, Label]) -> str:
@@ -104,15 +103,10 @@ def _own_layer(node: Node, labels: Mapping[Node, Label]) -> str:
     No module is known to have added gradients up: they are of the layer that they all come from.
     """
     if node.meta.get("module") is not None:
-        return _layer(node.meta["module"])
+        return layer_of_path(node.meta["module"])
     reads = [behind(read) for read in node.all_input_nodes]
     layers = {labels[read].layer for read in reads if read in labels}
     return layers.pop() if len(layers) == 1 else ""
-
-
-def _layer(path: str | None) -> str:
-    found = _LAYER.match(path or "")
-    return found[0] if found else ""
 
 
 def _path_layer(node: Node) -> str:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")
 
 # Attention in one kernel, and how many products it does: torch counts some of them, and with as
 # many keys as queries alone in older versions.
@@ -108,9 +109,9 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
     # A trace that marked no backward pass has not watched the modules: a few names prove little.
     if any(_is_marked(node) for node in late):
         for node in early:
-            found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.meta.get("module") or "")
-            if found:
-                layers[node] = found[0]
+            layer = layer_of_path(node.meta.get("module"))
+            if layer:
+                layers[node] = layer
     if not layers:
         for seed in find_seeds(graph):
             layers |= _pieces(graph, early, seed)
@@ -125,6 +126,21 @@ def find_layers(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, str]:
         if node in alone and node not in layers and len(users) == 1 and None not in users:
             layers[node] = str(users.pop())
     return layers
+
+
+def layer_of_path(path: str | None) -> str:
+    """Return a module's path up to its first number, "" where there is none.
+
+    Args:
+        path: `node.meta["module"]`.
+
+    Example:
+        >>> from funcrl.graph.phases import layer_of_path
+        >>> layer_of_path("blocks.3.attention.q"), layer_of_path("embed"), layer_of_path(None)
+        ('blocks.3', '', '')
+    """
+    found = _LAYER.match(path or "")
+    return found[0] if found else ""
 
 
 def _is_marked(node: fx.Node) -> bool:
