@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_vllm import DEVICE, PROMPTS, make, needs_vllm
+from test_vllm import DEVICE, PROMPTS, make, needs_vllm, with_infinite_values
 
 import funcrl
 from funcrl import memory
@@ -181,10 +181,7 @@ class TestDeath:
         generator = VLLM(model, config=config)
         generator.push(params)
         clean = generator.generate(PROMPTS, SAMPLING, seed=0)
-        broken = {  # finite themselves; the values that the cache keeps are not
-            name: leaf / leaf.abs().max() * 3e38 if ".v." in name else leaf
-            for name, leaf in params.items()
-        }
+        broken = with_infinite_values(params)
         for ask in (lambda: generator.generate(PROMPTS, SAMPLING, seed=0),
                     lambda: generator.score(PROMPTS)):  # fmt: skip
             generator.push(broken)

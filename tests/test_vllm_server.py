@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_vllm import DEVICE, PROMPTS, make, scored
+from test_vllm import DEVICE, PROMPTS, make, scored, with_infinite_values
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
@@ -167,10 +167,7 @@ class TestServer:
         vllm, _, params = running
         sampling = Sampling(4, max_tokens=20)
         clean = vllm.generate(PROMPTS, sampling, seed=0)
-        broken = {  # finite themselves; the values that the cache keeps are not
-            name: leaf / leaf.abs().max() * 3e38 if ".v." in name else leaf
-            for name, leaf in params.items()
-        }
+        broken = with_infinite_values(params)
         for ask in (lambda: vllm.generate(PROMPTS, sampling, 0), lambda: vllm.score(PROMPTS)):
             vllm.push(broken)
             with pytest.raises(FloatingPointError, match="have the parameters diverged"):
