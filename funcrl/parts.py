@@ -11,7 +11,7 @@ from funcrl.checkpoint import restore
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.config_generation import CompileConfig
 from funcrl.generators import VLLM, DecodeFn, Sampler
-from funcrl.graph import compile_at_first
+from funcrl.graph import compile_at_first, donate
 from funcrl.logprobs import logprob_fn
 from funcrl.lora import Lora, lora
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -40,6 +40,7 @@ class Parts(NamedTuple):
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
     step: Step
+    donates: bool  # whether the step writes its new state into the memory of the old one
     generator: Generator
     sampling: Sampling
 
@@ -98,11 +99,14 @@ def build(
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
-    if config.compile != CompileConfig():
-        step = compile_at_first(step, config.compile)
+    donates = config.compile != CompileConfig()
+    if donates:
+        step = compile_at_first(donate(step), config.compile)
     decode = task.tokenizer.decode
     generator = _generator(config, model, decode, dtype, task)
-    return Parts(task, model, weights, adapters, model_fn, algorithm, step, generator, sampling)
+    return Parts(
+        task, model, weights, adapters, model_fn, algorithm, step, donates, generator, sampling
+    )
 
 
 def find_weights(function: str, name: str) -> Path:

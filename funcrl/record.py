@@ -56,7 +56,8 @@ class Record:
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         self._trackers: list[Tracker] = []
-        self._saved, self._empty = -1, False  # the last step saved; a run without a checkpoint
+        # The last step saved; a run without a checkpoint; a state that an update is overwriting.
+        self._saved, self._empty, self._given_up = -1, False, False
         self._lock = _lock(folder)
 
     @property
@@ -77,12 +78,9 @@ class Record:
             self._empty = True
             return None
         self._saved = found.step
-        history = found.extra["history"]
-        lines = self.folder / runs.METRICS
-        lines.unlink(missing_ok=True)
-        runs.append_lines(lines, history)
-        runs.keep_until(self.folder / runs.COMPLETIONS, found.step)
-        self._start(Progress(found.step, found.state, history))
+        progress = Progress(found.step, found.state, found.extra["history"])
+        _write_again(self.folder, progress)
+        self._start(progress)
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -100,39 +98,42 @@ class Record:
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
         # Only now: a step whose lines could not be written is one to do again.
         self._progress = Progress(row["step"], state, [*self.progress.history, row])
-        for each in self._trackers:
-            each.log(row)
-            if seen:
-                each.completions(seen)
+        self._given_up = False
+        _log(self._trackers, row, seen)
         self._view.step(row, seen[0] if seen else None)
         last = row["step"] == self._config.steps
         if last or row["step"] % self._config.checkpoint.every == 0:
             self.save()
 
+    def give_up_state(self) -> None:
+        """Let an update overwrite the last finished step's state, until the next `advance`."""
+        if self.progress.state.step.is_cpu:  # where a checkpoint on its way reads its own memory
+            self._checkpoints.wait()
+        self._given_up = True
+
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
         step, state, history = self.progress
-        score = history[-1].get("eval/accuracy")
-        self._checkpoints.save(step, state, {"step": step, "history": history}, score)
+        extra = {"step": step, "history": history}
+        self._checkpoints.save(step, state, extra, history[-1].get("eval/accuracy"))
         self._saved = step
 
     def save_unsaved(self) -> None:
         """Save what an interruption would lose, and say where."""
         command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
+        if self._progress is None and self._empty:
+            self.note(f"Stopped before the first step; begin again with: {command}")
         if self._progress is None:
-            if self._empty:
-                self.note(f"Stopped before the first step; begin again with: {command}")
             return
         try:
-            if self._saved < self._progress.step:
+            if self._saved < self._progress.step and not self._given_up:
                 self.save()
             self._checkpoints.wait()
         except OSError as error:
             self.note(str(error))
             return
         self.note(
-            f"Saved step {self._progress.step} in {self.folder / runs.CHECKPOINTS}; "
-            f"go on with: {command}"
+            f"Saved step {self._saved} in {self.folder / runs.CHECKPOINTS}; go on with: {command}"
         )
 
     def close(self) -> None:
@@ -147,11 +148,10 @@ class Record:
 
     def _start(self, progress: Progress) -> None:
         """Open what shows the run."""
-        config = self._config
-        plain = configs.to_plain(config)
-        for name in config.log.trackers:
-            self._trackers.append(tracker(name, self.folder, plain, progress.step, self.note))
-        self._view.start(f"{self._title} in {self.folder}", config.steps, progress.step)
+        plain, step = configs.to_plain(self._config), progress.step
+        for name in self._config.log.trackers:
+            self._trackers.append(tracker(name, self.folder, plain, step, self.note))
+        self._view.start(f"{self._title} in {self.folder}", self._config.steps, step)
         self._progress = progress
 
 
@@ -224,6 +224,21 @@ def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
             f"no reference policy, got {config.algorithm.kl}."
         )
+
+
+def _log(trackers: Sequence[Tracker], row: dict[str, Any], seen: Sequence[Completion]) -> None:
+    for each in trackers:
+        each.log(row)
+        if seen:
+            each.completions(seen)
+
+
+def _write_again(folder: Path, progress: Progress) -> None:
+    """Make the lines of a run's files those of what it goes on from."""
+    lines = folder / runs.METRICS
+    lines.unlink(missing_ok=True)
+    runs.append_lines(lines, progress.history)
+    runs.keep_until(folder / runs.COMPLETIONS, progress.step)
 
 
 def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl import metrics, rng, runs
+from funcrl import metrics, rng, runs, tree
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
@@ -157,7 +157,11 @@ def _begin(
 def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
     """Run the steps that are left."""
     done, state, _ = record.progress
-    reference = reference_policy(record.folder, done, state.params) if config.algorithm.kl else None
+    reference = None
+    if config.algorithm.kl:
+        reference = reference_policy(record.folder, done, state.params)
+        if parts.donates:  # the first step is to overwrite what it was given, and not the reference
+            reference = tree.map(torch.clone, reference)
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
@@ -169,6 +173,8 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
             )
         row: dict[str, Any] = {"step": index, **rolled.numbers}
         start = time.perf_counter()
+        if parts.donates:
+            record.give_up_state()
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
         row |= numbers | {"time/train": time.perf_counter() - start}
         start = time.perf_counter()

@@ -96,9 +96,9 @@ def table_params(batch: funcrl.Batch) -> dict[str, Tensor]:
 
 
 def equal(a: object, b: object) -> bool:
-    """Whether two trees of tensors have the same bits."""
+    """Whether two trees of tensors have the same dtypes, shapes and bits."""
     pairs = zip(funcrl.tree.leaves(a), funcrl.tree.leaves(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs)
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def tiny_tokenizer(template=None):

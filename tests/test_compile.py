@@ -53,6 +53,48 @@ def test_every_bit_is_kept_without_fusion(name, backend, donated):
     assert equal(twice(fast), twice(step))
 
 
+def gated_scores(params, sample):
+    """A policy with a parameter of no dimension."""
+    hidden = torch.tanh(params["embed"][sample.tokens] * params["gate"])
+    return funcrl.token_scores(hidden @ params["out"], sample.tokens)
+
+
+GATED = {"embed": (11, 4), "gate": (), "out": (4, 11)}
+RATES = {
+    "constant": (1e-2, [1e-2] * 4),
+    "linear": (optim.linear(1e-2, 0.0, 4), [1e-2, 7.5e-3, 5e-3, 2.5e-3]),
+    "warmup": (optim.warmup(3, optim.constant(1e-2)), [2.5e-3, 5e-3, 7.5e-3, 1e-2]),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_donated_step_follows_its_schedule(backend, name):
+    """Also a parameter without dimensions moves: torch.compile drops writes into such leaves."""
+    rate, expected = RATES[name]
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(rate))
+    step = funcrl.grpo_step(gated_scores, optimizer=tx)
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for key, shape in GATED.items()
+    }
+    donated = funcrl.donate(step)
+    state, other, rates = donated.init(params), step.init(params), []
+    fast = funcrl.compile_step(donated, state, BATCH, CompileConfig(backend=backend))
+    for _ in expected:
+        rates.append(optim.current_learning_rate(state.opt_state).item())
+        state, metrics = fast(state, BATCH)
+        other, _ = step(other, BATCH)
+        assert metrics.maxes["learning_rate"] == rates[-1]
+        assert relative(state.params, other.params) <= 1e-12
+        assert equal(state.step, other.step)
+    assert rates == pytest.approx(expected, rel=1e-15)
+    assert state.params["gate"] != params["gate"]
+
+
 # AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
 # entries near 0 into anything; SGD leaves it as it is.
 SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}

@@ -202,6 +202,60 @@ def test_adapters_never_make_a_gradient_of_the_base(clip):
     assert largest(fused) <= 40 * 104  # the base itself
 
 
+# How a sample of 6 tokens looks rows up in a table of 9; a negative index counts from the end.
+INDICES = {
+    "negative": lambda tokens: torch.arange(6) * 0 + tokens % 5 - 9,
+    "the token before": lambda tokens: torch.cat([torch.full((1,), -1), tokens[:-1] % 9]),
+    "the same for all": lambda tokens: torch.arange(6),
+    "the same, negative": lambda tokens: torch.tensor([0, -1, 2, 0, -9, -1]),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_may_be_negative_or_the_same_for_all(name, clip):
+    def loss_fn(params, tokens):
+        hidden = params["table"][INDICES[name](tokens)] * tokens[:, None].sin()
+        return (hidden @ params["out"]).sin().square().sum()
+
+    def total(params, tokens):
+        grads = funcrl.per_sample_grad(loss_fn)(params, tokens)
+        grads = funcrl.clip_per_sample(clip)(grads) if clip else grads
+        return tree.map(lambda leaf: leaf.sum(0), grads)
+
+    generator = torch.Generator().manual_seed(0)
+    table, out = (torch.randn(shape, generator=generator, dtype=torch.float64)
+                  for shape in ((9, 20), (20, 20)))  # fmt: skip
+    params, tokens = {"table": table, "out": out}, torch.arange(24).reshape(4, 6)
+    graph = funcrl.trace(total, params, tokens)
+    fused = funcrl.fuse_per_sample(graph)
+    assert relative(fused(params, tokens), total(params, tokens)) <= 1e-12
+    assert largest(graph) == 4 * 20 * 20  # a gradient for each sample
+    assert largest(fused) < 4 * 20 * 20
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1), (1, 5), (3, 5), (1, 1)], ids=str)
+def test_a_leaf_keeps_its_shape(shape, clip):
+    """Factors that are broadcast over the tokens, the width or both: [3, 5] a sample."""
+
+    def loss_fn(params, row):
+        factor = params["factor"]
+        return ((row.T * factor).T if factor.shape == (3,) else row * factor).sin().sum()
+
+    def total(params, rows):
+        grads = funcrl.per_sample_grad(loss_fn)(params, rows)
+        grads = funcrl.clip_per_sample(clip)(grads) if clip else grads
+        return tree.map(lambda leaf: leaf.sum(0), grads)
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"factor": torch.randn(shape, generator=generator, dtype=torch.float64)}
+    rows = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
+    got = funcrl.fuse_per_sample(funcrl.trace(total, params, rows))(params, rows)
+    assert got["factor"].shape == shape
+    assert relative(got, total(params, rows)) <= 1e-12
+
+
 def test_what_is_not_understood_is_left_as_it_is():
     params, tokens = random_params(), torch.arange(24).reshape(4, 6)
     uses = {

@@ -6,7 +6,7 @@ from cases import equal, tiny_batch, tiny_model
 
 import funcrl
 from funcrl import optim
-from funcrl.graph.cleaning import writes
+from funcrl.graph.aliases import writes
 
 MODEL = tiny_model(qkv_bias=True)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)

@@ -6,7 +6,8 @@ from graphs import flat_step, flatten
 
 import funcrl
 from funcrl.bench.measure import peak_bytes
-from funcrl.graph.liveness import find_storages, live_bytes, predict_peak
+from funcrl.graph.aliases import find_storages
+from funcrl.graph.liveness import live_bytes, predict_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

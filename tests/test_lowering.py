@@ -7,7 +7,7 @@ import torch
 from cases import equal
 
 import funcrl
-from funcrl.graph.lowering import select_for_scatter
+from funcrl.graph.lowering import scalars_as_elements, select_for_scatter
 
 aten = torch.ops.aten
 B, T, D, V = 3, 7, 5, 11
@@ -118,3 +118,21 @@ def test_what_is_written_knows_where_it_comes_from():
     assert replaced
     wanted = {node.meta["phase"] for node in replaced}
     assert {node.meta["phase"] for node in chosen} >= wanted
+
+
+def test_scalars_are_passed_as_one_element_of_the_same_memory():
+    def update(rate, weight, count):
+        new = weight - rate * weight
+        rate.copy_(rate / 2)
+        count.copy_(count + 1)
+        return new
+
+    def arguments():
+        return [torch.tensor(0.5, dtype=torch.float64), torch.ones(2), torch.tensor(3)]
+
+    graph, mine, theirs = funcrl.trace(update, *arguments()), arguments(), arguments()
+    assert scalars_as_elements(graph) == [0, 2]
+    result = graph(mine[0].view(1), mine[1], mine[2].view(1))
+    assert equal((result, mine), (update(*theirs), theirs))
+    assert mine[0] == 0.25
+    assert mine[2] == 4

@@ -24,6 +24,9 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.logging import SilentView
+from funcrl.parts import empty_state
+from funcrl.record import Record
 from funcrl.rollouts import RewardError
 from funcrl.tasks import CharTokenizer, Prompt, SumDigits
 
@@ -591,8 +594,16 @@ def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path)
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
-    """Beside one whose rows are as long: rounding may depend on how many numbers are summed."""
-    options = {"num_minibatches": 2, "length_multiple": 8}
+    """Beside one whose rows are as long: rounding may depend on how many numbers are summed.
+
+    The compiled one writes its state into the memory of the old one, which checkpoints, a falling
+    learning rate and the reference policy must not notice.
+    """
+    options = {
+        "num_minibatches": 2, "length_multiple": 8, "algorithm": AlgorithmConfig(kl=0.1),
+        "optimizer": OptimizerConfig(learning_rate=1e-2, schedule="linear", warmup=2),
+        "checkpoint": CheckpointConfig(every=1, keep_last=4),
+    }  # fmt: skip
     config = CompileConfig(backend=backend, fuse="none")
     plain = funcrl.train(small(tmp_path / "plain", **options))
     compiled = funcrl.train(small(tmp_path / "compiled", compile=config, **options))
@@ -605,6 +616,27 @@ def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
     )
     plain = funcrl.train(small(tmp_path / "plain", steps=6, **options), resume=True)
     assert equal(resumed.state, plain.state)
+
+
+def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp_path):
+    config = small(tmp_path / "run", checkpoint=CheckpointConfig(every=5))
+    funcrl.train(dataclasses.replace(config, steps=1))
+    parts, notes = funcrl.build(config), []
+    view = SilentView()
+    view.note = notes.append
+    record = Record(config, tmp_path / "run", "test", view)
+    record.resumed(empty_state(config, parts))
+    state = record.progress.state
+    row = {**record.progress.history[-1], "step": 2}
+    record.advance(state, row, [])  # whose checkpoint is not due
+    before = funcrl.tree.map(torch.clone, state)
+    record.give_up_state()
+    state.params["norm.weight"].zero_()  # the first half of an update
+    record.save_unsaved()
+    record.close()
+    assert "Saved step 1 in" in notes[-1]
+    saved, _ = funcrl.restore(tmp_path / "run" / runs.CHECKPOINTS, before)
+    assert equal(saved, before)
 
 
 def test_rows_are_padded_to_a_multiple():

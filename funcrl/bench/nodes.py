@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcrl.graph.cleaning import writes
-from funcrl.graph.liveness import find_storages
+from funcrl.graph.aliases import find_storages, writes
 from funcrl.graph.phases import has_flops, layer_of_path
 
 PHASES = ("forward", "recomputed", "backward", "optimizer")

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_unflatten
 
 from funcrl import checks, tree
 from funcrl.config_generation import CompileConfig
+from funcrl.graph.aliases import writes
 from funcrl.graph.capture import Program, capture
-from funcrl.graph.cleaning import arguments, copied, writes
 from funcrl.graph.donation import check_own_memory
+from funcrl.graph.edit import arguments, copied
 from funcrl.graph.fences import add_fences
 from funcrl.graph.fuse import fuse_per_sample
 from funcrl.graph.labels import is_gathering
-from funcrl.graph.lowering import select_for_scatter
+from funcrl.graph.lowering import scalars_as_elements, select_for_scatter
 from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
 from funcrl.graph.tracing import trace
@@ -235,21 +236,34 @@ def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
         assert isinstance(piece, GraphModule)
         if all(is_gathering(n) for n in piece.graph.nodes if n.op == "call_function"):
             continue
-        # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
-        piece.forward = torch.compile(
-            piece.forward, backend=config.backend, dynamic=False, fullgraph=True
-        )
+        _compile_piece(piece, config.backend)
     if config.cache_dir is None:
         return pieces
-    return _cached(pieces, config.cache_dir / f"{_key(flat)}.bin")
+    return _cached(pieces, config.cache_dir / f"{_key(pieces)}.bin")
 
 
-def _key(flat: GraphModule) -> str:
+def _compile_piece(piece: GraphModule, backend: str) -> None:
+    """Compile a piece's forward."""
+    scalars = scalars_as_elements(piece)
+    # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
+    compiled = torch.compile(piece.forward, backend=backend, dynamic=False, fullgraph=True)
+
+    def forward(*inputs: Tensor) -> Any:
+        leaves = list(inputs)
+        for index in scalars:
+            leaves[index] = leaves[index].view(1)
+        return compiled(*leaves)
+
+    piece.forward = forward
+
+
+def _key(pieces: GraphModule) -> str:
     """Return a name for what is compiled, where, and by which version."""
-    inputs = flat.graph.find_nodes(op="placeholder")
+    inputs = pieces.graph.find_nodes(op="placeholder")
     values = [(v.shape, v.dtype, v.device) for v in (node.meta["val"] for node in inputs)]
     device = torch.cuda.get_device_name() if values[0][2].type == "cuda" else "cpu"
-    text = f"{torch.__version__} {device} {values} {flat.code}"
+    code = [str(part.code) for part in pieces.modules()]
+    text = f"{torch.__version__} {device} {values} {code}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

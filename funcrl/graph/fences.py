@@ -11,7 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor, fx
 
-from funcrl.graph.liveness import Storages, find_storages
+from funcrl.graph.aliases import Storages, find_storages
 from funcrl.graph.phases import descendants, find_seeds, late_nodes
 
 

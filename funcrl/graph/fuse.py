@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.graph import recognise
-from funcrl.graph.cleaning import arguments, copied
+from funcrl.graph.edit import arguments, copied
 from funcrl.graph.outer import Writer, shape_of, write_norm, write_sum
 from funcrl.graph.recognise import PerSample, RowSum, Square, Symbol
 from funcrl.graph.scheduling import hoist
@@ -65,7 +65,10 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     for use in uses.values():
         if not recognise.roots_of(use.of) & blocked:
             source = recognise.described_best(recognise.roots_of(use.of))
-            use.node.replace_all_uses_with(use.write(Writer(graph, use.node, source)))
+            fused = use.write(Writer(graph, use.node, source))
+            old, new = shape_of(use.node), shape_of(fused)
+            assert (new.shape, new.dtype) == (old.shape, old.dtype), use.node
+            use.node.replace_all_uses_with(fused)
     graph.eliminate_dead_code()
     # As soon as it can be computed: the operands of each gradient are freed one after the other.
     hoist(graph, {node for node in graph.nodes if node in moved or node not in before})
@@ -92,23 +95,23 @@ def _use(node: Node, symbols: dict[Node, Symbol]) -> _Use | None:
     symbol = symbols.get(node.all_input_nodes[0])
     if symbol is None:
         return None
-    dtype, sums = value.dtype, node.target is aten.sum.dim_IntList
-    if sums and list(arguments(node)[1:]) == [[0]] and not isinstance(symbol, Square):
-        if isinstance(symbol, RowSum):
-            axes = [0, *symbol.axes]
-            return _Use(
-                node, symbol, lambda write: write(node.target, symbol.rows, axes, dtype=dtype)
-            )
-        if symbol.layout != "rows":
-            return _Use(node, symbol, lambda write: _write_total(write, symbol, value))
-    return _norm(node, symbol, dtype)
+    total = node.target is aten.sum.dim_IntList and list(arguments(node)[1:]) == [[0]]
+    rows = isinstance(symbol, PerSample) and symbol.layout == "rows"  # whose first axis is not B
+    if total and not rows and not isinstance(symbol, Square):
+        return _Use(node, symbol, lambda write: _write_total(write, symbol, value))
+    return _norm(node, symbol, value.dtype)
 
 
-def _write_total(write: Writer, symbol: PerSample, value: Tensor) -> Node:
-    total = write_sum(write, symbol.terms, value.dtype)
-    if symbol.layout == "vector":
-        return write(aten.reshape.default, total, list(value.shape))
-    return total
+def _write_total(write: Writer, symbol: PerSample | RowSum, value: Tensor) -> Node:
+    """Write the sum over samples, in the shape and dtype that it had."""
+    if isinstance(symbol, RowSum):
+        axes = [0, *symbol.axes]
+        total = write(aten.sum.dim_IntList, symbol.rows, axes, dtype=value.dtype)
+    else:
+        total = write_sum(write, symbol.terms, value.dtype)
+    if shape_of(total).shape == value.shape:
+        return total
+    return write(aten.reshape.default, total, list(value.shape))
 
 
 def _norm(node: Node, symbol: Symbol, dtype: torch.dtype) -> _Use | None:

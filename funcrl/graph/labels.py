@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from funcrl.graph.cleaning import VIEWS, writes
+from funcrl.graph.aliases import is_view, writes
 from funcrl.graph.phases import find_seeds, has_flops, layer_of_path
 
 GATHERED = "gathered"  # the phase of a list of many numbers, such as the norms of all leaves
@@ -147,11 +147,7 @@ def is_free(node: Node) -> bool:
     """
     if node.target is operator.getitem:
         return is_free(node.all_input_nodes[0])
-    return _is_view(node) or _is_constant(node) or (_widens(node) and _can_wait(node))
-
-
-def _is_view(node: Node) -> bool:
-    return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
+    return is_view(node) or _is_constant(node) or (_widens(node) and _can_wait(node))
 
 
 def _is_constant(node: Node) -> bool:
@@ -173,7 +169,7 @@ def _readers(node: Node) -> list[Node]:
     """Return the nodes that read a node or a view of it."""
     readers: list[Node] = []
     for user in node.users:
-        readers += _readers(user) if _is_view(user) else [user]
+        readers += _readers(user) if is_view(user) else [user]
     return readers
 
 

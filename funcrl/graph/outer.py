@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from funcrl import numerics
+from funcrl.graph.edit import describe_like
 
 aten = torch.ops.aten
 
@@ -54,8 +55,7 @@ class Writer:
         with self.fake_mode:
             values, options = torch.fx.map_arg((args, kwargs), shape_of)
             node.meta["val"] = op(*values, **options)
-        described = ("phase", "module", "forward_node")
-        node.meta |= {key: self.source.meta[key] for key in described if key in self.source.meta}
+        describe_like(node, self.source)
         if any(source.meta.get("phase") == "optimizer" for source in node.all_input_nodes):
             node.meta["phase"] = "optimizer"
         return node

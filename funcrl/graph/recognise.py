@@ -4,20 +4,24 @@ Each rule reads one kind of node whose inputs are understood and says what it is
 not fit gives nothing, and nothing is built on nothing: unknown operations end the algebra.
 """
 
+import math
 import operator
 from collections.abc import Callable, Collection
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from funcrl.graph.cleaning import arguments, look_through
+from funcrl.graph.cleaning import look_through
+from funcrl.graph.edit import arguments
 from funcrl.graph.outer import OneHot, Outer, Writer, on_dense, shape_of, width
 
 aten = torch.ops.aten
 _ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+Layout: TypeAlias = Literal["matrix", "rows", "vector"]
 
 
 class PerSample(NamedTuple):
@@ -25,7 +29,7 @@ class PerSample(NamedTuple):
 
     terms: tuple[Outer, ...]
     roots: frozenset[Node]  # the products that it was read from
-    layout: Literal["matrix", "rows", "vector"] = "matrix"
+    layout: Layout = "matrix"
 
 
 class Square(NamedTuple):
@@ -67,9 +71,29 @@ def symbols(graph: Graph) -> Symbols:
         if rule is not None and tensors:
             roots = {root for read in node.all_input_nodes for root in roots_of(found.get(read))}
             symbol = rule(node, found, Writer(graph, node, described_best(roots or {node})))
-            if symbol is not None:
+            if symbol is not None and _fits(symbol, tuple(shape_of(node).shape)):
                 found[node] = symbol
     return found
+
+
+def _fits(symbol: Symbol, shape: tuple[int, ...]) -> bool:
+    """Whether a node of this shape can hold what a symbol says: an operation may have broadcast."""
+    if isinstance(symbol, RowSum):
+        whole = shape_of(symbol.rows).shape
+        kept = [size for axis, size in enumerate(whole) if axis not in symbol.axes]
+        return shape[:1] == whole[:1] and math.prod(shape) == math.prod(kept)
+    of = symbol.of if isinstance(symbol, Square) else symbol
+    batch, (rows, columns) = _batch(of), _widths(of)
+    if isinstance(symbol, Square):  # only summed from here on, whatever the shape of a sample
+        return shape[:1] == (batch,) and math.prod(shape) == batch * rows * columns
+    return (
+        shape
+        == {
+            "vector": (batch, rows * columns),
+            "rows": (batch * rows, columns),
+            "matrix": (batch, rows, columns),
+        }[symbol.layout]
+    )
 
 
 def roots_of(symbol: Symbol | None) -> frozenset[Node]:
@@ -146,24 +170,12 @@ def _mm(node: Node, found: Symbols, write: Writer) -> Symbol | None:
 
 
 def _view(node: Node, found: Symbols, _: Writer) -> Symbol | None:
-    symbol, new = found.get(node.all_input_nodes[0]), tuple(shape_of(node).shape)
-    if isinstance(symbol, RowSum):
-        kept = [n for i, n in enumerate(shape_of(symbol.rows).shape) if i not in symbol.axes]
-        return symbol if new == tuple(kept) else None
-    if isinstance(symbol, Square):  # only summed from here on, in any shape that keeps the samples
-        return symbol if new[0] == _batch(symbol.of) else None
-    if symbol is None:
-        return None
-    term = symbol.terms[0]
-    batch = _batch(symbol)
-    rows, columns = width(term.left), width(term.right)
-    layouts: dict[tuple[int, ...], Literal["matrix", "rows", "vector"]] = {
-        (batch, rows * columns): "vector",
-        (batch * rows, columns): "rows",
-        (batch, rows, columns): "matrix",
-    }
-    layout = layouts.get(new)
-    return None if layout is None else symbol._replace(layout=layout)
+    """The same numbers in another shape: which one `_fits` tells."""
+    symbol, shape = found.get(node.all_input_nodes[0]), tuple(shape_of(node).shape)
+    if not isinstance(symbol, PerSample):
+        return symbol
+    layouts = (symbol._replace(layout=layout) for layout in get_args(Layout))
+    return next((each for each in layouts if _fits(each, shape)), None)
 
 
 def _batch(symbol: PerSample) -> int:
@@ -273,36 +285,51 @@ def _whole(parts: list[Any]) -> Node | None:
 def _embedding(node: Node, _: Symbols, __: Writer) -> Symbol | None:
     """What vmap makes of an embedding's gradient: one table of B V rows, indexed by token + b V."""
     rows, index, count, padding, by_frequency = arguments(node)
-    if padding != -1 or by_frequency or index.target is not aten.add.Tensor:
+    if padding != -1 or by_frequency or index.target is not aten.add.Tensor or index.kwargs:
         return None
     tokens, offset = arguments(index)
-    start = look_through(offset)
-    if start.target is not aten.arange.start_step or len(arguments(start)) != 3:
-        return None
-    size = arguments(start)[2]
-    batch = shape_of(tokens).shape[0]
-    offsets = tuple(shape_of(offset).shape)
-    if arguments(start)[:2] != (0, count) or count != batch * size or offsets != (batch, 1):
+    batch = shape_of(rows).shape[0]
+    size = count // batch
+    if count != batch * size or not _counts_samples(offset, batch, size):
         return None
     return _scatter(node, tokens, size, rows, "rows")
 
 
-def _index_put(node: Node, _: Symbols, __: Writer) -> Symbol | None:
+def _index_put(node: Node, _: Symbols, write: Writer) -> Symbol | None:
     """A scatter of rows into zeros [B, V, D] at (b, token), the other form of the same."""
     zeros, indices, rows, *accumulate = arguments(node)
     if zeros.target not in _ZEROS or accumulate != [True] or len(indices) != 2:
         return None
+    batch, size = shape_of(node).shape[:2]
     sample, tokens = indices
-    start = look_through(sample)
-    if start.target is not aten.arange.default or shape_of(sample).shape[1:] != (1,):
+    if sample is None:  # of an index that is the same for all samples, such as a position
+        alike = tokens is not None and shape_of(tokens).ndim == 1
+        tokens = write(aten.expand.default, tokens, [batch, -1]) if alike else None
+    elif not _counts_samples(sample, batch, 1):
         return None
-    return _scatter(node, tokens, shape_of(node).shape[1], rows, "matrix")
+    if tokens is None or shape_of(tokens).dtype != torch.int64:
+        return None
+    # Indexing counts a negative index from the end; an embedding's gradient does not.
+    tokens = write(aten.remainder.Scalar, tokens, size)
+    return _scatter(node, tokens, size, rows, "matrix")
 
 
-def _scatter(
-    node: Node, tokens: Any, size: Any, rows: Any, layout: Literal["matrix", "rows"]
-) -> Symbol | None:
-    if shape_of(tokens).ndim != 2 or shape_of(rows).ndim != 3:
+def _counts_samples(node: Any, batch: int, step: int) -> bool:
+    """Whether a node is [B, 1] and holds 0, step, 2 step and so on."""
+    if not isinstance(node, Node) or tuple(shape_of(node).shape) != (batch, 1):
+        return False
+    while node.target in {*_VIEWS, aten.unsqueeze.default}:
+        node = node.all_input_nodes[0]
+    bounds = {
+        aten.arange.default: ((batch,), 1),
+        aten.arange.start: ((0, batch), 1),
+        aten.arange.start_step: ((0, batch * step, step), step),
+    }
+    return (arguments(node), step) == bounds.get(node.target)
+
+
+def _scatter(node: Node, tokens: Any, size: int, rows: Any, layout: Layout) -> Symbol | None:
+    if shape_of(tokens).ndim != 2 or shape_of(tokens).shape != shape_of(rows).shape[:-1]:
         return None
     return PerSample((Outer(OneHot(tokens, size), rows),), frozenset([node]), layout)
 
@@ -310,8 +337,8 @@ def _scatter(
 def _sum(node: Node, found: Symbols, _: Writer) -> Symbol | None:
     source, axes = arguments(node)[:2]
     ndim = shape_of(source).ndim
-    positive = tuple(axis % ndim for axis in axes)
-    if source in found or node.kwargs or 0 in positive or ndim < 3:
+    positive = tuple(axis % ndim for axis in axes)  # none are all of them
+    if source in found or node.kwargs or not positive or 0 in positive or ndim < 3:
         return None
     return RowSum(source, positive, frozenset([node]))
 

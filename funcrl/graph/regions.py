@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from funcrl.graph.cleaning import writes
+from funcrl.graph.aliases import writes, written_by
 from funcrl.graph.labels import GATHERED, Label, behind, find_labels, is_free
 from funcrl.graph.phases import draws
 from funcrl.graph.scheduling import runs_of
@@ -150,8 +150,8 @@ def _written(place: Mapping[Node, int]) -> dict[Node, int]:
     """Return in which piece what is written into is written first."""
     written: dict[Node, int] = {}
     for node, number in place.items():
-        if writes(node):
-            written.setdefault(behind(node.all_input_nodes[0]), number)
+        for target in written_by(node):
+            written.setdefault(behind(target), number)
     return written
 
 
@@ -201,8 +201,8 @@ def _assembled(module: GraphModule, pieces: list[_Piece]) -> GraphModule:
         for index, node in enumerate(piece.outputs):
             made[node] = graph.call_function(operator.getitem, (call, index))
         for node in piece.nodes:
-            if writes(node):
-                made[node] = made[behind(node.all_input_nodes[0])]
+            for target in written_by(node):
+                made[node] = made[behind(target)]
     output = module.graph.output_node()
     for node in output.all_input_nodes:
         _copy_free(graph, node, made)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from funcrl import checks
-from funcrl.graph.liveness import Storages, find_storages, predict_peak
+from funcrl.graph.aliases import Storages, find_storages
+from funcrl.graph.liveness import predict_peak
 from funcrl.graph.phases import count_flops, draws, find_layers, has_flops, late_nodes
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 
 from torch.fx import Graph, Node
 
-from funcrl.graph.cleaning import writes
+from funcrl.graph.aliases import written_by
 from funcrl.graph.labels import Label, behind
 
 
@@ -108,8 +108,7 @@ def _waits(labels: Mapping[Node, Label]) -> dict[Node, set[Node]]:
         reads = [behind(read) for read in node.all_input_nodes]
         waits[node] = {read for read in reads if read in labels}
         waits[node].update(written[read] for read in reads if read in written)
-        if writes(node):
-            target = behind(node.all_input_nodes[0])
+        for target in map(behind, written_by(node)):
             waits[node].update(readers.get(target, ()))
             written[target] = node
         for read in reads:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl import checks
-from funcrl.graph.cleaning import VIEWS, clean, look_through
+from funcrl.graph.aliases import is_view, written_by
+from funcrl.graph.cleaning import clean, look_through
 
 aten = torch.ops.aten
 # What torch raises for a value that a tensor without data does not have.
@@ -72,6 +73,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     if read:
         raise ValueError(f"{_READS_NOTHING}, got one that reads {read[0].args[0]}.")
     graph = clean(traced)
+    _check_own_memory(graph, args, paths)
     _describe(graph, paths, recorder)
     return graph
 
@@ -129,7 +131,7 @@ class _Recorder(TorchDispatchMode):
             # Autograd numbers an operation's record before the operation gets here. One record may
             # be of several operations, such as a view and a product: the product says more.
             number = torch._C._autograd._get_sequence_nr() - 1
-            if number not in self._forward or self._forward[number].target in VIEWS:
+            if number not in self._forward or is_view(self._forward[number]):
                 self._forward[number] = node
             if self._stack:
                 node.meta["module"] = self._stack[-1]
@@ -155,6 +157,22 @@ def _input_paths(args: tuple[Any, ...]) -> list[str]:
             )
         paths.append(path)
     return paths
+
+
+def _check_own_memory(graph: GraphModule, args: tuple[Any, ...], paths: list[str]) -> None:
+    """Refuse to write into an argument whose memory another one shares: the graph sees two."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    written = {target for node in graph.graph.nodes for target in written_by(node)}
+    owners: dict[int, list[int]] = {}
+    for place, leaf in enumerate(pytree.tree_leaves(args)):
+        owners.setdefault(leaf.untyped_storage()._cdata, []).append(place)
+    for places in owners.values():
+        if len(places) > 1 and any(inputs[place] in written for place in places):
+            first, second = (paths[place] for place in places[:2])
+            raise ValueError(
+                f"trace expects arguments with memory of their own where the function writes into "
+                f"them, got one piece for {first!r} and {second!r}."
+            )
 
 
 def _told_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:

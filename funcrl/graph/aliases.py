@@ -1,0 +1,270 @@
+"""Which values of a graph share memory, and which nodes write into it.
+
+All of it is read from the schemas of the operators: `add_(Tensor(a!) self, ...)` writes into its
+argument, `t(Tensor(a) self) -> Tensor(a)` gives a view of it. What a schema does not say is listed
+here, and nowhere else.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+# It shares memory though its schema does not say so: autograd is not to see it as a view.
+_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default,)
+# CUDA's caching allocator hands out multiples of this.
+_CUDA_BLOCK = 512
+
+
+class Storages(NamedTuple):
+    """Where the values of a graph live; views and in-place results share a storage."""
+
+    of: dict[Node, tuple[int, ...]]  # one storage for each tensor of a node's value
+    num_bytes: list[int]  # of each storage
+    written: set[int]  # the storages that some node writes into
+
+
+class Sharing:
+    """The storages of the nodes that were added, in the order of the graph."""
+
+    def __init__(self) -> None:
+        self.of: dict[Node, tuple[int, ...]] = {}  # one storage for each tensor of a node's value
+        self.members: list[list[Node]] = []  # of each storage: who allocates it, then its views
+
+    def add(self, node: Node, count: int = 1) -> None:
+        """Add a node whose value is `count` tensors, or one."""
+        found = []
+        for shared in _shared_with(node, count, self.of):
+            if shared is None:
+                shared = len(self.members)
+                self.members.append([])
+            self.members[shared].append(node)
+            found.append(shared)
+        self.of[node] = tuple(found)
+
+
+def find_storages(gm: fx.GraphModule) -> Storages:
+    """Return where the values of a graph live, as the schemas of its ops tell.
+
+    Args:
+        gm: a flat graph of ATen and custom ops with `node.meta["val"]`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: x.exp().t().neg_())(torch.zeros(2, 3))
+        >>> storages = funcrl.graph.aliases.find_storages(gm)
+        >>> list(storages.of.values()), storages.written  # x, exp, t, neg_, output
+        ([(0,), (1,), (1,), (1,), ()], {1})
+    """
+    sharing = Sharing()
+    num_bytes: list[int] = []
+    written: set[int] = set()
+    for node in gm.graph.nodes:
+        values = [] if node.op == "output" else _tensors(gm, node)
+        sharing.add(node, len(values))
+        for storage, value in zip(sharing.of[node], values, strict=True):
+            if storage == len(num_bytes):
+                num_bytes.append(_size(node, value))
+        written.update(storage for read in written_by(node) for storage in sharing.of[read])
+    return Storages(sharing.of, num_bytes, written)
+
+
+def is_view(node: Node) -> bool:
+    """Return whether the node's value is in the memory of an argument, which it only looks at.
+
+    A part of a list of values, such as those of a split, counts as a view of the list.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from funcrl.graph.aliases import is_view
+        >>> graph = make_fx(lambda x: x.t().unfold(0, 2, 1).exp())(torch.ones(2, 3)).graph
+        >>> [is_view(node) for node in graph.nodes]
+        [False, True, True, False, False]
+    """
+    return node.target is operator.getitem or gives_view(node.target)
+
+
+def gives_view(target: Any) -> bool:
+    """Return whether an operator's result is a view of an argument, without writing into it.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.graph.aliases import gives_view
+        >>> [gives_view(op) for op in (torch.ops.aten.t.default, torch.ops.aten.add_.Tensor)]
+        [True, False]
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    # A result that may be new memory, such as that of `aten.to`, is one that may be a view.
+    schema = target._schema
+    return target in _SILENT_VIEWS or any(
+        _may_share(argument.alias_info, result.alias_info)
+        for argument in schema.arguments
+        for result in schema.returns
+    )
+
+
+def writes(node: Node) -> bool:
+    """Return whether the node changes one of its arguments.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from funcrl.graph.aliases import writes
+        >>> [writes(node) for node in make_fx(lambda x: x.add_(1))(torch.ones(1)).graph.nodes]
+        [False, True, False]
+    """
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_by(node: Node) -> list[Node]:
+    """Return the arguments that a node writes into.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from funcrl.graph.aliases import written_by
+        >>> graph = make_fx(lambda x, y: torch.add(x, 1, out=y))(torch.ones(1), torch.ones(1)).graph
+        >>> [written_by(node) for node in graph.nodes if node.op == "call_function"]
+        [[y_1]]
+    """
+    if not writes(node):
+        return []
+    return [
+        read
+        for argument, nodes in _arguments(node)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for read in nodes
+    ]
+
+
+def overlap_partly(first: Tensor, second: Tensor) -> bool:
+    """Return whether two views of one storage share some elements but are not the same view.
+
+    Args:
+        first: a tensor; only its shape, strides and place in the storage are read.
+        second: another view of the same storage.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.graph.aliases import overlap_partly
+        >>> x = torch.zeros(3, 4)
+        >>> overlap_partly(x[:, 1:], x[:, :-1]), overlap_partly(x[:, :2], x[:, 2:])
+        (True, False)
+    """
+    layouts = [_byte_layout(each) for each in (first, second)]
+    if layouts[0] == layouts[1] or not (first.numel() and second.numel()):
+        return False
+    return not _bytes_of(layouts, 0).isdisjoint(_bytes_of(layouts, 1))
+
+
+class _Layout(NamedTuple):
+    """Where a tensor's bytes are: from `start`, `size` numbers `stride` bytes apart, nested."""
+
+    start: int
+    axes: tuple[tuple[int, int], ...]  # (stride, size), largest stride first
+
+
+def _byte_layout(tensor: Tensor) -> _Layout:
+    width = tensor.element_size()
+    steps = [stride * width for stride in tensor.stride()]
+    axes = [*zip(steps, tensor.shape, strict=True), (1, width)]
+    kept = sorted(((step, size) for step, size in axes if step and size > 1), reverse=True)
+    return _Layout(int(tensor.storage_offset()) * width, tuple(kept))
+
+
+def _bytes_of(layouts: list[_Layout], which: int) -> set[int]:
+    """Return a tensor's bytes, but for axes along which both tensors step alike.
+
+    Such an axis, when a step is larger than all that the others span, cannot make bytes meet that
+    do not meet within one step. Without these axes few bytes are left of slices of one tensor.
+    """
+    axes = [list(layout.axes) for layout in layouts]
+    while axes[0] and axes[1] and axes[0][0] == axes[1][0]:
+        low = min(layout.start for layout in layouts)
+        ends = [
+            layout.start + sum(stride * (size - 1) for stride, size in rest[1:])
+            for layout, rest in zip(layouts, axes, strict=True)
+        ]
+        if axes[0][0][0] <= max(ends) - low:
+            break
+        axes = [rest[1:] for rest in axes]
+    places = torch.tensor([layouts[which].start])
+    for stride, size in axes[which]:
+        places = (places[:, None] + stride * torch.arange(size)).flatten()
+    return set(places.tolist())
+
+
+def _tensors(gm: fx.GraphModule, node: Node) -> list[Tensor | None]:
+    """Return the example tensors of a node; None in the place of what is no tensor."""
+    if node.op == "get_attr" and "val" not in node.meta:
+        value: Any = operator.attrgetter(str(node.target))(gm)
+    elif "val" in node.meta or not node.users:
+        value = node.meta.get("val")
+    else:
+        raise ValueError(
+            f"predict_peak expects node.meta['val'] on every node, as make_fx leaves it, "
+            f"got none on {node.name!r}."
+        )
+    values = value if isinstance(value, list | tuple) else [value]
+    return [value if isinstance(value, Tensor) else None for value in values]
+
+
+def _size(node: Node, value: Tensor | None) -> int:
+    """Return the bytes that a new value takes, or all of the storage that an input is a part of."""
+    if value is None:
+        return 0
+    num_bytes = value.numel() * value.element_size()
+    if node.op in ("placeholder", "get_attr"):
+        num_bytes = value.untyped_storage().nbytes()
+    if value.device.type == "cuda":
+        return -(-num_bytes // _CUDA_BLOCK) * _CUDA_BLOCK
+    return num_bytes
+
+
+def _shared_with(node: Node, count: int, of: dict[Node, tuple[int, ...]]) -> list[int | None]:
+    """Return, for each tensor of a node's value, the storage that it shares, None if it is new."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        return [of[source][index]]  # type: ignore[index]  # (a node and an integer)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [None] * count
+    if node.target in _SILENT_VIEWS:
+        return list(of[node.all_input_nodes[0]])
+    shared: list[int | None] = []
+    for result in node.target._schema.returns:
+        # A list of tensors is one result in the schema, and then the only one.
+        places = count if isinstance(result.type, torch.ListType) else 1
+        sources = [
+            storage
+            for argument, nodes in _arguments(node)
+            if _may_share(argument.alias_info, result.alias_info)
+            for read in nodes
+            for storage in of[read]
+        ]
+        shared += (sources if len(sources) == places else sources[:1] * places) or [None] * places
+    return (shared + [None] * count)[:count]
+
+
+def _may_share(argument: Any, result: Any) -> bool:
+    """Whether a schema says that a result looks at an argument's memory."""
+    if argument is None or result is None:
+        return False
+    # A list of views has no name of its own: its argument is the one that becomes `*`.
+    return bool(argument.before_set & result.before_set) or (
+        not result.before_set and "*" in argument.after_set
+    )
+
+
+def _arguments(node: Node) -> list[tuple[Any, list[Node]]]:
+    """Return each argument of the op's schema with the nodes that are passed for it."""
+    found = []
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # (an OpOverload)
+        passed = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        passed = passed if isinstance(passed, list | tuple) else [passed]
+        found.append((argument, [item for item in passed if isinstance(item, Node)]))
+    return found

@@ -1,0 +1,282 @@
+"""Operations in place as operations out of place, so that passes may move what reads their values.
+
+A graph without writes is one whose values never change. The only writes that stay are copies into
+inputs, at the end: they are what the function does to its arguments (`funcrl.donate`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from funcrl.graph.aliases import (
+    Sharing,
+    find_storages,
+    gives_view,
+    overlap_partly,
+    writes,
+    written_by,
+)
+from funcrl.graph.edit import arguments, describe_like
+
+aten = torch.ops.aten
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
+
+
+def without_writes(module: GraphModule) -> GraphModule:
+    """Return the traced graph with no write but copies into inputs that nothing reads afterwards.
+
+    A write whose value is read under one name alone becomes the operator without the underscore. In
+    a graph where a value is read through several views of it, torch makes each view anew.
+
+    Args:
+        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from funcrl.graph.in_place import without_writes
+        >>> graph = make_fx(lambda x: (x * 2).add_(1))(torch.ones(2))
+        >>> [str(node.target) for node in without_writes(graph).graph.nodes][1:3]
+        ['aten.mul.Tensor', 'aten.add.Tensor']
+    """
+    _check_writes(module)
+    if not _rewrite(module.graph):
+        module = _functionalized(module)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _check_writes(module: GraphModule) -> None:
+    """Refuse to write into what the function holds itself, and to read what is overwritten."""
+    if not any(writes(node) for node in module.graph.nodes):
+        return
+    storages = find_storages(module).of
+    held = {storages[node][0] for node in module.graph.find_nodes(op="get_attr")}
+    for node in module.graph.nodes:
+        for target in written_by(node):
+            if not held.isdisjoint(storages[target]):
+                raise ValueError(
+                    f"trace expects a function that writes into nothing but its arguments and what "
+                    f"it makes, got {node.target} into a tensor that it holds."
+                )
+            for read in node.all_input_nodes:
+                if not set(storages[read]).isdisjoint(storages[target]) and _overlap(read, target):
+                    raise ValueError(
+                        f"trace expects in-place operations that read nothing of what they "
+                        f"overwrite, got {node.target}, whose arguments overlap in part: its "
+                        f"result depends on the order in which memory is written; clone one first."
+                    )
+
+
+def _overlap(first: Node, second: Node) -> bool:
+    values = first.meta["val"], second.meta["val"]
+    return all(isinstance(value, Tensor) for value in values) and overlap_partly(*values)
+
+
+# -- one write, one value ---------------------------------------------------------------------
+
+
+def _rewrite(graph: Graph) -> bool:
+    """Write each operation out of place; return False at one whose memory is read otherwise."""
+    sharing = Sharing()
+    for node in graph.nodes:  # and those that are added behind it on the way
+        if node.op == "output":
+            continue
+        if writes(node) and not _replace_write(node, sharing):
+            return False
+        _add(sharing, node)
+        if node.target in _SPLITS:
+            _replace_written_parts(node, sharing)
+    return True
+
+
+def _add(sharing: Sharing, node: Node) -> None:
+    value = node.meta.get("val")
+    sharing.add(node, len(value) if isinstance(value, list | tuple) else 1)
+
+
+def _replace_write(node: Node, sharing: Sharing) -> bool:
+    """Make `op_(x, ...)` an `op(x, ...)` that later nodes read, if nothing else sees the write."""
+    functional = _out_of_place(node.target)
+    if functional is None or written_by(node) != [node.args[0]]:
+        return False
+    target = arguments(node)[0]
+    if not isinstance(target.meta.get("val"), Tensor):
+        return False
+    members = sharing.members[sharing.of[target][0]]
+    if members[0].op == "placeholder":
+        # Donation: the write puts its result where it belongs, and nobody reads it there.
+        read_later = any(
+            user > node and user.op != "output" for member in members for user in member.users
+        )
+        return node.target is aten.copy_.default and target is members[0] and not read_later
+    if _is_of_the_name_alone(node.target):
+        if not gives_view(functional):
+            return False
+    elif any(user > node for member in members if member is not target for user in member.users):
+        return False
+    node.target = functional
+    result = node if gives_view(functional) else _as_written(node, target)
+    later = [user for user in target.users if user > node and user is not result]
+    target.replace_all_uses_with(result, lambda user: user in later)
+    return True
+
+
+def _out_of_place(target: Any) -> Any:
+    """Return the operator of the same name without the underscore that takes the same arguments."""
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_") or name.endswith("__"):
+        return None
+    wanted = _signature(target)
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return next((each for each in overloads if _signature(each) == wanted), None)
+
+
+def _is_of_the_name_alone(target: Any) -> bool:
+    """Whether an operator such as `t_` changes how one name looks at memory, and nothing there."""
+    return torch.Tag.inplace_view in target.tags
+
+
+def _signature(target: Any) -> list[tuple[str, str]]:
+    """Return the names and types of what an operator takes."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
+def _as_written(node: Node, target: Node) -> Node:
+    """Return the result as the write would have left it: in the target's dtype and strides."""
+    described: Tensor = target.meta["val"]
+    mode: Any = detect_fake_mode(described)
+    with mode:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+        operation: Any = node.target
+        node.meta["val"] = value = operation(*args, **kwargs)
+    layout = (described.shape, described.stride(), described.dtype)
+    if (value.shape, value.stride(), value.dtype) == layout:
+        return node
+    with node.graph.inserting_after(node):
+        written = node.graph.call_function(aten.copy.default, (target, node))
+    describe_like(written, node)
+    written.meta["val"] = described
+    node.replace_all_uses_with(written, lambda user: user is not written)
+    return written
+
+
+def _replace_written_parts(split: Node, sharing: Sharing) -> None:
+    """Make a tensor that is filled through its parts a `cat` of them, where it is only that."""
+    whole: Node = split.all_input_nodes[0]
+    parts = sorted(split.users, key=lambda part: arguments(part)[1])
+    chains = [_written_in_turn(part) for part in parts]
+    if whole.op != "call_function" or len(parts) != len(split.meta["val"]):
+        return
+    seen = {member for storage in sharing.of[split] for member in sharing.members[storage]}
+    if seen != {whole, split} or not all(len(c) > 1 and not c[-1].users for c in chains):
+        return
+    readers = [user for user in whole.users if user is not split]
+    done = max(chain[-1] for chain in chains)
+    if any(reader < done for reader in readers):
+        return
+    ends = []
+    for chain in chains:
+        last = chain[0]
+        for write in chain[1:]:
+            write.target = _out_of_place(write.target)
+            write.replace_input_with(arguments(write)[0], last)
+            last = _as_written(write, last)
+        ends.append(last)
+    axis = arguments(split)[2] if len(split.args) > 2 else 0
+    with split.graph.inserting_after(max(done, *ends)):
+        filled = split.graph.call_function(aten.cat.default, (ends, axis))
+    filled.meta = dict(whole.meta)
+    whole.replace_all_uses_with(filled, lambda user: user in readers)
+
+
+def _written_in_turn(part: Node) -> list[Node]:
+    """Return the part and the in-place operations on it, as long as each is all that reads it."""
+    chain = [part]
+    while len(chain[-1].users) == 1:
+        (user,) = chain[-1].users
+        fills = written_by(user) == [chain[-1]] and user.args[0] is chain[-1]
+        if not fills or _is_of_the_name_alone(user.target) or not _out_of_place(user.target):
+            break
+        chain.append(user)
+    return chain
+
+
+# -- all writes at once -----------------------------------------------------------------------
+
+
+class _Described(Interpreter):
+    """Runs a graph node by node, and describes each new node as the one that it comes from."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.names: dict[str, str] = {}  # of the new node in the place of an old one
+
+    def run_node(self, node: Node) -> Any:
+        """Run one node."""
+        mode: Any = get_proxy_mode()
+        root: Node = mode.tracer.graph._root
+        last = root.prev
+        result = super().run_node(node)
+        if root.prev is not last:
+            self.names[node.name] = root.prev.name
+        new = root.prev
+        while new is not last:
+            describe_like(new, node)
+            new = new.prev
+        return result
+
+
+def _functionalized(module: GraphModule) -> GraphModule:
+    """Let torch write all operations out of place, views of what they write included."""
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    run = _Described(module)
+
+    def flat(*leaves: Tensor) -> Any:
+        return run.run(*leaves, enable_io_processing=False)
+
+    try:
+        result = make_fx(torch.func.functionalize(flat), _allow_non_fake_inputs=True)(*inputs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"trace expects in-place operations that torch can write out of place: {error}"
+        ) from error
+    for node in result.graph.nodes:
+        if (forward := node.meta.pop("forward_node", None)) in run.names:
+            node.meta["forward_node"] = run.names[forward]
+    _return_inputs(module.graph, result.graph)
+    for node in result.graph.nodes:
+        if writes(node) and not _is_copy_into_input(node):
+            raise ValueError(
+                f"trace expects in-place operations that torch can write out of place, got "
+                f"{node.target}."
+            )
+    result.graph.set_codegen(module.graph._codegen)
+    result.recompile()
+    return result
+
+
+def _is_copy_into_input(node: Node) -> bool:
+    target = arguments(node)[0]
+    return node.target is aten.copy_.default and target.op == "placeholder"
+
+
+def _return_inputs(old: Graph, new: Graph) -> None:
+    """Return the input itself where the function returned one that it had written into."""
+    places = (graph.find_nodes(op="placeholder") for graph in (old, new))
+    inputs = dict(zip(*places, strict=True))
+
+    def returned(result: Any, before: Any) -> Any:
+        while isinstance(before, Node) and len(written_by(before)) == 1:
+            (before,) = written_by(before)
+        return inputs.get(before, result)
+
+    output = new.output_node()
+    output.args = (pytree.tree_map(returned, output.args[0], old.output_node().args[0]),)
