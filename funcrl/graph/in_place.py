@@ -34,7 +34,7 @@ def without_writes(module: GraphModule) -> GraphModule:
     a graph where a value is read through several views of it, torch makes each view anew.
 
     Args:
-        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed.
+        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed, and to be recompiled.
 
     Example:
         >>> import torch
@@ -45,11 +45,7 @@ def without_writes(module: GraphModule) -> GraphModule:
         ['aten.mul.Tensor', 'aten.add.Tensor']
     """
     _check_writes(module)
-    if not _rewrite(module.graph):
-        module = _functionalized(module)
-    module.graph.lint()
-    module.recompile()
-    return module
+    return module if _rewrite(module.graph) else _functionalized(module)
 
 
 def _check_writes(module: GraphModule) -> None:
@@ -259,7 +255,6 @@ def _functionalized(module: GraphModule) -> GraphModule:
                 f"{node.target}."
             )
     result.graph.set_codegen(module.graph._codegen)
-    result.recompile()
     return result
 
 
