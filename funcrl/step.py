@@ -113,7 +113,7 @@ def grpo_step(
         params = optim.apply_updates(state.params, updates)
         # The same number on every rank, so that the largest is that number.
         replicated = {"grad_norm": grad_norm, "num_skipped_updates": opt_state.num_skipped}
-        learning_rate = optim.current_learning_rate(state.opt_state)
+        learning_rate = optim.current_learning_rate(opt_state)
         if not isinstance(learning_rate, tuple):
             replicated["learning_rate"] = learning_rate
         metrics = _report(loss, token_sums, batch, replicated)

@@ -296,6 +296,8 @@ TABLE_OF_CALLS = {
     "optim.apply_updates": (optim.apply_updates, (MATRICES, GRADS)),
     "optim.current_learning_rate": (
         optim.current_learning_rate, (optim.sgd(0.1).init(MATRICES),)),
+    "optim.with_learning_rate": (
+        optim.with_learning_rate, (optim.sgd(0.1).init(MATRICES), COUNT)),
     "optim.zero_count": (optim.zero_count, (MATRICES,)),
     "optim.constant": (optim.constant(0.1), (COUNT,)),
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),

@@ -12,7 +12,7 @@ from cases import equal, random_case
 from killer import config as killed_config
 
 import funcrl
-from funcrl import runs
+from funcrl import optim, parts, runs
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -474,6 +474,41 @@ def test_the_learning_rate_ends_near_zero_after_the_last_update(tmp_path, schedu
     rates = [row["learning_rate"] for row in funcrl.train(config).history[1:]]
     assert max(rates) == pytest.approx(rates[2], rel=0.15)  # 8 updates are two steps
     assert rates[-1] <= 1e-3 * 3 / 32  # the mean of the last four of 32
+
+
+RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0.0, 6),
+         "cosine": lambda rate: optim.warmup(4, optim.cosine(rate, 0.0, 2))}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
+    """Beside a run whose schedule is the one before the third update, the other from then on."""
+    options = {"steps": 6, "evaluation": EvaluationConfig(every=0)}
+    before, after = (
+        OptimizerConfig(rate, schedule, warmup=4 if schedule == "cosine" else 0)
+        for rate in (1e-3, 5e-3)
+    )
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(
+            small(folder, optimizer=before, **options),
+            stop=lambda: len(runs.read_lines(folder / "metrics.jsonl")) == 4,
+        )
+    resumed = funcrl.train(small(folder, optimizer=after, **options), resume=True)
+
+    low, high = RATES[schedule](1e-3), RATES[schedule](5e-3)
+
+    def switched(count):
+        return torch.where(count < 3, low(count), high(count))
+
+    oracle = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(switched, weight_decay=0.0))
+    monkeypatch.setattr(parts, "_optimizer", lambda *_: oracle)
+    whole = funcrl.train(small(tmp_path / "whole", **options))
+    assert [row["learning_rate"] for row in resumed.history[1:]] == [
+        switched(torch.tensor(count)).item() for count in range(6)
+    ]
+    assert equal(resumed.state, whole.state)
+    assert untimed(resumed.history) == untimed(whole.history)
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
