@@ -94,9 +94,11 @@ def grpo_step(
         # a state of leaves that require grad would keep every past step alive.
         params = tree.map(lambda leaf: leaf.detach().clone(), params)
         device = tree.leaves(params)[0].device
+        opt_state = transformation.init(params)
+        tree.check_tensors("grpo_step's init", "the optimizer's state", opt_state.inner)
         return TrainState(
             params=params,
-            opt_state=transformation.init(params),
+            opt_state=opt_state,
             step=torch.zeros((), dtype=torch.int64, device=device),
             seed=torch.full((), seed, dtype=torch.int64, device=device),
         )

@@ -319,6 +319,7 @@ TABLE_OF_CALLS = {
     "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
     "tree.check_same_structure": (
         lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
+    "tree.check_tensors": (lambda a: tree.check_tensors("f", "a", a), (MATRICES,)),
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
