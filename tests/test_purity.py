@@ -14,6 +14,7 @@ import funcrl
 from funcrl import (
     advantages,
     aggregation,
+    arrays,
     checks,
     config,
     generators,
@@ -41,7 +42,8 @@ from funcrl.functional import bind
 from funcrl.parity import ParityConfig
 
 MODULES = {
-    "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
+    "": funcrl, "advantages": advantages, "aggregation": aggregation, "arrays": arrays,
+    "checks": checks,
     "grads": grads, "graph": graph, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
@@ -400,6 +402,8 @@ TABLE_OF_CALLS = {
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),
+    "arrays.to_array": (lambda x: arrays.to_array(x).tolist(), (T[0],)),
+    "arrays.to_tensor": (lambda x: arrays.to_tensor(arrays.to_array(x), x), (T[0],)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "tree", "checks", "rng", "numerics"},
+    {"types", "tree", "checks", "rng", "numerics", "arrays"},
     {"plain", "config_generation"},
     {"config"},
     {"protocols"},
