@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Written down, and not asked of the numpy and the torch that are installed: which dtypes have arrays
-# of their own is a part of the format of checkpoints. Those of bfloat16 are of ml_dtypes.
+# Which dtypes have arrays of their own is a part of the format of checkpoints: written down here,
+# not asked of the numpy and the torch that are installed. bfloat16's are of ml_dtypes.
 _NUMPY_DTYPES = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64,

@@ -67,7 +67,7 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 
 
 def of_any_bits(dtype, count=6):
-    """Numbers made of random bytes: NaN of all kinds, infinities and denormal ones are among them."""
+    """Numbers made of random bytes, so that NaN of all kinds is among them."""
     drawn = torch.Generator().manual_seed(0)
     if dtype == torch.bool:
         return torch.rand(count, generator=drawn) > 0.5

@@ -497,6 +497,8 @@ def test_bad_rollouts_are_refused_by_name():
         funcrl.collate(rollout, skewed)
     with pytest.raises(TypeError, match="rollout.tokens of torch.int64, got torch.float32"):
         funcrl.collate(rollout._replace(tokens=rollout.tokens.float()), funcrl.grpo())
+    with pytest.raises(ValueError, match=r"pack expects length .*, got 12\.0"):
+        funcrl.pack(rollout, funcrl.grpo(), length=12.0)
     with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
         funcrl.pack(rollout, funcrl.grpo(), length=3)
     with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):

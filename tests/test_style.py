@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"types", "tree", "checks", "rng", "numerics", "arrays"},
-    {"plain", "config_generation"},
+    {"plain", "config_generation", "rows"},
     {"config"},
     {"protocols"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",

@@ -102,7 +102,8 @@ def with_learning_rate(opt_state: Tree, learning_rate: float | Tensor) -> Tree:
         >>> tx.update({"w": torch.ones(1)}, state, {})[0]
         {'w': tensor([-0.2500])}
     """
-    checks.check_range("with_learning_rate", "learning_rate", learning_rate, 0.0, float("inf"))
+    rate = float(learning_rate)
+    checks.check_range("with_learning_rate", "learning_rate", rate, 0.0, float("inf"))
     nodes = optree.tree_leaves(opt_state, is_leaf=_holds_rate)
     numbers = sum(isinstance(node, ScaleByLearningRateState) for node in nodes)
     if numbers != 1:
@@ -115,7 +116,7 @@ def with_learning_rate(opt_state: Tree, learning_rate: float | Tensor) -> Tree:
     def replaced(node: Any) -> Any:
         if not isinstance(node, ScaleByLearningRateState):
             return node
-        return node._replace(learning_rate=torch.full_like(node.learning_rate, learning_rate))
+        return node._replace(learning_rate=torch.full_like(node.learning_rate, rate))
 
     return optree.tree_map(replaced, opt_state, is_leaf=_holds_rate)
 
