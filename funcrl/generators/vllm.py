@@ -17,6 +17,7 @@ from funcrl.generators.sampler import check_prompts, num_writes
 from funcrl.generators.vllm_memory import with_cache
 from funcrl.generators.vllm_owner import Owner
 from funcrl.generators.vllm_probe import check_finite, check_probe
+from funcrl.generators.vllm_server import check_plugin
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
@@ -72,6 +73,8 @@ class VLLM(Owner):
             model, loaded = load_params(model, dtype)
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
+        if config.form == "server":
+            check_plugin()
         self._overrides = _overrides(model, config.network, config, _DTYPES[dtype])
         self._trainer_bytes = trainer_bytes
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
