@@ -69,6 +69,9 @@ def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
 def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """Return the state and the extra facts of a checkpoint, equal to the bit to what was saved.
 
+    The learning rate of an optimizer that was given a number is part of its state, and comes back:
+    `funcrl.optim.with_learning_rate` puts another one there. A schedule is not.
+
     Args:
         path: a checkpoint, or a folder of numbered ones such as RUN/checkpoints, of which the
             newest good one is read; a warning names each newer one that is broken.

@@ -73,8 +73,6 @@ class VLLM(Owner):
             model, loaded = load_params(model, dtype)
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
-        if config.form == "server":
-            check_plugin()
         self._overrides = _overrides(model, config.network, config, _DTYPES[dtype])
         self._trainer_bytes = trainer_bytes
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
@@ -151,7 +149,9 @@ class VLLM(Owner):
 
 
 def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, Any]:
-    """Return an `Engine`'s last arguments, after checking that vLLM has what the model needs."""
+    """Return an engine's last arguments, after checking that vLLM has what it needs for them."""
+    if config.form == "server":
+        check_plugin()
     shape = model.config
     known = _has_kernel(shape.head_width)
     if network == "unified":
