@@ -18,7 +18,9 @@ class Tunables(TypedDict, total=False):
             `ref_logprobs`.
         kl_estimator: "k1", "k2", "k3" (when left out), "k1+", "k3+", or a function of
             (logprobs, ref_logprobs); see `funcrl.losses` for which are biased as losses.
-        entropy: coefficient of the entropy bonus, 0 when left out.
+        entropy: coefficient of the entropy bonus, 0 when left out. Each token's has the weight of
+            its surrogate; TRL's `entropy_coef` multiplies the mean over tokens, which is the same
+            for `weight=funcrl.aggregation.token_mean` (`dapo`, `cispo`) alone.
         correction: importance weights for the generator's log-probabilities, such as
             `funcrl.ratios.truncated(3.0)`; when left out the ratio is taken against them.
         weight: `(mask [B, T], dtype) -> token weights`, in place of the algorithm's own rule; see

@@ -105,6 +105,7 @@ def pack(
         >>> packed.tokens, packed.segment_ids
         (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
     """
+    checks.check_count("pack", "length", length)
     batch = collate(rollout, algorithm, ref_logprobs)
     width = rollout.mask.shape[1]
     # One past the last sampled token; a sample without one has nothing to train on.

@@ -20,12 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
 
 from funcrl import checks, tree
+from funcrl.arrays import to_array, to_tensor
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -54,7 +53,7 @@ def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
 
     Args:
         path: the folder to make; an old checkpoint there is replaced.
-        state: a tree of tensors, such as a `TrainState`.
+        state: a tree of dense tensors of any dtype that is not quantized, such as a `TrainState`.
         extra: what JSON can hold.
 
     Example:
@@ -69,6 +68,9 @@ def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
 
 def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """Return the state and the extra facts of a checkpoint, equal to the bit to what was saved.
+
+    The learning rate of an optimizer that was given a number is part of its state, and comes back:
+    `funcrl.optim.with_learning_rate` puts another one there. A schedule is not.
 
     Args:
         path: a checkpoint, or a folder of numbered ones such as RUN/checkpoints, of which the
@@ -206,14 +208,7 @@ def _newest(folder: Path, like: Tree, on_skip: OnSkip) -> Restored:
 
 def _to_arrays(state: Tree) -> dict[str, Any]:
     """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
-    arrays = {}
-    for index, leaf in enumerate(tree.leaves(state)):
-        flat = leaf.detach().cpu().contiguous()
-        if flat.dtype == torch.bfloat16:
-            arrays[str(index)] = flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            arrays[str(index)] = flat.numpy()
-    return arrays
+    return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
 
 
 def _describe(state: Tree, extra: Extra, score: float | None) -> _Manifest:
@@ -229,6 +224,11 @@ def _outline(function: str, state: Tree) -> list[dict[str, Any]]:
     outline = []
     for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
         checks.check_tensor(function, path, leaf)
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+            raise TypeError(
+                f"{function} expects {path} to be a dense tensor with values, neither sparse nor "
+                f"quantized nor on the meta device, got {leaf.dtype}, {leaf.layout}, {leaf.device}."
+            )
         outline.append({"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
     return outline
 
@@ -302,7 +302,7 @@ def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
         array = arrays.get(str(index), np.zeros(0))
         if _checksum(array) != manifest["checksums"][index]:
             raise _broken(path, f"whose {saved[index]['path']!r} is not what was saved")
-        leaves.append(_to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
+        leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
     return unflatten(leaves), manifest["extra"]
 
 
@@ -356,11 +356,6 @@ def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, 
 
 def _say(leaf: dict[str, Any] | None) -> str:
     return "nothing" if leaf is None else f"{leaf['dtype']} of shape {leaf['shape']}"
-
-
-def _to_tensor(array: Any, like: Tensor) -> Tensor:
-    plain = array.view(np.int16) if like.dtype == torch.bfloat16 else array
-    return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
 
 def _checksum(array: Any) -> int:

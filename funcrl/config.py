@@ -41,7 +41,8 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """Which estimate of the KL divergence."""
     entropy: float = 0.02
-    """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers."""
+    """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
+    tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
     max_importance: float | None = None
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call
 
-from funcrl import checks
+from funcrl import checks, tree
 from funcrl.types import Params
 
 _DROPOUTS = (
@@ -19,6 +20,15 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+# torch's hooks that set a weight before each forward, and what there is in place of each. By name:
+# torch may drop them.
+_HOOKS = {
+    "WeightNorm": ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    "SpectralNorm": (
+        "spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm and module.eval()",
+    ),
+    "BasePruningMethod": ("prune", "make its weights parameters by torch.nn.utils.prune.remove"),
+}  # fmt: skip
 Bound = TypeVar("Bound", bound=nn.Module)
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
@@ -33,8 +43,10 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     constants, copied now; they may be overridden by name in `params`.
 
     A module that would not be a function is refused by name: active dropout, running statistics,
-    a forward that changes a buffer, or a number, text or tensor kept in an attribute. What it
-    keeps in a list, and random numbers that it draws by other means, cannot be seen.
+    weights that a hook computes before each forward (the old `weight_norm`), a forward that changes
+    a buffer, or a number, text or tensor kept in an attribute. What it keeps in a list, and random
+    numbers that it draws by other means, cannot be seen. `nn.RNN`, `nn.GRU` and `nn.LSTM` are
+    refused under `torch.vmap`, which every step and gradient of funcrl uses.
 
     Args:
         module: any module, one from transformers too. It is not changed, and not kept.
@@ -67,6 +79,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         if name not in shapes
     }
     kind = type(module).__name__
+    recurrent = [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase)]
     attributes = _attributes(skeleton)
     buffer_shapes = {name: buffer.shape for name, buffer in buffers.items()}
 
@@ -75,6 +88,8 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         _check_extra("functional", kind, params, {*shapes, *buffers}, tied)
         before = {**buffers, **params}
         _check_params("functional", kind, before, buffer_shapes)
+        if recurrent and _is_batched((before, args, kwargs)):
+            raise NotImplementedError(_unbatched(skeleton, recurrent[0]))
         versions = {name: _version(before[name]) for name in buffers}
         after = dict(before)  # functional_call writes here what the forward bound anew
         result = functional_call(skeleton, after, args, kwargs, strict=True)
@@ -157,6 +172,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 def _refuse_impure(module: nn.Module) -> None:
     for name, child in module.named_modules():
         path = name or type(module).__name__
+        _refuse_hooks(path, child)
         for attribute in _active_dropouts(child):
             raise ValueError(
                 f"functional expects a forward without random numbers, got dropout "
@@ -167,6 +183,37 @@ def _refuse_impure(module: nn.Module) -> None:
                 f"functional expects a forward that changes no buffer, got running statistics at "
                 f"{path!r}; call module.eval() first."
             )
+
+
+def _refuse_hooks(path: str, module: nn.Module) -> None:
+    """Raise if weights are no parameters, but what a hook computes of them before each forward."""
+    for hook in module._forward_pre_hooks.values():
+        for kind in type(hook).__mro__:
+            if kind.__module__.startswith("torch.nn.utils") and kind.__name__ in _HOOKS:
+                name, instead = _HOOKS[kind.__name__]
+                raise ValueError(
+                    f"functional expects weights that no hook computes, got those of "
+                    f"torch.nn.utils.{name} at {path!r}; {instead}."
+                )
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise ValueError(
+                f"functional expects the tensors in attributes to be constants, got {name!r} at "
+                f"{path!r}, which was computed from parameters; compute it in the forward."
+            )
+
+
+def _is_batched(values: Any) -> bool:
+    """Return whether a tensor has a batch axis of `torch.vmap`, which its shape does not show."""
+    return any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree.leaves(values))
+
+
+def _unbatched(module: nn.Module, path: str) -> str:
+    kind = type(module.get_submodule(path)).__name__
+    return (
+        f"functional expects modules that torch.vmap can run, got nn.{kind} at {path or kind!r}, "
+        f"which it cannot; write the recurrence as a loop over the tokens, as docs/models.md does."
+    )
 
 
 def _active_dropouts(module: nn.Module) -> list[str]:

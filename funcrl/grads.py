@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from funcrl import checks, numerics, tree
+from funcrl.rows import num_rows, over_rows, split_rows
 from funcrl.types import LossFn, Metrics, Params, Tree
 
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
@@ -66,7 +67,7 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
     def gradient(params: Params, sample: Any) -> Tree:
         return _value_and_grad(lambda p: (loss_fn(p, sample), ()), params)[1]
 
-    mapped = vmap(gradient, in_dims=(None, 0), chunk_size=chunk)
+    mapped = over_rows("per_sample_grad", gradient, chunk)
 
     def per_sample(params: Params, batch: Tree) -> Tree:
         num_rows("per_sample_grad", batch)
@@ -219,44 +220,6 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
     return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
 
 
-def num_rows(function: str, batch: Tree) -> int:
-    """Return B, the length of every leaf's leading axis, or raise in the name of `function`.
-
-    Example:
-        >>> import torch, funcrl
-        >>> funcrl.grads.num_rows("score", {"tokens": torch.zeros(3, 5)})
-        3
-    """
-    sizes: dict[str, int] = {}
-    for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
-        name = path or "the batch"
-        checks.check_tensor(function, name, leaf)
-        if leaf.ndim == 0:
-            raise ValueError(f"{function} expects {name} to have a leading axis B, got a scalar.")
-        sizes[name] = leaf.shape[0]
-    if not sizes or 0 in sizes.values():
-        raise ValueError(f"{function} expects at least one row, got an empty batch.")
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"{function} expects leaves of one leading axis B, got {sizes}.")
-    return next(iter(sizes.values()))
-
-
-def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
-    """Return the batch in consecutive parts of at most `size` rows, in order.
-
-    Example:
-        >>> import torch, funcrl
-        >>> [part.shape[0] for part in funcrl.grads.split_rows("score", torch.zeros(5, 2), 2)]
-        [2, 2, 1]
-    """
-    rows = num_rows(function, batch)
-    size = size or rows
-    return (
-        tree.map(lambda leaf, start=start: leaf[start : start + size], batch)
-        for start in range(0, rows, size)
-    )
-
-
 def _value_and_grad(
     fn: Callable[[Params], tuple[Tensor, Any]], params: Params
 ) -> tuple[Tensor, Tree, Any]:
@@ -275,7 +238,7 @@ def _value_and_grad(
 def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
     """Differentiate the sum of the vmapped losses: one backward pass for all samples."""
 
-    mapped = vmap(loss_fn, in_dims=(None, 0))
+    mapped = over_rows("summed_gradient", loss_fn)
 
     def gradient(params: Params, batch: Tree) -> Gradient:
         def total_loss(params: Params) -> tuple[Tensor, Metrics]:
@@ -296,7 +259,7 @@ def _transformed(
     def of_sample(params: Params, sample: Any) -> tuple[Tensor, Tree, Metrics]:
         return _value_and_grad(lambda p: loss_fn(p, sample), params)
 
-    mapped = vmap(of_sample, in_dims=(None, 0))
+    mapped = over_rows("summed_gradient", of_sample)
 
     def gradient(params: Params, batch: Tree) -> Gradient:
         losses, grads, metrics = mapped(params, batch)

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from funcrl import checks, numerics, ops, tree
 from funcrl.functional import functional
-from funcrl.grads import split_rows
+from funcrl.rows import over_rows, split_rows
 from funcrl.types import ModelFn, Params, TokenScores
 
 
@@ -133,7 +132,7 @@ def score(
     """
     if microbatch is not None:
         checks.check_count("score", "microbatch", microbatch)
-    mapped: Callable[..., TokenScores] = vmap(model_fn, in_dims=(None, 0))
+    mapped: Callable[..., TokenScores] = over_rows("score", model_fn)
     with torch.no_grad():
         parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]
         return TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))

@@ -144,7 +144,7 @@ def penalty(
         kl_estimator: "k1", "k2", "k3", "k1+", "k3+" (`with_kl_gradient`), or a function of
             (logprobs, ref_logprobs). Of the names only k2 and those with "+" have the gradient
             of KL(pi, ref); see the module's table.
-        entropy: how much a nat of entropy earns.
+        entropy: how much a nat of a token's entropy earns, before the token's weight.
 
     Example:
         >>> import torch, funcrl

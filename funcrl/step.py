@@ -94,9 +94,11 @@ def grpo_step(
         # a state of leaves that require grad would keep every past step alive.
         params = tree.map(lambda leaf: leaf.detach().clone(), params)
         device = tree.leaves(params)[0].device
+        opt_state = transformation.init(params)
+        tree.check_tensors("grpo_step's init", "the optimizer's state", opt_state.inner)
         return TrainState(
             params=params,
-            opt_state=transformation.init(params),
+            opt_state=opt_state,
             step=torch.zeros((), dtype=torch.int64, device=device),
             seed=torch.full((), seed, dtype=torch.int64, device=device),
         )
@@ -113,7 +115,7 @@ def grpo_step(
         params = optim.apply_updates(state.params, updates)
         # The same number on every rank, so that the largest is that number.
         replicated = {"grad_norm": grad_norm, "num_skipped_updates": opt_state.num_skipped}
-        learning_rate = optim.current_learning_rate(state.opt_state)
+        learning_rate = optim.current_learning_rate(opt_state)
         if not isinstance(learning_rate, tuple):
             replicated["learning_rate"] = learning_rate
         metrics = _report(loss, token_sums, batch, replicated)

@@ -47,7 +47,7 @@ class Rolled(NamedTuple):
 
     completed: Completed
     graded: Graded
-    rollout: Rollout
+    rollout: Rollout | None  # none where no completion has another one to be compared with
     numbers: dict[str, float]
 
 
@@ -171,6 +171,10 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
             record.note(
                 f"Step {index} left out {len(rolled.graded.errors)}: {rolled.graded.errors[0]}"
             )
+        if rolled.rollout is None:
+            record.note(
+                f"Step {index} trains on nothing: no group has two completions with a reward."
+            )
         row: dict[str, Any] = {"step": index, **rolled.numbers}
         start = time.perf_counter()
         if parts.donates:
@@ -213,38 +217,45 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         most = config.sampling.max_tokens * getattr(parts.task, "max_turns", 1)
         lengths = completed.samples.mask.sum(dim=1).cpu()
         graded = punish_overlong(graded, lengths, most, config.overlong)
-    total = comparable(graded.total, completed.group_size)
-    rollout = to_rollout(completed, total)
-    kept = total.isfinite()
-    named = {
-        name: values[kept].to(rollout.tokens.device) for name, values in graded.rewards.items()
-    }
-    reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(rollout.tokens.device)
-    numbers = metrics.describe_rollout(rollout, named, cut)
+    rollout, numbers = _compared(config, completed, graded)
     if is_environment(parts.task):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
         numbers["num_reward_errors"] = len(graded.errors)
     numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
-    if config.mask_truncated:
-        rollout = mask_truncated(rollout, cut)
     return Rolled(completed, graded, rollout, numbers)
+
+
+def _compared(
+    config: TrainConfig, completed: Completed, graded: Graded
+) -> tuple[Rollout | None, dict[str, float]]:
+    """Return the rollout of the completions that can be compared, if any, and how it looked."""
+    total = comparable(graded.total, completed.group_size)
+    kept = total.isfinite()
+    if not kept.any():
+        return None, {}
+    rollout = to_rollout(completed, total)
+    device = rollout.tokens.device
+    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
+    reasons = completed.samples.finish_reasons
+    cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(device)
+    numbers = metrics.describe_rollout(rollout, named, cut)
+    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
 
 
 def _update(
     config: TrainConfig,
     parts: Parts,
     state: TrainState,
-    rollout: Rollout,
+    rollout: Rollout | None,
     reference: Params | None,
     index: int,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on a rollout: every pass over its mini-batches."""
-    if config.drop_zero_variance:
+    if rollout is not None and config.drop_zero_variance:
         rollout = drop_zero_variance(rollout)
-        if not len(rollout.rewards):
-            return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
+    if rollout is None or not len(rollout.rewards):
+        return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
     rollout = pad_length(rollout, config.length_multiple)
     positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
     rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))

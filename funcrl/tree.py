@@ -182,6 +182,24 @@ def check_same_structure(name: str, a: Tree, b: Tree) -> None:
     )
 
 
+def check_tensors(name: str, what: str, tree: Tree) -> None:
+    """Raise an error in the name of `name` that names the first leaf of `what` that is no tensor.
+
+    Example:
+        >>> from funcrl import tree
+        >>> tree.check_tensors("grpo_step", "the optimizer's state", {"count": 0})
+        Traceback (most recent call last):
+        TypeError: grpo_step expects tensors alone in the optimizer's state, got int at 'count'; \
+torch.tensor(...) makes one of it.
+    """
+    for index, leaf in enumerate(leaves(tree)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{name} expects tensors alone in {what}, got {type(leaf).__name__} at "
+                f"{paths(tree)[index]!r}; torch.tensor(...) makes one of it."
+            )
+
+
 def _like(value: Any, leaf: Any) -> Any:
     """Return `value` in the leaf's dtype: a 0-d tensor would take on that of a 0-d factor."""
     return value.to(leaf.dtype) if isinstance(leaf, Tensor) else value

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,49 @@ def test_every_dtype_and_structure_comes_back_to_the_bit(tmp_path):
     assert type(restored) is funcrl.TrainState
     assert type(restored.opt_state[1][0]) is Moments
     restored.params["layer.0.float"].add_(1)  # owned and writable
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+def of_any_bits(dtype, count=6):
+    """Numbers made of random bytes, so that NaN of all kinds is among them."""
+    drawn = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.rand(count, generator=drawn) > 0.5
+    drawn_bytes = torch.randint(0, 256, (count * dtype.itemsize,), generator=drawn)
+    return drawn_bytes.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_dtype_of_torch_comes_back_to_the_bit(tmp_path):
+    """All of them but those whose scales are no part of their bytes, which are refused by name."""
+    known = [dtype for dtype in DTYPES if not re.match(r"torch\.qu?int", str(dtype))]
+    assert {"float8_e4m3fn", "float8_e8m0fnu", "uint16", "complex32", "float4_e2m1fn_x2"} <= {
+        str(dtype).removeprefix("torch.") for dtype in known
+    }
+    state = {}
+    for dtype in known:
+        values = of_any_bits(dtype)
+        state[str(dtype)] = {"matrix": values.view(2, 3), "scalar": values[0], "none": values[:0]}
+    state["conjugate"] = of_any_bits(torch.complex64).conj()
+    state["negative"] = of_any_bits(torch.complex128).conj().imag
+    checkpoint.save(tmp_path / "all", state)
+    restored, _ = checkpoint.restore(tmp_path / "all", tree.map(torch.empty_like, state))
+    assert bits(restored) == bits(tree.map(lambda leaf: leaf.resolve_conj().resolve_neg(), state))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("make", [
+    lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
+    lambda: torch.eye(2).to_sparse(), lambda: torch.ones(2, device="meta"),
+], ids=["quantized", "sparse", "meta"])  # fmt: skip
+def test_a_tensor_whose_bytes_are_not_all_of_it_is_refused(tmp_path, make):
+    with pytest.raises(TypeError, match=r"save expects a\.w to be a dense tensor"):
+        checkpoint.save(tmp_path / "one", {"a": {"w": make()}})
+    checkpoint.save(tmp_path / "one", {"w": torch.ones(2)})
+    with pytest.raises(TypeError, match="restore expects w to be a dense tensor"):
+        checkpoint.restore(tmp_path / "one", {"w": make()})
 
 
 def test_a_tree_without_elements_is_kept_too(tmp_path):

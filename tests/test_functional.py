@@ -7,6 +7,7 @@ import torch
 from cases import tiny_model
 from torch import nn
 from torch.func import grad, vmap
+from torch.nn.utils import prune
 
 import funcrl
 
@@ -189,6 +190,133 @@ def test_impure_modules_are_refused_by_name():
         meta = Buffered()
     with pytest.raises(ValueError, match="buffers with values, got a meta tensor for 'scale'"):
         funcrl.functional(meta)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("hook", ["weight_norm", "spectral_norm", "prune"])
+def test_a_hook_that_computes_weights_is_refused_by_name(hook):
+    inner = nn.Linear(2, 3)
+    if hook == "prune":
+        prune.l1_unstructured(inner, "weight", 0.5)
+    else:
+        getattr(nn.utils, hook)(inner)
+    with pytest.raises(ValueError, match=rf"torch\.nn\.utils\.{hook} at '1'; .*\.{hook}"):
+        funcrl.functional(nn.Sequential(nn.Linear(2, 2), inner).eval())
+
+
+def test_a_weight_that_was_computed_once_is_refused_by_name():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].scaled = 2 * module[0].weight
+    with pytest.raises(ValueError, match="'scaled' at '0', which was computed"):
+        funcrl.functional(module)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch runs it row by row
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_parametrized_module_is_a_function(name):
+    torch.manual_seed(0)
+    module = nn.Sequential(getattr(nn.utils.parametrizations, name)(nn.Linear(3, 2)), nn.Tanh())
+    module = module.double().eval()
+    params = {path: leaf.detach() for path, leaf in module.named_parameters()}
+    x = torch.randn(4, 3, dtype=torch.float64)
+    apply = funcrl.functional(module)
+    assert torch.equal(apply(params, x), module(x))
+    got = funcrl.per_sample_grad(lambda p, row: apply(p, row).sum())(params, x)
+    for index, row in enumerate(x):
+        module.zero_grad()
+        module(row).sum().backward()
+        for path, leaf in module.named_parameters():
+            assert (got[path][index] - leaf.grad).abs().max() <= 1e-14, path
+
+
+class Recurrent(nn.Module):
+    """Scores of tokens [T], from a layer that `torch` runs, or from a cell in a loop."""
+
+    def __init__(self, layer, first=True):
+        super().__init__()
+        self.embed, self.layer, self.out = nn.Embedding(5, 4), layer, nn.Linear(4, 5)
+        self.first = first
+
+    def forward(self, tokens):
+        rows = self.embed(tokens)
+        if isinstance(self.layer, nn.RNNBase):
+            return self.out(self.layer(rows)[0])
+        state = torch.zeros_like(rows[0]) if self.first else None
+        if self.first and isinstance(self.layer, nn.LSTMCell):
+            state = (state, state)
+        states = []
+        for row in rows:
+            state = self.layer(row, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return self.out(torch.stack(states))
+
+
+def recurrent_paths(module):
+    """What runs a model function for all rows of a batch at once."""
+    apply = funcrl.functional(module)
+    params = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    tokens = torch.tensor([[1, 2, 3], [4, 0, 2]])
+    ones = torch.ones(2, 3)
+    batch = funcrl.Batch(tokens, ones.long(), ones > 0, -ones, ones, ones)
+
+    def model_fn(params, sample):
+        return funcrl.token_scores(apply(params, sample.tokens), sample.tokens)
+
+    def loss(params, tokens):
+        return funcrl.token_scores(apply(params, tokens), tokens).logprobs.sum()
+
+    def step(per_sample=None):
+        step = funcrl.grpo_step(model_fn, per_sample=per_sample)
+        return step(step.init(params), batch)
+
+    return {
+        "score": lambda: funcrl.score(model_fn, params, batch).logprobs,
+        "step": step,
+        "clipped": lambda: step(funcrl.clip_per_sample(1.0)),
+        "gradient": lambda: funcrl.per_sample_grad(loss)(params, tokens),
+    }, lambda row: funcrl.token_scores(apply(params, tokens[row]), tokens[row]).logprobs
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_layer_that_vmap_cannot_run_is_refused_by_name(kind):
+    paths, one = recurrent_paths(Recurrent(kind(4, 4)))
+    assert one(0).shape == (3,)  # of a single sample it is a function
+    for run in paths.values():
+        with pytest.raises(NotImplementedError, match=rf"nn\.{kind.__name__} at 'layer'"):
+            run()
+
+
+def test_an_operator_without_a_batching_rule_is_named():
+    paths, one = recurrent_paths(Recurrent(nn.LSTMCell(4, 4)))
+    assert one(0).shape == (3,)
+    for name in ("score", "step"):
+        with pytest.raises(NotImplementedError, match="aten::lstm_cell") as caught:
+            paths[name]()
+        assert "Batching rule" in str(caught.value.__cause__)
+
+
+def test_a_state_that_is_not_of_the_input_is_named():
+    paths, _ = recurrent_paths(Recurrent(nn.GRUCell(4, 4), first=False))
+    with pytest.raises(NotImplementedError, match="in place .* torch.zeros_like"):
+        paths["clipped"]()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch runs it row by row
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
+def test_a_cell_in_a_loop_is_a_function(kind):
+    torch.manual_seed(0)
+    module = Recurrent(kind(4, 4))
+    paths, one = recurrent_paths(module)
+    assert torch.allclose(paths["score"](), torch.stack([one(0), one(1)]), atol=1e-6)
+    got = paths["gradient"]()
+    for row in (0, 1):
+        module.zero_grad()
+        tokens = torch.tensor([[1, 2, 3], [4, 0, 2]])[row]
+        funcrl.token_scores(module(tokens), tokens).logprobs.sum().backward()
+        for name, leaf in module.named_parameters():
+            assert torch.allclose(got[name][row], leaf.grad, atol=1e-6), name
+    plain, clipped = (paths[name]()[1] for name in ("step", "clipped"))
+    assert plain.maxes["grad_norm"] >= clipped.maxes["grad_norm"] > 0
 
 
 def test_a_transformers_model_under_grad_and_vmap():

@@ -176,6 +176,15 @@ def test_twenty_thousand_draws_follow_the_known_distribution(sampling):
     assert statistic <= k * (1 - 2 / (9 * k) + 3.09 * math.sqrt(2 / (9 * k))) ** 3
 
 
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.5)], ids=["k", "p"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 4, 1, 2)])
+def test_equals_of_the_last_token_kept_are_kept_too(sampling, order):
+    """Of 0.4 and three times 0.2 the second most likely has two equals; 0.4 alone is below p."""
+    probabilities = torch.tensor([0.4, 0.2, 0.2, 0.2, 0.0])[list(order)]
+    found = sampling_logprobs(probabilities.log()[None], sampling)[0].exp()
+    assert torch.allclose(found, probabilities)
+
+
 def test_whole_samples_follow_the_policy():
     """20,000 completions of two tokens against the product of the policy's probabilities."""
     model, params = make(scale=4.0, vocab_size=4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import random_case, table_model
 from torch.func import grad, vmap
 
 import funcrl
@@ -114,3 +115,28 @@ def test_shapes_are_checked():
         losses.k1(torch.zeros(3), torch.zeros(4))
     with pytest.raises(ValueError, match=r"k3 expects logprobs of shape \[T\], got \[2, 3\]"):
         losses.k3(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("dapo", {}), ("cispo", {}), ("grpo", {}), ("dr_grpo", {"length": 7}), ("rloo", {})],
+)
+def test_the_entropy_bonus_has_the_weights_of_the_tokens(name, options):
+    """As docs/algorithms.md has it beside TRL's, which is the mean over tokens for all of them."""
+    case = random_case(3)
+    mask = case.rollout.mask
+    entropy, lengths = case.params["entropy"] * mask, mask.double().sum(dim=1)
+    mean, mean_length = entropy.sum() / mask.sum(), lengths.sum() / (lengths > 0).sum()
+    of_sequences = (entropy.sum(dim=1) / lengths)[lengths > 0].mean()
+    expected = {
+        "dapo": mean, "cispo": mean, "grpo": of_sequences,
+        "dr_grpo": mean * mean_length / 7, "rloo": mean * mean_length,
+    }[name]  # fmt: skip
+
+    def loss(coefficient):
+        algorithm = getattr(funcrl, name)(entropy=coefficient, **options)
+        batch = funcrl.collate(case.rollout, algorithm)
+        step = funcrl.grpo_step(table_model, algorithm=algorithm)
+        return step(step.init(case.params), batch)[1].sums["loss"]
+
+    assert (loss(0.0) - loss(0.3)).item() == pytest.approx(0.3 * expected.item(), rel=1e-12)

@@ -193,6 +193,43 @@ def test_a_schedule_is_followed():
     assert rates == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("before", [0.5, optim.cosine(0.5, 0.1, 9)], ids=["number", "schedule"])
+def test_a_restored_state_follows_the_schedule_that_it_is_given_to(before, tmp_path):
+    """Three updates before it is saved: the next is number 3 of the new schedule, 0.4."""
+    params, grads = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    tx = optim.sgd(before, momentum=0.9)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(grads, state, params)
+    funcrl.save(tmp_path / "state", state)
+    tx = optim.sgd(optim.linear(1.0, 0.0, steps=5), momentum=0.9)
+    state, _ = funcrl.restore(tmp_path / "state", like=tx.init(params))
+    trace = 1 + 0.9 + 0.81 + 0.729
+    updates, state = tx.update(grads, state, params)
+    assert updates["w"].item() == pytest.approx(-0.4 * trace, rel=1e-6)
+    assert optim.current_learning_rate(state) == optim.linear(1.0, 0.0, steps=5)(torch.tensor(3))
+
+
+def test_a_number_is_replaced_in_the_state_and_a_schedule_is_not():
+    params, grads = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    tx = optim.skip_nonfinite(optim.chain(optim.clip_by_global_norm(9.0), optim.adamw(0.5)))
+    _, state = tx.update(grads, tx.init(params), params)
+    for rate in (0.25, torch.tensor(0.125)):
+        changed = optim.with_learning_rate(state, rate)
+        assert tree.structure(changed) == tree.structure(state)
+        updates, after = tx.update(grads, changed, params)
+        expected, _ = tx.update(grads, state, params)
+        assert torch.equal(updates["w"] * 0.5, expected["w"] * rate)
+        assert optim.current_learning_rate(after) == rate
+    assert optim.current_learning_rate(state) == 0.5
+    halves = [optim.masked(optim.sgd(0.1), lambda path, leaf: True)] * 2
+    for other in (optim.adamw(optim.constant(0.1)), optim.chain(*halves), optim.scale_by_adam()):
+        with pytest.raises(ValueError, match="with_learning_rate expects .* one optimizer"):
+            optim.with_learning_rate(other.init(params), 0.1)
+    with pytest.raises(ValueError, match="with_learning_rate expects .* learning_rate"):
+        optim.with_learning_rate(state, -1.0)
+
+
 def test_a_new_learning_rate_does_not_recompile():
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
     params = start(torch.float32)
@@ -208,9 +245,7 @@ def test_a_new_learning_rate_does_not_recompile():
         warnings.simplefilter("ignore")  # torch's own, about its imports
         compiled = torch.compile(graph, backend=backend)
         for rate in (1e-3, 2e-3, 0.5):
-            clip_state, (adam, decay, last) = state
-            last = last._replace(learning_rate=torch.tensor(rate, dtype=torch.float64))
-            changed = (clip_state, (adam, decay, last))
+            changed = optim.with_learning_rate(state, rate)
             updates, _ = compiled(grads, changed, params)
             expected, _ = tx.update(grads, changed, params)
             assert all(torch.equal(updates[name], expected[name]) for name in params)

@@ -14,6 +14,7 @@ import funcrl
 from funcrl import (
     advantages,
     aggregation,
+    arrays,
     checks,
     config,
     generators,
@@ -30,6 +31,7 @@ from funcrl import (
     rewards,
     rng,
     rollouts,
+    rows,
     runs,
     surrogates,
     tasks,
@@ -41,10 +43,11 @@ from funcrl.functional import bind
 from funcrl.parity import ParityConfig
 
 MODULES = {
-    "": funcrl, "advantages": advantages, "aggregation": aggregation, "checks": checks,
+    "": funcrl, "advantages": advantages, "aggregation": aggregation, "arrays": arrays,
+    "checks": checks,
     "grads": grads, "graph": graph, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
-    "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
+    "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng, "rows": rows,
     "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
     "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
 }  # fmt: skip
@@ -235,8 +238,9 @@ TABLE_OF_CALLS = {
     "graph.predict_peak": (lambda: graph.predict_peak(FLAT.gm), ()),
     "graph.recomputed_cost": (lambda: graph.recomputed_cost(AGAIN), ()),
     "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
-    "grads.num_rows": (lambda b: grads.num_rows("f", b), (BATCH,)),
-    "grads.split_rows": (lambda b: list(grads.split_rows("f", b, 4)), (BATCH,)),
+    "rows.num_rows": (lambda b: rows.num_rows("f", b), (BATCH,)),
+    "rows.split_rows": (lambda b: list(rows.split_rows("f", b, 4)), (BATCH,)),
+    "rows.over_rows": (lambda p, b: rows.over_rows("f", MODEL_FN)(p, b), (PARAMS, BATCH)),
     "recenter": (funcrl.recenter(ratios.truncated(2.0)), (SCORES, COLLATED)),
     "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
@@ -296,6 +300,8 @@ TABLE_OF_CALLS = {
     "optim.apply_updates": (optim.apply_updates, (MATRICES, GRADS)),
     "optim.current_learning_rate": (
         optim.current_learning_rate, (optim.sgd(0.1).init(MATRICES),)),
+    "optim.with_learning_rate": (
+        optim.with_learning_rate, (optim.sgd(0.1).init(MATRICES), COUNT)),
     "optim.zero_count": (optim.zero_count, (MATRICES,)),
     "optim.constant": (optim.constant(0.1), (COUNT,)),
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
@@ -317,6 +323,7 @@ TABLE_OF_CALLS = {
     "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
     "tree.check_same_structure": (
         lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
+    "tree.check_tensors": (lambda a: tree.check_tensors("f", "a", a), (MATRICES,)),
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
@@ -397,6 +404,8 @@ TABLE_OF_CALLS = {
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),
+    "arrays.to_array": (lambda x: arrays.to_array(x).tolist(), (T[0],)),
+    "arrays.to_tensor": (lambda x: arrays.to_tensor(arrays.to_array(x), x), (T[0],)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

@@ -234,6 +234,19 @@ def test_bf16_gradients_are_accumulated_in_float32():
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
+@pytest.mark.parametrize("first", [0, torch.tensor(0)], ids=["int", "tensor"])
+def test_a_python_number_in_an_optimizers_state_is_named(first):
+    """Whether `init` puts it there or the first update does."""
+
+    def update(grads, state, params):
+        return tree.scale(grads, -0.1), {"n": {"updates": 1}}
+
+    optimizer = funcrl.GradientTransformation(lambda params: {"n": {"updates": first}}, update)
+    step = funcrl.grpo_step(MODEL_FN, optimizer=optimizer)
+    with pytest.raises(TypeError, match=r"state, got int at 'n\.updates'"):
+        step(step.init(PARAMS), BATCH)
+
+
 def test_any_optimizer_will_do():
     """One without a learning rate: the metric is left out."""
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.stateless(lambda g, p: tree.scale(g, -1.0)))
@@ -484,6 +497,8 @@ def test_bad_rollouts_are_refused_by_name():
         funcrl.collate(rollout, skewed)
     with pytest.raises(TypeError, match="rollout.tokens of torch.int64, got torch.float32"):
         funcrl.collate(rollout._replace(tokens=rollout.tokens.float()), funcrl.grpo())
+    with pytest.raises(ValueError, match=r"pack expects length .*, got 12\.0"):
+        funcrl.pack(rollout, funcrl.grpo(), length=12.0)
     with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
         funcrl.pack(rollout, funcrl.grpo(), length=3)
     with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):

@@ -11,8 +11,8 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "tree", "checks", "rng", "numerics"},
-    {"plain", "config_generation"},
+    {"types", "tree", "checks", "rng", "numerics", "arrays"},
+    {"plain", "config_generation", "rows"},
     {"config"},
     {"protocols"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",

@@ -12,7 +12,7 @@ from cases import equal, random_case
 from killer import config as killed_config
 
 import funcrl
-from funcrl import runs
+from funcrl import optim, parts, runs
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -479,6 +479,41 @@ def test_the_learning_rate_ends_near_zero_after_the_last_update(tmp_path, schedu
     assert rates[-1] <= 1e-3 * 3 / 32  # the mean of the last four of 32
 
 
+RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0.0, 6),
+         "cosine": lambda rate: optim.warmup(4, optim.cosine(rate, 0.0, 2))}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
+    """Beside a run whose schedule is the one before the third update, the other from then on."""
+    options = {"steps": 6, "evaluation": EvaluationConfig(every=0)}
+    before, after = (
+        OptimizerConfig(rate, schedule, warmup=4 if schedule == "cosine" else 0)
+        for rate in (1e-3, 5e-3)
+    )
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(
+            small(folder, optimizer=before, **options),
+            stop=lambda: len(runs.read_lines(folder / "metrics.jsonl")) == 4,
+        )
+    resumed = funcrl.train(small(folder, optimizer=after, **options), resume=True)
+
+    low, high = RATES[schedule](1e-3), RATES[schedule](5e-3)
+
+    def switched(count):
+        return torch.where(count < 3, low(count), high(count))
+
+    oracle = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(switched, weight_decay=0.0))
+    monkeypatch.setattr(parts, "_optimizer", lambda *_: oracle)
+    whole = funcrl.train(small(tmp_path / "whole", **options))
+    assert [row["learning_rate"] for row in resumed.history[1:]] == [
+        switched(torch.tensor(count)).item() for count in range(6)
+    ]
+    assert equal(resumed.state, whole.state)
+    assert untimed(resumed.history) == untimed(whole.history)
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     class Intruder(Copy):
         def prompts(self, seed, start, count):
@@ -578,6 +613,62 @@ def test_a_group_with_one_reward_left_is_left_out(tmp_path):
         evaluation=EvaluationConfig(every=0), algorithm=AlgorithmConfig(name="rloo"),
     )  # fmt: skip
     assert funcrl.train(config, task=Moody()).history[-1]["step"] == 4
+
+
+class Lonely(Copy):
+    """Of the second and the third step's prompts, one completion each has a reward."""
+
+    def __init__(self):
+        super().__init__()
+        self.graded = set()
+
+    def prompts(self, seed, start, count):
+        plain = super().prompts(seed, start, count)
+        numbered = [Prompt(prompt.text, f"prompt {start + n}") for n, prompt in enumerate(plain)]
+        return numbered if start in (3, 6) else plain
+
+    def reward(self, prompt, completion):
+        failed = prompt.answer.startswith("prompt") and prompt.answer in self.graded
+        self.graded.add(prompt.answer)
+        return {"correct": float("nan") if failed else float(completion[:1] > "4")}
+
+
+@pytest.mark.parametrize("drop_zero_variance", [False, True])
+def test_a_step_without_two_rewards_to_compare_trains_on_nothing(tmp_path, drop_zero_variance):
+    """It says so, keeps the state, and a run that is resumed around it ends in the same bits."""
+    options = {"on_reward_error": "skip", "drop_zero_variance": drop_zero_variance,
+               "optimizer": OptimizerConfig(schedule="constant"),
+               "checkpoint": CheckpointConfig(every=1, keep_last=9)}  # fmt: skip
+    notes = []
+    whole = funcrl.train(small(tmp_path / "whole", **options), task=Lonely(), view=Notes(notes))
+    assert [note for note in notes if "trains on nothing" in note] == [
+        f"Step {step} trains on nothing: no group has two completions with a reward."
+        for step in (2, 3)
+    ]
+    rows = whole.history
+    assert [row["num_tokens"] > 0 for row in rows[1:]] == [True, False, False, True]
+    assert [row.get("num_reward_errors", 0) for row in rows[1:]] == [0, 9, 9, 0]
+    states = [
+        funcrl.restore(tmp_path / "whole" / "checkpoints" / str(step), like=whole.state)[0]
+        for step in (1, 3, 4)
+    ]
+    assert equal(states[0], states[1])
+    assert not equal(states[1].params, states[2].params)
+    part = tmp_path / "part"
+    funcrl.train(small(part, **{**options, "steps": 2}), task=Lonely())
+    resumed = funcrl.train(small(part, **options), task=Lonely(), resume=True)
+    assert equal(resumed.state, whole.state)
+    assert untimed(resumed.history[3:]) == untimed(whole.history[3:])
+
+
+def test_a_reward_that_fails_for_every_completion_stops_the_run(tmp_path):
+    class Broken(Copy):
+        def reward(self, prompt, completion):
+            raise OSError("no judge")
+
+    config = small(tmp_path / "run", on_reward_error="skip", evaluation=EvaluationConfig(every=0))
+    with pytest.raises(RewardError, match="got only errors: .*no judge"):
+        funcrl.train(config, task=Broken())
 
 
 def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path):

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.request
+import venv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +24,11 @@ from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, W
 from funcrl.config_generation import ServerConfig
 from funcrl.generators import VLLM, EngineError, vllm_transport
 from funcrl.generators.vllm_remote import shortened
-from funcrl.generators.vllm_server import Server, Servers, flags
+from funcrl.generators.vllm_server import Server, Servers, check_plugin, flags
 from funcrl.generators.vllm_spoken import Spoken
 from funcrl.generators.vllm_transport import Bucket, SharedMemory, open_memory, plan_buckets, unpack
 
+ROOT = Path(__file__).parents[1]
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.slow,
@@ -276,6 +280,47 @@ os.kill(os.getpid(), signal.SIGKILL)
                 other.bind((server.host, server.port))
         finally:
             server.close()
+
+
+@pytest.fixture
+def uninstalled(tmp_path, monkeypatch):
+    """Another environment's Python, for which funcrl is a folder on the path and no more."""
+    venv.create(tmp_path / "other", with_pip=False)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "funcrl").symlink_to(Path(funcrl.__file__).parent)
+    python = str(tmp_path / "other" / "bin" / "python")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(source))
+    look = "import importlib.util as util; print(util.find_spec('funcrl').origin)"
+    seen = subprocess.run([python, "-c", look], capture_output=True, text=True, check=True).stdout
+    assert seen.strip() == str(source / "funcrl" / "__init__.py")
+    monkeypatch.setattr(sys, "executable", python)
+    return source
+
+
+def test_a_server_that_would_not_find_the_plugin_is_refused(uninstalled):
+    message = r"VLLM expects funcrl to be installed for .*/other/bin/python.* -m pip install"
+    with pytest.raises(ImportError, match=message):
+        check_plugin()
+    facts = uninstalled / "funcrl-0.1.0.dist-info"  # what pip leaves of an installation
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: funcrl\nVersion: 0.1.0\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["vllm.general_plugins"]
+    lines = [f"{name} = {value}" for name, value in plugins.items()]
+    (facts / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    check_plugin()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.filterwarnings("default")
+def test_it_is_refused_before_a_server_starts(uninstalled, tmp_path):
+    config = TrainConfig(run_dir=tmp_path / "run", generator="vllm", vllm=server())
+    with pytest.raises(ImportError, match="VLLM expects funcrl to be installed"):
+        funcrl.train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_parameters_travel_in_buckets_and_arrive_as_they_were():

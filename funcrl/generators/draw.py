@@ -16,7 +16,9 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities [B, V] of the distribution that `sampling` draws from.
 
     Temperature, then top-k, then top-p of what is left, then min-p, then normalised: -inf for what
-    is left out. At temperature 0 the most likely token (the first of equals) has them all.
+    is left out. Tokens as likely as the last one that is kept are all kept, so that top-k may keep
+    more than k (logits of bfloat16 are often equal), and no order of the vocabulary matters. At
+    temperature 0 the most likely token (the first of equals) has them all.
 
     Args:
         logits: [B, V].

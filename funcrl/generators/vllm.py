@@ -17,6 +17,7 @@ from funcrl.generators.sampler import check_prompts, num_writes
 from funcrl.generators.vllm_memory import with_cache
 from funcrl.generators.vllm_owner import Owner
 from funcrl.generators.vllm_probe import check_finite, check_probe
+from funcrl.generators.vllm_server import check_plugin
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
@@ -148,7 +149,9 @@ class VLLM(Owner):
 
 
 def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, Any]:
-    """Return an `Engine`'s last arguments, after checking that vLLM has what the model needs."""
+    """Return an engine's last arguments, after checking that vLLM has what it needs for them."""
+    if config.form == "server":
+        check_plugin()
     shape = model.config
     known = _has_kernel(shape.head_width)
     if network == "unified":

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,6 +22,12 @@ _LINES = 15  # of a log, that an error shows
 _CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
 _LAST_SECONDS = 10  # that a server has to end in, before it is killed
 _PULSE_SECONDS, _PULSE_LIMIT = 5, 60  # between two looks at whether it lives; for one of them
+# What vLLM looks for in each of its processes, and how to see what it will find.
+_PLUGIN = "funcrl.generators.vllm_plugin:register"
+_FIND_PLUGINS = """
+from importlib.metadata import entry_points
+print(*(each.value for each in entry_points(group="vllm.general_plugins")), sep="\\n")
+"""
 _NAN = b"float values are not JSON compliant"  # what vLLM says in place of a NaN
 
 
@@ -222,6 +229,30 @@ class Servers:
         """End all of them."""
         for server in self._servers:
             server.close()
+
+
+def check_plugin() -> None:
+    """Raise unless a server started from here would find funcrl as a plugin of vLLM's.
+
+    A folder on the path makes funcrl importable; vLLM asks for what is installed.
+
+    Example:
+        >>> from funcrl.generators.vllm_server import check_plugin
+        >>> check_plugin()
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", _FIND_PLUGINS], capture_output=True, text=True, check=True
+    ).stdout.split()
+    if _PLUGIN in found:
+        return
+    root = Path(__file__).parents[2]
+    source = f"-e {shlex.quote(str(root))}" if (root / "pyproject.toml").exists() else "funcrl"
+    raise ImportError(
+        f"VLLM expects funcrl to be installed for {sys.executable}, which runs --vllm.form server: "
+        f"there vLLM finds funcrl as a plugin (vllm.general_plugins), got "
+        f"{', '.join(found) or 'no plugin'}. Importable is not enough: "
+        f"{shlex.quote(sys.executable)} -m pip install --no-deps {source}"
+    )
 
 
 def _ask(host: str, port: int, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:

@@ -34,8 +34,10 @@ from funcrl.optim.optimizers import (
 )
 from funcrl.optim.rates import (
     ScaleByLearningRateState,
+    ScaleByScheduleState,
     current_learning_rate,
     scale_by_learning_rate,
+    with_learning_rate,
 )
 from funcrl.optim.schedules import constant, cosine, linear, warmup
 
@@ -45,6 +47,7 @@ __all__ = [
     "ScaleByAdamState",
     "ScaleByLearningRateState",
     "ScaleByMuonState",
+    "ScaleByScheduleState",
     "SkipNonfiniteState",
     "TraceState",
     "adamw",
@@ -68,5 +71,6 @@ __all__ = [
     "stateless",
     "trace",
     "warmup",
+    "with_learning_rate",
     "zero_count",
 ]

@@ -134,6 +134,8 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         grads: Tree, state: SkipNonfiniteState, params: Params
     ) -> tuple[Tree, SkipNonfiniteState]:
         updates, inner_state = inner.update(grads, state.inner, params)
+        tree.check_tensors("skip_nonfinite", "inner's updates", updates)
+        tree.check_tensors("skip_nonfinite", "inner's state", inner_state)
         # Of the result as well: the square of a finite gradient may overflow a moment for good.
         finite = _all_finite((grads, updates, inner_state))
         new, unflatten = tree.flatten((updates, inner_state))

@@ -1,4 +1,4 @@
-"""The last link of an optimizer: minus the learning rate, kept as a tensor in the state."""
+"""The last link of an optimizer: minus the learning rate, of which the state holds a tensor."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,24 +8,36 @@ from torch import Tensor
 
 from funcrl import checks, tree
 from funcrl.optim.base import zero_count
-from funcrl.optim.schedules import Schedule, constant
+from funcrl.optim.schedules import Schedule
 from funcrl.types import Absent, GradientTransformation, Params, Tree
 
 LearningRate: TypeAlias = float | Schedule
 
 
 class ScaleByLearningRateState(NamedTuple):
-    """The number of updates done, and the rate that the next one will use."""
+    """The number of updates done, and the rate of all updates until another one is put here."""
 
     num_updates: Tensor  # [] int64
     learning_rate: Tensor  # [] float64, as a 0-d tensor it widens no parameter
 
 
+class ScaleByScheduleState(NamedTuple):
+    """The number of updates done, and the rate of the last one; before any, that of the first.
+
+    The rate is here to be reported: an update reads the number alone and asks its schedule.
+    """
+
+    num_updates: Tensor  # [] int64
+    learning_rate: Tensor  # [] float64
+
+
 def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
     """Return the transformation `-learning_rate * g`.
 
-    The rate is a 0-d tensor in the state, so that changing it recompiles nothing. A number stays
-    until somebody replaces it there; a schedule is evaluated for the next update at each one.
+    A number is put into the state, as a 0-d tensor, and read there: `with_learning_rate` replaces
+    it without a recompilation, and a state that is restored brings its own. A schedule is asked at
+    each update, by the number of updates done before it: a state that is restored follows the
+    schedule of the optimizer that it is given to, from its first update on.
 
     Args:
         learning_rate: a number, or a schedule: a function of the number of updates done.
@@ -37,36 +49,29 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         {'w': tensor([-0.5000])}
     """
     if callable(learning_rate):
-        schedule: Schedule | None = learning_rate
-        first: Schedule = learning_rate
-    else:
-        checks.check_range(
-            "scale_by_learning_rate", "learning_rate", learning_rate, 0.0, float("inf")
-        )
-        schedule, first = None, constant(learning_rate)
+        return _scale_by_schedule(learning_rate)
+    checks.check_range("scale_by_learning_rate", "learning_rate", learning_rate, 0.0, float("inf"))
 
     def init(params: Params) -> ScaleByLearningRateState:
         none_yet = zero_count(params)
-        return ScaleByLearningRateState(none_yet, _as_rate(first(none_yet), none_yet))
+        rate = torch.full_like(none_yet, learning_rate, dtype=torch.float64)
+        return ScaleByLearningRateState(none_yet, rate)
 
     def update(
         grads: Tree, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Tree, ScaleByLearningRateState]:
         del params
-        num_updates = state.num_updates + 1
-        following = state.learning_rate
-        if schedule is not None:
-            following = _as_rate(schedule(num_updates), num_updates)
         updates = tree.scale(grads, -state.learning_rate)
-        return updates, ScaleByLearningRateState(num_updates, following)
+        return updates, state._replace(num_updates=state.num_updates + 1)
 
     return GradientTransformation(init, update)
 
 
 def current_learning_rate(opt_state: Any) -> Tensor | Absent:
-    """Return the rate that the next update will use, of the first optimizer in the state.
+    """Return the rate of the last update, before any that of the first; of the first optimizer.
 
-    It is `()` where no part of the optimizer is a `scale_by_learning_rate`.
+    A rate that `with_learning_rate` has put there is returned from then on. It is `()` where no
+    part of the optimizer is a `scale_by_learning_rate`.
 
     Example:
         >>> import torch, funcrl
@@ -74,11 +79,65 @@ def current_learning_rate(opt_state: Any) -> Tensor | Absent:
         >>> funcrl.optim.current_learning_rate(tx.init({"w": torch.zeros(1)}))
         tensor(0.0010, dtype=torch.float64)
     """
-    nodes = optree.tree_leaves(
-        opt_state, is_leaf=lambda node: isinstance(node, ScaleByLearningRateState)
-    )
-    rates = [node.learning_rate for node in nodes if isinstance(node, ScaleByLearningRateState)]
+    nodes = optree.tree_leaves(opt_state, is_leaf=_holds_rate)
+    rates = [node.learning_rate for node in nodes if _holds_rate(node)]
     return rates[0] if rates else ()
+
+
+def with_learning_rate(opt_state: Tree, learning_rate: float | Tensor) -> Tree:
+    """Return the state of an optimizer whose learning rate is a number with another number.
+
+    It is for a rate that changes while a compiled step runs, which it does not compile again, and
+    for a restored state that shall go on with another rate than it was saved with.
+
+    Args:
+        opt_state: the state, or any tree that holds it, such as a `TrainState`. Of several
+            optimizers with a number each, give it the part that belongs to one.
+        learning_rate: of all further updates.
+
+    Example:
+        >>> import torch, funcrl
+        >>> tx = funcrl.optim.sgd(0.5)
+        >>> state = funcrl.optim.with_learning_rate(tx.init({"w": torch.ones(1)}), 0.25)
+        >>> tx.update({"w": torch.ones(1)}, state, {})[0]
+        {'w': tensor([-0.2500])}
+    """
+    rate = float(learning_rate)
+    checks.check_range("with_learning_rate", "learning_rate", rate, 0.0, float("inf"))
+    nodes = optree.tree_leaves(opt_state, is_leaf=_holds_rate)
+    numbers = sum(isinstance(node, ScaleByLearningRateState) for node in nodes)
+    if numbers != 1:
+        schedules = sum(isinstance(node, ScaleByScheduleState) for node in nodes)
+        raise ValueError(
+            f"with_learning_rate expects the state of one optimizer whose learning rate is a "
+            f"number, got {numbers}, and {schedules} of schedules, which no state changes."
+        )
+
+    def replaced(node: Any) -> Any:
+        if not isinstance(node, ScaleByLearningRateState):
+            return node
+        return node._replace(learning_rate=torch.full_like(node.learning_rate, rate))
+
+    return optree.tree_map(replaced, opt_state, is_leaf=_holds_rate)
+
+
+def _scale_by_schedule(schedule: Schedule) -> GradientTransformation:
+    def init(params: Params) -> ScaleByScheduleState:
+        none_yet = zero_count(params)
+        return ScaleByScheduleState(none_yet, _as_rate(schedule(none_yet), none_yet))
+
+    def update(
+        grads: Tree, state: ScaleByScheduleState, params: Params
+    ) -> tuple[Tree, ScaleByScheduleState]:
+        del params
+        rate = _as_rate(schedule(state.num_updates), state.num_updates)
+        return tree.scale(grads, -rate), ScaleByScheduleState(state.num_updates + 1, rate)
+
+    return GradientTransformation(init, update)
+
+
+def _holds_rate(node: Any) -> bool:
+    return isinstance(node, ScaleByLearningRateState | ScaleByScheduleState)
 
 
 def _as_rate(value: Tensor | float, like: Tensor) -> Tensor:
