@@ -85,9 +85,9 @@ def test_a_donated_step_follows_its_schedule(backend, name):
     state, other, rates = donated.init(params), step.init(params), []
     fast = funcrl.compile_step(donated, state, BATCH, CompileConfig(backend=backend))
     for _ in expected:
-        rates.append(optim.current_learning_rate(state.opt_state).item())
         state, metrics = fast(state, BATCH)
         other, _ = step(other, BATCH)
+        rates.append(optim.current_learning_rate(state.opt_state).item())
         assert metrics.maxes["learning_rate"] == rates[-1]
         assert relative(state.params, other.params) <= 1e-12
         assert equal(state.step, other.step)
