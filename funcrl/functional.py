@@ -1,7 +1,9 @@
 """Any `nn.Module` as a pure function of its parameters."""
 
 import copy
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +34,12 @@ _HOOKS = {
 Bound = TypeVar("Bound", bound=nn.Module)
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+# What torch raises for a value that a tensor without data does not have, while a graph is traced.
+_NO_VALUE = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
+_ADVICE = (
+    " A model of transformers reads none when it gets attention_mask of shape [1, 1, T, T], with 0 "
+    "where a token sees another and -inf elsewhere, and position_ids: docs/models.md shows how."
+)
 
 
 def functional(module: nn.Module) -> Callable[..., Any]:
@@ -47,6 +55,10 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     a buffer, or a number, text or tensor kept in an attribute. What it keeps in a list, and random
     numbers that it draws by other means, cannot be seen. `nn.RNN`, `nn.GRU` and `nn.LSTM` are
     refused under `torch.vmap`, which every step and gradient of funcrl uses.
+
+    Under `vmap` and `funcrl.trace` a tensor has no value that Python could read, so a forward that
+    reads one is refused there. transformers' models read masks and positions in some calls:
+    docs/models.md shows the calls that work.
 
     Args:
         module: any module, one from transformers too. It is not changed, and not kept.
@@ -92,7 +104,12 @@ def functional(module: nn.Module) -> Callable[..., Any]:
             raise NotImplementedError(_unbatched(skeleton, recurrent[0]))
         versions = {name: _version(before[name]) for name in buffers}
         after = dict(before)  # functional_call writes here what the forward bound anew
-        result = functional_call(skeleton, after, args, kwargs, strict=True)
+        try:
+            result = functional_call(skeleton, after, args, kwargs, strict=True)
+        except RuntimeError as error:
+            if reads_a_value(error):
+                raise _read_in_forward(kind, error) from error
+            raise
         changed = [name for name, leaf in before.items() if after[name] is not leaf]
         changed += [name for name in buffers if _version(before[name]) != versions[name]]
         changed += _changed_attributes(attributes, _attributes(skeleton))
@@ -156,6 +173,41 @@ def check_params(
         raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
     _check_params(function, kind, params, shapes)
     _check_extra(function, kind, params, set(shapes), {})
+
+
+def reads_a_value(error: RuntimeError) -> bool:
+    """Return whether torch refused to tell Python a tensor's value, under vmap or while tracing.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.functional import reads_a_value
+        >>> try:
+        ...     torch.func.vmap(lambda x: x if x > 0 else -x)(torch.ones(2))
+        ... except RuntimeError as error:
+        ...     print(reads_a_value(error))
+        True
+    """
+    return type(error).__name__ in _NO_VALUE or str(error).startswith("vmap: It looks like you're")
+
+
+def _read_in_forward(kind: str, error: RuntimeError) -> ValueError:
+    """Return the error that names the code that read a value, and what to pass instead."""
+    inside = {Path(torch.__file__).parent, Path(__file__)}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not inside & {Path(frame.filename), *Path(frame.filename).parents}
+    ]
+    place = advice = ""
+    if frames:
+        last = frames[-1]
+        place = f" in {last.name}() at line {last.lineno} of {Path(last.filename).name}"
+        if "transformers" in Path(last.filename).parts:
+            advice = _ADVICE
+    return ValueError(
+        f"functional expects a forward that reads no tensor's value in Python (float(), if) under "
+        f"vmap or funcrl.trace, got {kind}, which reads one{place}.{advice}"
+    )
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

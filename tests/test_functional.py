@@ -319,6 +319,31 @@ def test_a_cell_in_a_loop_is_a_function(kind):
     assert plain.maxes["grad_norm"] >= clipped.maxes["grad_norm"] > 0
 
 
+class Branching(Buffered):
+    def forward(self, x):
+        return x * self.weight if x.sum() > 0 else -x
+
+
+def test_a_forward_that_reads_a_value_is_refused_where_there_is_none():
+    apply, params = funcrl.functional(Branching()), {"weight": torch.ones(2)}
+    mapped = vmap(apply, in_dims=(None, 0))
+    x = torch.ones(3, 2)
+    for run in (
+        lambda: mapped(params, x),
+        lambda: funcrl.trace(apply, params, x[0]),
+        lambda: funcrl.trace(mapped, params, x),
+    ):
+        with pytest.raises(ValueError, match=r"functional .* Branching.* forward\(\) at line") as e:
+            run()
+        assert "transformers" not in str(e.value)
+    assert torch.equal(apply(params, x), x)
+
+
+def test_other_errors_of_a_forward_are_its_own():
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        funcrl.functional(Buffered())({"weight": torch.ones(2)}, torch.ones(3))
+
+
 def test_a_transformers_model_under_grad_and_vmap():
     from transformers import LlamaConfig, LlamaForCausalLM
 

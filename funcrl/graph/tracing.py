@@ -22,12 +22,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl import checks
+from funcrl.functional import reads_a_value
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
 
 aten = torch.ops.aten
-# What torch raises for a value that a tensor without data does not have.
-_READS = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
@@ -66,7 +65,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
         with torch.no_grad():
             traced = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     except RuntimeError as error:
-        if type(error).__name__ in _READS:
+        if reads_a_value(error):
             raise ValueError(f"{_READS_NOTHING}, got one that does: {error}") from error
         raise
     read = traced.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
