@@ -34,7 +34,7 @@ def without_writes(module: GraphModule) -> GraphModule:
     a graph where a value is read through several views of it, torch makes each view anew.
 
     Args:
-        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed, and to be recompiled.
+        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed, not recompiled.
 
     Example:
         >>> import torch
