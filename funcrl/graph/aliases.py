@@ -6,14 +6,21 @@ here, and nowhere else.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-# It shares memory though its schema does not say so: autograd is not to see it as a view.
-_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default,)
+# They share memory though their schemas do not say so, for autograd is not to see views; and the
+# operators that do the same and say so.
+aten = torch.ops.aten
+SILENT_VIEWS = {
+    aten._unsafe_view.default: aten.view.default,
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
 # CUDA's caching allocator hands out multiples of this.
 _CUDA_BLOCK = 512
 
@@ -101,7 +108,7 @@ def gives_view(target: Any) -> bool:
         return False
     # A result that may be new memory, such as that of `aten.to`, is one that may be a view.
     schema = target._schema
-    return target in _SILENT_VIEWS or any(
+    return target in SILENT_VIEWS or any(
         _may_share(argument.alias_info, result.alias_info)
         for argument in schema.arguments
         for result in schema.returns
@@ -142,8 +149,8 @@ def written_by(node: Node) -> list[Node]:
     ]
 
 
-def overlap_partly(first: Tensor, second: Tensor) -> bool:
-    """Return whether two views of one storage share some elements but are not the same view.
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Return whether two views of one storage share some bytes.
 
     Args:
         first: a tensor; only its shape, strides and place in the storage are read.
@@ -151,15 +158,53 @@ def overlap_partly(first: Tensor, second: Tensor) -> bool:
 
     Example:
         >>> import torch
-        >>> from funcrl.graph.aliases import overlap_partly
+        >>> from funcrl.graph.aliases import overlap
         >>> x = torch.zeros(3, 4)
-        >>> overlap_partly(x[:, 1:], x[:, :-1]), overlap_partly(x[:, :2], x[:, 2:])
+        >>> overlap(x[:, 1:], x[:, :-1]), overlap(x[:, :2], x[:, 2:])
         (True, False)
     """
-    layouts = [_byte_layout(each) for each in (first, second)]
-    if layouts[0] == layouts[1] or not (first.numel() and second.numel()):
+    if not (first.numel() and second.numel()):
         return False
+    layouts = [_byte_layout(each) for each in (first, second)]
     return not _bytes_of(layouts, 0).isdisjoint(_bytes_of(layouts, 1))
+
+
+def looks_alike(first: Tensor, second: Tensor) -> bool:
+    """Return whether two views of one storage are the same view of it.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.graph.aliases import looks_alike
+        >>> x = torch.zeros(3, 4)
+        >>> looks_alike(x, x.view(3, 4)), looks_alike(x[:2], x[1:])
+        (True, False)
+    """
+
+    def look(tensor: Tensor) -> tuple[Any, ...]:
+        place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    return look(first) == look(second)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether two elements of a tensor are in one place, as in one that was expanded.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.graph.aliases import overlaps_itself
+        >>> x = torch.zeros(3, 4)
+        >>> overlaps_itself(x.t()), overlaps_itself(x.expand(2, 3, 4)), overlaps_itself(x[:0])
+        (False, True, False)
+    """
+    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 0  # of the axes with shorter steps
+    for stride, size in axes if tensor.numel() else ():
+        if stride <= reach:
+            places = _places(0, axes)
+            return len(places) < tensor.numel()
+        reach += stride * (size - 1)
+    return False
 
 
 class _Layout(NamedTuple):
@@ -193,10 +238,14 @@ def _bytes_of(layouts: list[_Layout], which: int) -> set[int]:
         if axes[0][0][0] <= max(ends) - low:
             break
         axes = [rest[1:] for rest in axes]
-    places = torch.tensor([layouts[which].start])
-    for stride, size in axes[which]:
-        places = (places[:, None] + stride * torch.arange(size)).flatten()
-    return set(places.tolist())
+    return _places(layouts[which].start, axes[which])
+
+
+def _places(start: int, axes: Sequence[tuple[int, int]]) -> set[int]:
+    places = {start}
+    for stride, size in axes:
+        places = {place + stride * index for place in places for index in range(size)}
+    return places
 
 
 def _tensors(gm: fx.GraphModule, node: Node) -> list[Tensor | None]:
@@ -233,8 +282,8 @@ def _shared_with(node: Node, count: int, of: dict[Node, tuple[int, ...]]) -> lis
         return [of[source][index]]  # type: ignore[index]  # (a node and an integer)
     if not isinstance(node.target, torch._ops.OpOverload):
         return [None] * count
-    if node.target in _SILENT_VIEWS:
-        return list(of[node.all_input_nodes[0]])
+    if node.target in SILENT_VIEWS:
+        return [of[node.all_input_nodes[0]][0]] * count
     shared: list[int | None] = []
     for result in node.target._schema.returns:
         # A list of tensors is one result in the schema, and then the only one.

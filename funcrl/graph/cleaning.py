@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from funcrl.graph.aliases import is_view
+from funcrl.graph.aliases import is_view, looks_alike
 from funcrl.graph.in_place import without_writes
 
 aten = torch.ops.aten
@@ -57,11 +57,4 @@ def look_through(node: Node) -> Node:
 def _same(node: Node, source: Node) -> bool:
     """Whether a view looks at its source as the source itself does."""
     new, old = node.meta.get("val"), source.meta.get("val")
-    if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
-        return False
-    return _look(new) == _look(old)
-
-
-def _look(tensor: Tensor) -> tuple[Any, ...]:
-    place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return isinstance(new, Tensor) and isinstance(old, Tensor) and looks_alike(new, old)

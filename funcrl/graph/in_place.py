@@ -4,7 +4,8 @@ A graph without writes is one whose values never change. The only writes that st
 inputs, at the end: they are what the function does to its arguments (`funcrl.donate`).
 """
 
-from typing import Any
+from itertools import combinations, product
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,10 +15,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from funcrl.graph.aliases import (
+    SILENT_VIEWS,
     Sharing,
     find_storages,
     gives_view,
-    overlap_partly,
+    is_view,
+    looks_alike,
+    overlap,
+    overlaps_itself,
     writes,
     written_by,
 )
@@ -25,6 +30,7 @@ from funcrl.graph.edit import arguments, describe_like
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
+_STRIDED = {aten.as_strided.default, aten.as_strided_.default}
 
 
 def without_writes(module: GraphModule) -> GraphModule:
@@ -45,34 +51,86 @@ def without_writes(module: GraphModule) -> GraphModule:
         ['aten.mul.Tensor', 'aten.add.Tensor']
     """
     _check_writes(module)
-    return module if _rewrite(module.graph) else _functionalized(module)
+    if _rewrite(module.graph):
+        return module
+    _spell_out_views(module.graph)
+    return _functionalized(module)
 
 
 def _check_writes(module: GraphModule) -> None:
-    """Refuse to write into what the function holds itself, and to read what is overwritten."""
-    if not any(writes(node) for node in module.graph.nodes):
+    """Refuse the writes whose result is in doubt, before any is touched."""
+    writers = [node for node in module.graph.nodes if writes(node)]
+    if not writers:
         return
     storages = find_storages(module).of
     held = {storages[node][0] for node in module.graph.find_nodes(op="get_attr")}
+    whole: dict[int, Any] = {}  # of each storage: the value that was allocated with it
+    for node, found in storages.items():
+        value = node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        for storage, each in zip(found, values, strict=True):
+            whole.setdefault(storage, each)
+    written = {
+        storage for node in writers for read in written_by(node) for storage in storages[read]
+    }
     for node in module.graph.nodes:
-        for target in written_by(node):
+        if node.target not in _STRIDED or written.isdisjoint(storages[node]):
+            continue
+        # Its places in memory are counted from the start of what was allocated.
+        if not looks_alike(node.all_input_nodes[0].meta["val"], whole[storages[node][0]]):
+            _refuse(node, "takes as_strided of a view of memory that is written into")
+    for node in writers:
+        _check_dtype(node)
+        targets = written_by(node)
+        for target in targets:
             if not held.isdisjoint(storages[target]):
-                raise ValueError(
-                    f"trace expects a function that writes into nothing but its arguments and what "
-                    f"it makes, got {node.target} into a tensor that it holds."
-                )
-            for read in node.all_input_nodes:
-                if not set(storages[read]).isdisjoint(storages[target]) and _overlap(read, target):
-                    raise ValueError(
-                        f"trace expects in-place operations that read nothing of what they "
-                        f"overwrite, got {node.target}, whose arguments overlap in part: its "
-                        f"result depends on the order in which memory is written; clone one first."
-                    )
+                _refuse(node, "writes into a tensor that the function holds itself")
+            if any(overlaps_itself(each.meta["val"]) for each in _chain(target)):
+                _refuse(node, "writes into elements that share memory, as in an expanded tensor")
+        read = [each for each in node.all_input_nodes if each not in targets]
+        pairs = [*product(targets, read), *combinations(targets, 2)]
+        for target, other in pairs:
+            if not {*storages[target]}.isdisjoint(storages[other]) and _differ(target, other, read):
+                _refuse(node, "has arguments that overlap, one of which it overwrites")
 
 
-def _overlap(first: Node, second: Node) -> bool:
-    values = first.meta["val"], second.meta["val"]
-    return all(isinstance(value, Tensor) for value in values) and overlap_partly(*values)
+def _differ(target: Node, other: Node, read: list[Node]) -> bool:
+    """Whether the order matters; it does not where each element is read and then written."""
+    first, second = target.meta["val"], other.meta["val"]
+    return not (other in read and looks_alike(first, second)) and overlap(first, second)
+
+
+def _refuse(node: Node, what: str) -> NoReturn:
+    raise ValueError(
+        f"trace expects in-place operations with one result, whatever the order in which memory is "
+        f"written, and into nothing but what the function gets and makes; got {node.target}, which "
+        f"{what}."
+    )
+
+
+def _check_dtype(node: Node) -> None:
+    """Refuse `out=` of another dtype than the operation gives: some then compute in that one."""
+    operation: Any = node.target
+    out = [each.name for each in operation._schema.arguments if each.is_out]
+    if not out:
+        return
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in out}
+    mode: Any = detect_fake_mode(written_by(node)[0].meta["val"])
+    with mode:
+        args, kwargs = torch.fx.map_arg((node.args, kwargs), lambda read: read.meta["val"])
+        given = operation.overloadpacket(*args, **kwargs)
+    given = given if isinstance(given, list | tuple) else [given]
+    targets = [target.meta["val"] for target in written_by(node)]
+    if [each.dtype for each in given] != [each.dtype for each in targets]:
+        _refuse(node, f"has out= of {targets[0].dtype} for a result of {given[0].dtype}")
+
+
+def _chain(node: Node) -> list[Node]:
+    """Return the node and what it is a view of, and that of, as far as the memory is the same."""
+    chain = [node]
+    while (is_view(chain[-1]) or writes(chain[-1])) and chain[-1].all_input_nodes:
+        chain.append(chain[-1].all_input_nodes[0])
+    return [each for each in chain if isinstance(each.meta.get("val"), Tensor)]
 
 
 # -- one write, one value ---------------------------------------------------------------------
@@ -228,6 +286,29 @@ class _Described(Interpreter):
             describe_like(new, node)
             new = new.prev
         return result
+
+
+def _spell_out_views(graph: Graph) -> None:
+    """Write views so that torch can write through them without arithmetic."""
+    for node in list(graph.nodes):
+        node.target = SILENT_VIEWS.get(node.target, node.target)
+        if node.target is not aten.expand.default:
+            continue
+        source = node.all_input_nodes[0]
+        added = node.meta["val"].ndim - source.meta["val"].ndim
+        if node.meta["val"].numel() != source.meta["val"].numel():
+            continue  # only read: a write through it has been refused
+        view = source
+        with graph.inserting_before(node):
+            for _ in range(added):
+                view = graph.call_function(aten.unsqueeze.default, (view, 0))
+                describe_like(view, node)
+            if not added:  # a name of its own, which may come to look otherwise
+                view = graph.call_function(aten.alias.default, (source,))
+                describe_like(view, node)
+        view.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
 
 
 def _functionalized(module: GraphModule) -> GraphModule:
