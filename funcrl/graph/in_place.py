@@ -68,7 +68,7 @@ def _check_writes(module: GraphModule) -> None:
     for node, found in storages.items():
         value = node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
-        for storage, each in zip(found, values, strict=True):
+        for storage, each in zip(found, values, strict=bool(found)):  # the output has none
             whole.setdefault(storage, each)
     written = {
         storage for node in writers for read in written_by(node) for storage in storages[read]
