@@ -31,6 +31,7 @@ from funcrl import (
     rng,
     rollouts,
     runs,
+    stops,
     surrogates,
     tasks,
     tree,
@@ -45,8 +46,8 @@ MODULES = {
     "grads": grads, "graph": graph, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
-    "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
-    "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
+    "stops": stops, "surrogates": surrogates, "tree": tree, "config": config,
+    "generators": generators, "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
 }  # fmt: skip
 
 torch.manual_seed(0)  # the inputs below
@@ -69,6 +70,7 @@ METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
 LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
 SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
+STOPPING = generators.Sampling(stop=("B",))
 TASK = tasks.SumDigits()
 PROMPT = tasks.Prompt("1+2=", "3")
 MICRO = models.Transformer(models.shape("micro", TASK.tokenizer.vocab_size))
@@ -85,6 +87,10 @@ MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
 
 def loss_fn(params, sample):
     return aux_loss_fn(params, sample)[0]
+
+
+def spell(tokens):
+    return "".join(map(chr, tokens))
 
 
 def aux_loss_fn(params, sample):
@@ -301,6 +307,9 @@ TABLE_OF_CALLS = {
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
     "optim.cosine": (optim.cosine(1.0, 0.0, 5), (COUNT,)),
     "optim.warmup": (optim.warmup(5, then=optim.constant(1.0)), (COUNT,)),
+    "stops.cut_at_stop": (lambda: stops.cut_at_stop([65, 66], STOPPING, spell), ()),
+    "stops.find_stop": (lambda: stops.find_stop("AB", 1, ("B",)), ()),
+    "stops.has_stop_string": (lambda: stops.has_stop_string([65, 66], STOPPING, spell), ()),
     "rng.fold_in": (rng.fold_in, (COUNT, 3)),
     "rng.generator": (lambda seed: torch.rand(3, generator=rng.generator(seed, 1)), (COUNT,)),
     "tree.map": (lambda a, b: tree.map(torch.add, a, b), (MATRICES, GRADS)),
