@@ -182,7 +182,8 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
 
     Tokens outside the mask, and those whose behaviour log-probability is not finite, add nothing
-    to the loss, its gradient or the metrics.
+    to the loss, its gradient or the metrics. The algorithm's functions see a ratio of 1 there and
+    0 for everything else, and what they return there is not used: it may be NaN.
 
     Args:
         algorithm: whose ratio, surrogate and penalty to use.
@@ -206,9 +207,15 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     kept = sample.mask & sample.behavior_logprobs.isfinite()
     scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
     ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
-    surrogate = algorithm.surrogate(scores.logprobs, ratio.ratio, advantages * ratio.correction)
+    # What goes into a function is selected, and not only what comes out: a gradient of 0 times a
+    # slope that is not finite is NaN, which a ratio over a whole sequence would spread.
+    surrogate = algorithm.surrogate(
+        scores.logprobs,
+        torch.where(kept, ratio.ratio, 1.0),
+        torch.where(kept, advantages * ratio.correction, 0.0),
+    )
     penalized = algorithm.penalty(scores, behavior, reference)
-    loss = (weights * (penalized.cost - surrogate.objective)).sum()
+    loss = (weights * torch.where(kept, penalized.cost - surrogate.objective, 0.0)).sum()
     return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
 
 
@@ -234,7 +241,7 @@ def _inside(
 def _token_metrics(
     kept: Tensor, scores: TokenScores, behavior: Tensor, surrogate: Surrogate, penalized: Penalty
 ) -> Metrics:
-    """Return sums over the tokens inside the mask; everything given is 0 outside it."""
+    """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
     difference = (scores.logprobs - behavior).detach()
     low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
     token_values = {
@@ -246,7 +253,7 @@ def _token_metrics(
         "sampling/importance_sampling_ratio/mean": numerics.exp_ratio(difference) * kept,
     }
     if not isinstance(penalized.kl, tuple):
-        token_values["kl"] = penalized.kl
+        token_values["kl"] = torch.where(kept, penalized.kl, 0.0)
     return Metrics(
         sums={name: values.sum() for name, values in token_values.items()},
         maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
