@@ -273,6 +273,8 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
     for name in ("rewards", "group", "policy_version"):
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
+    for name in ("group", "policy_version"):
+        checks.check_dtype(function, f"rollout.{name}", getattr(rollout, name), torch.int64)
     if not rollout.rewards.isfinite().all():
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(

@@ -47,7 +47,8 @@ MODULES = {
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng,
     "stops": stops, "surrogates": surrogates, "tree": tree, "config": config,
-    "generators": generators, "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
+    "generators": generators, "memory": memory, "rollouts": rollouts, "tasks": tasks,
+    "weights": weights,
 }  # fmt: skip
 
 torch.manual_seed(0)  # the inputs below
@@ -253,6 +254,7 @@ TABLE_OF_CALLS = {
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),
     "numerics.at_least_float32": (lambda: numerics.at_least_float32(torch.float16), ()),
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
+    "numerics.power_of_two": (numerics.power_of_two, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
     "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 6))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
