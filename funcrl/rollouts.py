@@ -113,6 +113,7 @@ def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int
     """
     if "overlong" in graded.rewards:
         raise ValueError("punish_overlong expects no reward of that name, got 'overlong'.")
+    checks.check_shape("punish_overlong", "lengths", lengths, "graded.total", graded.total.shape)
     punishment = rewards.soft_overlong(lengths, max_length, cache)
     named = {**graded.rewards, "overlong": punishment}
     return graded._replace(rewards=named, total=graded.total + punishment)
@@ -186,6 +187,10 @@ def comparable(total: Tensor, group_size: int) -> Tensor:
 def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """Return the rollout of graded completions; those without a reward are left out.
 
+    Args:
+        completed: B completions.
+        total: [B], of each what it is worth; NaN where nothing is known.
+
     Example:
         >>> import torch, funcrl
         >>> task = funcrl.tasks.SumDigits()
@@ -201,6 +206,8 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """
     samples = completed.samples
     device = samples.tokens.device
+    rewarded = torch.Size([len(completed.prompts)])
+    checks.check_shape("to_rollout", "total", total, "completed.prompts", rewarded)
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask

@@ -19,7 +19,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.episodes import Failure, complete, demonstration
-from funcrl.rollouts import RewardError, grade, to_rollout
+from funcrl.rollouts import RewardError, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
 from funcrl.types import Samples
 
@@ -106,6 +106,18 @@ def test_the_loss_does_not_see_what_the_environment_said():
     loss, _ = funcrl.policy_loss(funcrl.grpo(kl=0.0, entropy=0.1), scores, sample)
     for gradient in torch.autograd.grad(loss, scores):
         assert torch.equal(gradient != 0, sample.mask)
+
+
+@pytest.mark.parametrize("total", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(())])
+def test_a_rollout_has_a_reward_for_each_completion(total):
+    completed, _ = play(["1", "2"], samples=2)
+    with pytest.raises(
+        ValueError, match=r"to_rollout expects total of the shape of .*, \[2\], got"
+    ):
+        to_rollout(completed, total)
+    graded = grade(Calculator(), completed.prompts, completed.outcomes)
+    with pytest.raises(ValueError, match="punish_overlong expects lengths of the shape of"):
+        punish_overlong(graded, total, 9, cache=2)
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,8 @@ TABLE_OF_CALLS = {
     "tree.cast": (lambda a: tree.cast(a, torch.bfloat16), (MATRICES,)),
     "tree.global_norm": (tree.global_norm, (MATRICES,)),
     "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
+    "tree.check_same_shapes": (
+        lambda a, b: tree.check_same_shapes("f", "a", a, "b", b), (MATRICES, GRADS)),
     "tree.check_same_structure": (
         lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),

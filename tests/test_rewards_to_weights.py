@@ -6,7 +6,7 @@ from cases import random_case
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
-from funcrl import advantages, aggregation, ratios, rewards
+from funcrl import advantages, aggregation, losses, ratios, rewards, surrogates
 
 
 def f64(*values):
@@ -130,6 +130,33 @@ def test_groups_are_integers(group):
             random_case(prompts=2, samples=2).rollout._replace(policy_version=versions),
             funcrl.grpo(),
         )
+
+
+ROW, COLUMN = torch.zeros(3), torch.zeros(3, 1)
+MASK = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("token", lambda: ratios.token(ROW, COLUMN, MASK)),
+        ("sequence", lambda: ratios.sequence(ROW, COLUMN, MASK)),
+        ("sequence", lambda: ratios.sequence(ROW, ROW, MASK[:, None])),
+        (
+            "corrected",
+            lambda: ratios.corrected(ratios.token, lambda *x: x[0])(ROW, COLUMN, MASK, ()),
+        ),
+        ("truncated", lambda: ratios.truncated(2.0, "sequence")(ROW, MASK[:1], ())),
+        ("clipped", lambda: surrogates.clipped()(ROW, ROW, COLUMN)),
+        ("clipped_weight", lambda: surrogates.clipped_weight()(COLUMN, ROW, ROW)),
+        ("soft_gate", lambda: surrogates.soft_gate()(ROW, ROW, COLUMN)),
+        ("score_function", lambda: surrogates.score_function(ROW, ROW, COLUMN)),
+        ("with_kl_gradient", lambda: losses.with_kl_gradient(losses.k1)(ROW, COLUMN, ROW)),
+    ],
+)
+def test_columns_are_not_broadcast_to_squares(name, call):
+    with pytest.raises(ValueError, match=f"^{name} expects .* of the shape of"):
+        call()
 
 
 def test_weights_by_hand():
