@@ -333,6 +333,9 @@ TABLE_OF_CALLS = {
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
+    "minibatches, packed": (
+        lambda b: funcrl.minibatches(b, funcrl.grpo(), 2, 1),
+        (funcrl.pack(ROLLOUT, funcrl.grpo(), 20),)),
     "evaluate": (lambda: funcrl.evaluate(EVALUATION), ()),
     "export": (train_and_export, ()),
     "parity": (lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),
