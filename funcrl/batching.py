@@ -18,7 +18,8 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
 
     Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
     made, so they are in no numerator and no denominator. Their value stays in the batch, where a
-    step counts it as `num_nonfinite_logprobs`. Numbers are kept in at least float32.
+    step counts it as `num_nonfinite_logprobs`. A rollout in which no sampled token has a finite one
+    is refused. Numbers are kept in at least float32.
 
     Args:
         rollout: B = N prompts x G samples, padded on the right. `logprob_fn` cannot score a row's
@@ -42,6 +43,12 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = rollout.mask & behavior.isfinite()
+    if rollout.mask.any() and not mask.any():
+        raise ValueError(
+            f"collate expects a finite rollout.behavior_logprobs for at least one sampled token, "
+            f"got none for {int(rollout.mask.sum())}; take Samples.policy_logprobs where "
+            f"Samples.logprobs is NaN, as funcrl.rollouts.to_rollout does, or funcrl.score."
+        )
     rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
     advantages = algorithm.advantage(rewards, rollout.group).to(dtype)
     checks.check_shape(

@@ -153,7 +153,8 @@ class VLLMConfig:
     """Tokens of prompts in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
-    distribution that was sampled from. The other is NaN then."""
+    distribution that was sampled from. The other is NaN then; a trainer needs `logprob_fn` at
+    temperature 1 for the first, and at that of sampling for the second."""
     sleep: bool = False
     """Give the cache and vLLM's own weights up after `generate`, so that the update has their
     memory; what is generated next wakes the engine. Needs a GPU."""

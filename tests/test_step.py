@@ -578,6 +578,25 @@ def test_bad_rollouts_are_refused_by_name():
         funcrl.collate(rollout, funcrl.grpo(), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_rollout_without_any_behavior_logprob_is_refused(bad):
+    """It would be trained on as nothing, and weight decay alone would move the parameters."""
+    rollout = random_case().rollout
+    none = rollout._replace(behavior_logprobs=torch.full_like(rollout.behavior_logprobs, bad))
+    for make in (funcrl.collate, lambda *args: funcrl.pack(*args, length=20)):
+        with pytest.raises(
+            ValueError, match=r"behavior_logprobs .* got none for \d+; .*policy_log"
+        ):
+            make(none, funcrl.grpo())
+    # Nothing was sampled, or all of it is masked: there is nothing that could be finite.
+    nothing = none._replace(mask=torch.zeros_like(rollout.mask))
+    assert not funcrl.collate(nothing, funcrl.grpo()).token_weights.any()
+    one = none.behavior_logprobs.clone()
+    one[tuple(rollout.mask.nonzero()[0])] = -1.0
+    batch = funcrl.collate(rollout._replace(behavior_logprobs=one), funcrl.grpo())
+    assert batch.mask.sum() == 1
+
+
 def test_groups_that_teach_nothing_are_counted_and_dropped():
     rollout = random_case(0).rollout
     rewards = rollout.rewards.clone()
