@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrl import checks
+from funcrl import checks, numerics
 
 
 def raw(rewards: Tensor) -> Tensor:
@@ -41,7 +41,9 @@ def center(rewards: Tensor) -> Tensor:
     # The mean of equal numbers can differ from them in the last bit, and a later division by the
     # deviation would blow that bit up into an advantage.
     constant = rewards == rewards[:1]
-    return torch.where(constant.all(), torch.zeros_like(rewards), rewards - rewards.mean())
+    unit = numerics.power_of_two(rewards)
+    scaled = rewards / unit  # whose sum does not overflow
+    return torch.where(constant.all(), torch.zeros_like(rewards), (scaled - scaled.mean()) * unit)
 
 
 def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
@@ -60,8 +62,9 @@ def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """
     _check_group("standardize", rewards)
     checks.check_range("standardize", "eps", eps, 0.0, float("inf"))
-    centered = center(rewards)
-    return _divide(centered, _deviation(rewards) + eps)
+    unit = numerics.power_of_two(rewards)
+    centered = center(rewards / unit)
+    return _divide(centered, _deviation(centered), eps, unit)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -125,17 +128,22 @@ def standardize_by_batch(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> T
     """
     _check_groups("standardize_by_batch", rewards, group)
     checks.check_range("standardize_by_batch", "eps", eps, 0.0, float("inf"))
-    centered = by_group(center)(rewards, group)
-    return _divide(centered, _deviation(rewards) + eps)
+    unit = numerics.power_of_two(rewards)
+    scaled = rewards / unit
+    return _divide(by_group(center)(scaled, group), _deviation(center(scaled)), eps, unit)
 
 
-def _deviation(rewards: Tensor) -> Tensor:
-    squares = center(rewards).square().sum()
-    return (squares / max(rewards.shape[0] - 1, 1)).sqrt()
+def _deviation(centered: Tensor) -> Tensor:
+    """Return the unbiased deviation of centered numbers of about 1: their squares are in range."""
+    return (centered.square().sum() / max(centered.shape[0] - 1, 1)).sqrt()
 
 
-def _divide(centered: Tensor, scale: Tensor) -> Tensor:
-    """Return the quotient, and 0 for 0 / 0: equal rewards with `eps=0`."""
+def _divide(centered: Tensor, deviation: Tensor, eps: float, unit: Tensor) -> Tensor:
+    """Return `centered / (deviation + eps)` of what both are in units of `unit`.
+
+    It is 0 for 0 / 0: equal rewards with `eps=0`.
+    """
+    scale = torch.add(deviation, unit.reciprocal(), alpha=eps)
     return torch.where(scale == 0, torch.zeros_like(centered), centered / scale)
 
 
@@ -147,5 +155,6 @@ def _check_group(function: str, rewards: Tensor) -> None:
 def _check_groups(function: str, rewards: Tensor, group: Tensor) -> None:
     checks.check_rank(function, "rewards", rewards, "B")
     checks.check_shape(function, "group", group, "rewards", rewards.shape)
+    checks.check_dtype(function, "group", group, torch.int64)
     if rewards.shape[0] == 0:
         raise ValueError(f"{function} expects at least one reward, got none.")

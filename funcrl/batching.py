@@ -1,13 +1,16 @@
 """From a rollout to what a step trains on: filters, weights, and rows packed with many samples."""
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from funcrl import checks, numerics, rng, tree
-from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout
+from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
+
+RowsT = TypeVar("RowsT", Batch, PackedBatch)
 
 
 def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
@@ -15,7 +18,8 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
 
     Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
     made, so they are in no numerator and no denominator. Their value stays in the batch, where a
-    step counts it as `num_nonfinite_logprobs`. Numbers are kept in at least float32.
+    step counts it as `num_nonfinite_logprobs`. A rollout in which no sampled token has a finite one
+    is refused. Numbers are kept in at least float32.
 
     Args:
         rollout: B = N prompts x G samples, padded on the right. `logprob_fn` cannot score a row's
@@ -39,13 +43,18 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = rollout.mask & behavior.isfinite()
+    if rollout.mask.any() and not mask.any():
+        raise ValueError(
+            f"collate expects a finite rollout.behavior_logprobs for at least one sampled token, "
+            f"got none for {int(rollout.mask.sum())}; take Samples.policy_logprobs where "
+            f"Samples.logprobs is NaN, as funcrl.rollouts.to_rollout does, or funcrl.score."
+        )
     rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
     advantages = algorithm.advantage(rewards, rollout.group).to(dtype)
     checks.check_shape(
         "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
     )
-    weights = algorithm.weight(mask, dtype=dtype)
-    checks.check_shape("collate", "algorithm.weight(...)", weights, "rollout.mask", mask.shape)
+    weights = _weights("collate", algorithm, "rollout.mask", mask, dtype)
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return Batch(
         tokens=rollout.tokens,
@@ -145,14 +154,15 @@ def pack(
     )
 
 
-def minibatches(batch: Batch, algorithm: Algorithm, count: int, seed: int) -> list[Batch]:
+def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
     """Return the batch's rows in `count` shares, in an order drawn from the seed.
 
     Advantages stay those of the whole batch; weights are made anew, so that each share's loss is
-    normalised over that share.
+    normalised over that share. A packed row goes whole into one share, and the weights are those
+    of the share's samples, as if each had a row of its own.
 
     Args:
-        batch: of B rows.
+        batch: of B rows; of a `PackedBatch` with the positions that `pack` makes.
         algorithm: whose `weight` to use.
         count: how many shares; at most B.
         seed: of the order. One share is the batch itself.
@@ -174,9 +184,8 @@ def minibatches(batch: Batch, algorithm: Algorithm, count: int, seed: int) -> li
     order = torch.randperm(rows, generator=rng.generator(seed)).to(batch.tokens.device)
     parts = []
     for share in order.tensor_split(count):
-        part: Batch = tree.map(lambda leaf, share=share: leaf[share], batch)
-        weights = algorithm.weight(part.mask, dtype=batch.token_weights.dtype)
-        parts.append(part._replace(token_weights=weights))
+        part: RowsT = tree.map(operator.itemgetter(share), batch)
+        parts.append(part._replace(token_weights=_share_weights(algorithm, part)))
     return parts
 
 
@@ -258,6 +267,33 @@ def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
     return rollout._replace(mask=rollout.mask & ~truncated[:, None])
 
 
+def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
+    """Return the token weights of the samples in these rows."""
+    dtype = part.token_weights.dtype
+    if isinstance(part, Batch):
+        return _weights("minibatches", algorithm, "batch.mask", part.mask, dtype)
+    # A rule knows rows of one sample: each token goes to its sample's row, and its weight back.
+    num_rows, length = part.segment_ids.shape
+    filled = part.segment_ids >= 0
+    first_id = torch.arange(num_rows, device=filled.device)[:, None] * length
+    ids, row = torch.unique((first_id + part.segment_ids)[filled], return_inverse=True)
+    place = (row, part.positions[filled])
+    mask = part.mask.new_zeros(len(ids), length)
+    mask[place] = part.mask[filled]
+    weights = torch.zeros_like(part.token_weights)
+    made = _weights("minibatches", algorithm, "the mask of samples", mask, dtype)
+    weights[filled] = made[place]
+    return weights
+
+
+def _weights(
+    function: str, algorithm: Algorithm, name: str, mask: Tensor, dtype: torch.dtype
+) -> Tensor:
+    weights = algorithm.weight(mask, dtype=dtype)
+    checks.check_shape(function, "algorithm.weight(...)", weights, name, mask.shape)
+    return weights
+
+
 def _check_rollout(function: str, rollout: Rollout) -> None:
     checks.check_rank(function, "rollout.tokens", rollout.tokens, "BT")
     shape = rollout.tokens.shape
@@ -274,6 +310,8 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
     for name in ("rewards", "group", "policy_version"):
         value = getattr(rollout, name)
         checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
+    for name in ("group", "policy_version"):
+        checks.check_dtype(function, f"rollout.{name}", getattr(rollout, name), torch.int64)
     if not rollout.rewards.isfinite().all():
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(

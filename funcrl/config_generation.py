@@ -18,7 +18,7 @@ class Sampling:
     max_tokens: int = 64
     """A completion ends here at the latest."""
     min_tokens: int = 0
-    """A stop token is not drawn, and a stop string not looked for, before so many tokens."""
+    """No stop token is among so many tokens, and no stop string that ends in them counts."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
@@ -30,7 +30,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     """Drawing one of these ends a completion; it is the completion's last token."""
     stop: tuple[str, ...] = ()
-    """A completion ends as soon as its text contains one of these strings."""
+    """A completion ends as soon as its text contains one of these strings, wherever that began."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_tokens"):
@@ -153,7 +153,8 @@ class VLLMConfig:
     """Tokens of prompts in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
-    distribution that was sampled from. The other is NaN then."""
+    distribution that was sampled from. The other is NaN then; a trainer needs `logprob_fn` at
+    temperature 1 for the first, and at that of sampling for the second."""
     sleep: bool = False
     """Give the cache and vLLM's own weights up after `generate`, so that the update has their
     memory; what is generated next wakes the engine. Needs a GPU."""

@@ -10,6 +10,7 @@ from funcrl import rng
 from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.protocols import Environment, Generator, Prompt, Task, Tokenizer, is_environment
+from funcrl.stops import cut_at_stop
 from funcrl.types import Samples
 
 
@@ -247,19 +248,14 @@ def _read(samples: Samples, tokenizer: Tokenizer, sampling: Sampling) -> Iterato
     )  # fmt: skip
     for tokens, logprobs, policy_logprobs, length, reason in columns:
         kept = tokens[:length]
-        text, stop = _cut(kept, tokenizer, sampling)
+        text, stop = _text(kept, tokenizer, sampling)
         yield Said(kept, logprobs[:length], policy_logprobs[:length], text, stop, reason)
 
 
-def _cut(tokens: list[int], tokenizer: Tokenizer, sampling: Sampling) -> tuple[str, str]:
+def _text(tokens: list[int], tokenizer: Tokenizer, sampling: Sampling) -> tuple[str, str]:
     """Return the text before what ended it, and the stop string, if that did."""
     ended = tokens[-1] in sampling.stop_tokens
-    text = tokenizer.decode(tokens[:-1] if ended else tokens)
-    # As while drawing: a stop string counts from the token after `min_tokens` on.
-    early = len(tokenizer.decode(tokens[: sampling.min_tokens])) if sampling.stop else 0
-    found = [(text.find(stop, max(early - len(stop) + 1, 0)), stop) for stop in sampling.stop]
-    at, stop = min([each for each in found if each[0] >= 0], default=(len(text), ""))
-    return text[:at], stop
+    return cut_at_stop(tokens[:-1] if ended else tokens, sampling, tokenizer.decode)
 
 
 def _collect(

@@ -64,8 +64,11 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
     if chunk is not None:
         checks.check_count("per_sample_grad", "chunk", chunk)
 
+    no_metrics = Metrics({}, {})
+    checked = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
+
     def gradient(params: Params, sample: Any) -> Tree:
-        return _value_and_grad(lambda p: (loss_fn(p, sample), ()), params)[1]
+        return _value_and_grad(lambda p: checked(p, sample), params)[1]
 
     mapped = over_rows("per_sample_grad", gradient, chunk)
 
@@ -80,6 +83,8 @@ def summed_gradient(
     loss_fn: AuxLossFn,
     per_sample: PerSampleTransform | None = None,
     microbatch: int | None = None,
+    *,
+    function: str = "summed_gradient",
 ) -> Callable[[Params, Tree], Gradient]:
     """Return `(params, batch) -> Gradient`, summed over the batch.
 
@@ -89,8 +94,10 @@ def summed_gradient(
 
     Args:
         loss_fn: `(params, sample) -> (loss, metrics)` of one sample.
-        per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`.
+        per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`,
+            that returns such gradients.
         microbatch: rows differentiated at a time, all of them when left out.
+        function: for errors.
 
     Example:
         >>> import torch, funcrl
@@ -100,11 +107,15 @@ def summed_gradient(
         {'w': tensor([1., 1.])}
     """
     if microbatch is not None:
-        checks.check_count("summed_gradient", "microbatch", microbatch)
-    of_chunk = _batched(loss_fn) if per_sample is None else _transformed(loss_fn, per_sample)
+        checks.check_count(function, "microbatch", microbatch)
+    loss_fn = _one_number(function, loss_fn)
+    if per_sample is None:
+        of_chunk = _batched(loss_fn)
+    else:
+        of_chunk = _transformed(loss_fn, _checked(function, per_sample))
 
     def gradient(params: Params, batch: Tree) -> Gradient:
-        chunks = split_rows("summed_gradient", batch, microbatch)
+        chunks = split_rows(function, batch, microbatch)
         return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
 
     return gradient
@@ -184,7 +195,9 @@ def gradient_moments(
             square_norms.append(per_sample_norms(grads).square().sum())
             return grads
 
-        total = summed_gradient(with_metrics, record, chunk)(params, batch)
+        total = summed_gradient(with_metrics, record, chunk, function="gradient_moments")(
+            params, batch
+        )
         count = num_rows("gradient_moments", batch)
         return GradientMoments(total.grads, torch.stack(square_norms).sum(), count)
 
@@ -235,6 +248,38 @@ def _value_and_grad(
     return value, grads, aux
 
 
+def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
+    """Return the loss function, which must return one number: of several the sum is trained on."""
+
+    def checked(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        loss, metrics = loss_fn(params, sample)
+        checks.check_rank(function, "the loss of a sample", loss, "")
+        return loss, metrics
+
+    return checked
+
+
+def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
+    """Return the transform, whose results must have an axis of samples to sum over."""
+
+    name = f"{function}'s per_sample"
+
+    def transform(grads: Tree) -> Tree:
+        transformed = per_sample(grads)
+        tree.check_same_structure(name, grads, transformed)
+        pairs = zip(tree.leaves(grads), tree.leaves(transformed), strict=True)
+        for index, (leaf, result) in enumerate(pairs):
+            if result.ndim != leaf.ndim or result.shape[1:] != leaf.shape[1:]:
+                wanted = ", ".join(["B", *map(str, leaf.shape[1:])])
+                raise ValueError(
+                    f"{name} expects to return gradients with an axis of samples, [{wanted}] at "
+                    f"{tree.paths(grads)[index]!r}, got {list(result.shape)}."
+                )
+        return transformed
+
+    return transform
+
+
 def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
     """Differentiate the sum of the vmapped losses: one backward pass for all samples."""
 
@@ -263,9 +308,7 @@ def _transformed(
 
     def gradient(params: Params, batch: Tree) -> Gradient:
         losses, grads, metrics = mapped(params, batch)
-        transformed = per_sample(grads)
-        tree.check_same_structure("per_sample", grads, transformed)
-        summed = tree.map(lambda leaf: leaf.sum(dim=0), transformed)
+        summed = tree.map(lambda leaf: leaf.sum(dim=0), per_sample(grads))
         return Gradient(summed, losses.sum(), _reduce_rows(metrics))
 
     return gradient

@@ -135,4 +135,8 @@ def score(
     mapped: Callable[..., TokenScores] = over_rows("score", model_fn)
     with torch.no_grad():
         parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]
-        return TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+        scores = TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    tokens = getattr(batch, "tokens", scores.logprobs)
+    for name, value in scores._asdict().items():
+        checks.check_shape("score", f"model_fn(...).{name}", value, "batch.tokens", tokens.shape)
+    return scores

@@ -25,6 +25,7 @@ from funcrl.types import (
     Metrics,
     Penalty,
     PenaltyFn,
+    Ratio,
     Surrogate,
     TokenScores,
 )
@@ -117,6 +118,9 @@ def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     """
 
     def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        checks.check_shape(
+            "with_kl_gradient", "behavior_logprobs", behavior_logprobs, "logprobs", logprobs.shape
+        )
         weight = numerics.exp_ratio(logprobs - behavior_logprobs).detach()
         surrogate = k2(logprobs, ref_logprobs)
         value = estimator(logprobs, ref_logprobs)
@@ -182,7 +186,8 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
 
     Tokens outside the mask, and those whose behaviour log-probability is not finite, add nothing
-    to the loss, its gradient or the metrics.
+    to the loss, its gradient or the metrics. The algorithm's functions see a ratio of 1 there and
+    0 for everything else, and what they return there is not used: it may be NaN.
 
     Args:
         algorithm: whose ratio, surrogate and penalty to use.
@@ -206,9 +211,18 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     kept = sample.mask & sample.behavior_logprobs.isfinite()
     scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
     ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
-    surrogate = algorithm.surrogate(scores.logprobs, ratio.ratio, advantages * ratio.correction)
+    _check_part("ratio", ratio, Ratio, kept.shape)
+    # What goes into a function is selected, and not only what comes out: a gradient of 0 times a
+    # slope that is not finite is NaN, which a ratio over a whole sequence would spread.
+    surrogate = algorithm.surrogate(
+        scores.logprobs,
+        torch.where(kept, ratio.ratio, 1.0),
+        torch.where(kept, advantages * ratio.correction, 0.0),
+    )
+    _check_part("surrogate", surrogate, Surrogate, kept.shape)
     penalized = algorithm.penalty(scores, behavior, reference)
-    loss = (weights * (penalized.cost - surrogate.objective)).sum()
+    _check_part("penalty", penalized, Penalty, kept.shape)
+    loss = (weights * torch.where(kept, penalized.cost - surrogate.objective, 0.0)).sum()
     return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
 
 
@@ -234,7 +248,7 @@ def _inside(
 def _token_metrics(
     kept: Tensor, scores: TokenScores, behavior: Tensor, surrogate: Surrogate, penalized: Penalty
 ) -> Metrics:
-    """Return sums over the tokens inside the mask; everything given is 0 outside it."""
+    """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
     difference = (scores.logprobs - behavior).detach()
     low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
     token_values = {
@@ -246,7 +260,7 @@ def _token_metrics(
         "sampling/importance_sampling_ratio/mean": numerics.exp_ratio(difference) * kept,
     }
     if not isinstance(penalized.kl, tuple):
-        token_values["kl"] = penalized.kl
+        token_values["kl"] = torch.where(kept, penalized.kl, 0.0)
     return Metrics(
         sums={name: values.sum() for name, values in token_values.items()},
         maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
@@ -259,13 +273,27 @@ def _check_sample(scores: TokenScores, sample: Any) -> None:
             "policy_loss expects scores to be TokenScores(logprobs, entropy), as a model_fn "
             f"returns them, got {type(scores).__name__}."
         )
-    checks.check_rank("policy_loss", "scores.logprobs", scores.logprobs, "T")
-    shape = scores.logprobs.shape
-    checks.check_shape("policy_loss", "scores.entropy", scores.entropy, "scores.logprobs", shape)
-    for name in ("mask", "behavior_logprobs", "advantages", "token_weights", "ref_logprobs"):
-        value = getattr(sample, name)
+    checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
+    values = {f"scores.{name}": value for name, value in scores._asdict().items()}
+    for name in ("behavior_logprobs", "advantages", "token_weights"):
+        values[f"sample.{name}"] = getattr(sample, name)
+    values["sample.ref_logprobs"] = sample.ref_logprobs
+    values["sample.segment_ids"] = getattr(sample, "segment_ids", ())
+    for name, value in values.items():
         if not isinstance(value, tuple):
-            checks.check_shape("policy_loss", name, value, "scores.logprobs", shape)
+            checks.check_shape("policy_loss", name, value, "sample.mask", sample.mask.shape)
+
+
+def _check_part(name: str, part: Any, kind: type[Any], shape: torch.Size) -> None:
+    """Refuse what a function of the algorithm returned if it is not one number a token."""
+    what = f"algorithm.{name}(...)"
+    if not isinstance(part, kind):
+        raise TypeError(
+            f"policy_loss expects {what} to be a {kind.__name__}, got {type(part).__name__}."
+        )
+    for field, value in part._asdict().items():
+        if not isinstance(value, tuple):
+            checks.check_shape("policy_loss", f"{what}.{field}", value, "sample.mask", shape)
 
 
 def _log_ratio(function: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -68,13 +68,15 @@ def describe_rollout(
     checks.check_shape("describe_rollout", "rollout.rewards", rollout.rewards, "rows", rows)
     if rows[0] == 0:
         raise ValueError("describe_rollout expects at least one row, got an empty rollout.")
+    checks.check_shape("describe_rollout", "rollout.group", rollout.group, "rows", rows)
+    checks.check_dtype("describe_rollout", "rollout.group", rollout.group, torch.int64)
     lengths = rollout.mask.sum(dim=1).to(torch.float32)
     total = _wide(rollout.rewards)
     groups = [total[rollout.group == index] for index in rollout.group.unique()]
     deviations = torch.stack([_deviation(group) for group in groups])
     nonfinite = rollout.mask & ~rollout.behavior_logprobs.isfinite()
     values = {
-        "reward": total.mean(),
+        "reward": _mean(total),
         "reward_std": deviations.mean(),
         "frac_reward_zero_std": (deviations == 0).to(torch.float32).mean(),
         "completions/mean_length": lengths.mean(),
@@ -84,7 +86,7 @@ def describe_rollout(
     }
     for name, named in (rewards or {}).items():
         checks.check_shape("describe_rollout", f"rewards[{name!r}]", named, "rows", rows)
-        values[f"rewards/{name}/mean"] = _wide(named).mean()
+        values[f"rewards/{name}/mean"] = _mean(_wide(named))
         values[f"rewards/{name}/std"] = _deviation(_wide(named))
     if truncated is not None:
         checks.check_shape("describe_rollout", "truncated", truncated, "rows", rows)
@@ -97,8 +99,15 @@ def _wide(rewards: Tensor) -> Tensor:
     return rewards.to(numerics.at_least_float32(rewards.dtype))
 
 
+def _mean(rewards: Tensor) -> Tensor:
+    """Return the mean, of units in which the sum does not overflow."""
+    unit = numerics.power_of_two(rewards)
+    return (rewards / unit).mean() * unit
+
+
 def _deviation(rewards: Tensor) -> Tensor:
     """Return the unbiased deviation, exactly 0 for equal rewards and for a single one."""
     if rewards.shape[0] < 2 or bool((rewards == rewards[0]).all()):
         return rewards.new_zeros(())
-    return rewards.std()
+    unit = numerics.power_of_two(rewards)
+    return (rewards / unit).std() * unit

@@ -33,3 +33,22 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
         tensor([1.0000e+00, 4.8517e+08])
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """Return the power of two that brings the largest magnitude of `values` to between 1 and 2.
+
+    Quotients by it are exact, so that a sum or a deviation taken of them has the same digits, but
+    no square of theirs overflows or vanishes. It is a constant to a gradient, and at least the
+    dtype's smallest normal number.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import numerics
+        >>> numerics.power_of_two(torch.tensor([0.5, -6.0]))
+        tensor(4.)
+    """
+    largest = values.detach().abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
+    # Between 1/2 and 1, and the quotient is exact; twice as much, or it could overflow.
+    mantissa = torch.frexp(largest).mantissa
+    return largest / (2 * mantissa)

@@ -87,6 +87,7 @@ def recenter(correction: CorrectionFn) -> PrepareFn:
         log_ratio = torch.where(kept, scores.logprobs - behavior, 0.0)
         segment_ids = getattr(batch, "segment_ids", ())
         weight = vmap(correction)(log_ratio, kept, segment_ids)
+        checks.check_shape("recenter", "correction(...)", weight, "batch.mask", kept.shape)
         return batch._replace(
             advantages=batch.advantages * weight,
             # Where the generator's value was not finite it stays, to be left out and counted.

@@ -25,7 +25,7 @@ def token(
         tensor([0.5000, 1.0000])
     """
     del mask, segment_ids
-    ratio = numerics.exp_ratio(logprobs - behavior_logprobs)
+    ratio = numerics.exp_ratio(_log_ratio("token", logprobs, behavior_logprobs))
     return Ratio(ratio, torch.ones_like(ratio))
 
 
@@ -42,7 +42,8 @@ def sequence(
         >>> funcrl.ratios.sequence(logprobs, torch.tensor([0.5, 0.5]).log(), mask).ratio
         tensor([1., 1.])
     """
-    log_ratio = logprobs - behavior_logprobs
+    log_ratio = _log_ratio("sequence", logprobs, behavior_logprobs)
+    checks.check_shape("sequence", "mask", mask, "logprobs", logprobs.shape)
     count = _segment_sum(mask.to(log_ratio.dtype), mask, segment_ids)
     mean = _segment_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
     ratio = numerics.exp_ratio(mean)
@@ -71,7 +72,9 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
     ) -> Ratio:
         current = logprobs.detach()
         near_one = ratio_fn(logprobs, current, mask, segment_ids)
-        weight = correction(current - behavior_logprobs, mask, segment_ids)
+        log_ratio = _log_ratio("corrected", current, behavior_logprobs)
+        weight = correction(log_ratio, mask, segment_ids)
+        checks.check_shape("corrected", "correction(...)", weight, "logprobs", logprobs.shape)
         return near_one._replace(correction=near_one.correction * weight)
 
     return ratio
@@ -134,9 +137,15 @@ def _importance(function: str, level: str) -> CorrectionFn:
         return numerics.exp_ratio(log_ratio)
 
     def by_sequence(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+        checks.check_shape(function, "mask", mask, "log_ratio", log_ratio.shape)
         return numerics.exp_ratio(_segment_sum(log_ratio, mask, segment_ids))
 
     return by_token if level == "token" else by_sequence
+
+
+def _log_ratio(function: str, logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    checks.check_shape(function, "behavior_logprobs", behavior_logprobs, "logprobs", logprobs.shape)
+    return logprobs - behavior_logprobs
 
 
 def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:

@@ -10,7 +10,7 @@ from funcrl import checks, rewards
 from funcrl.episodes import Completed, Failure, complete
 from funcrl.protocols import Environment, Prompt, Task
 from funcrl.runs import Completion
-from funcrl.types import Rollout
+from funcrl.types import Rollout, Samples
 
 __all__ = [
     "Completed",
@@ -113,6 +113,7 @@ def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int
     """
     if "overlong" in graded.rewards:
         raise ValueError("punish_overlong expects no reward of that name, got 'overlong'.")
+    checks.check_shape("punish_overlong", "lengths", lengths, "graded.total", graded.total.shape)
     punishment = rewards.soft_overlong(lengths, max_length, cache)
     named = {**graded.rewards, "overlong": punishment}
     return graded._replace(rewards=named, total=graded.total + punishment)
@@ -186,6 +187,16 @@ def comparable(total: Tensor, group_size: int) -> Tensor:
 def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """Return the rollout of graded completions; those without a reward are left out.
 
+    Its `behavior_logprobs` are `Samples.logprobs`, of the distribution that was sampled from: train
+    with a `model_fn` at that temperature. Where a generator has none of those (vLLM with
+    `VLLMConfig.logprobs="policy"` at another temperature than 1), they are
+    `Samples.policy_logprobs`: train with a `model_fn` at temperature 1, so that both sides of the
+    ratio are of one distribution.
+
+    Args:
+        completed: B completions.
+        total: [B], of each what it is worth; NaN where nothing is known.
+
     Example:
         >>> import torch, funcrl
         >>> task = funcrl.tasks.SumDigits()
@@ -201,13 +212,16 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """
     samples = completed.samples
     device = samples.tokens.device
+    rewarded = torch.Size([len(completed.prompts)])
+    checks.check_shape("to_rollout", "total", total, "completed.prompts", rewarded)
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
     counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
     width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
     # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
-    drawn, logprobs = samples.tokens[rows].tolist(), samples.logprobs[rows].tolist()
+    known = _known_logprobs(samples)
+    drawn, logprobs = samples.tokens[rows].tolist(), known[rows].tolist()
     sampled = samples.mask[rows].tolist()
 
     def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
@@ -222,11 +236,20 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     return Rollout(
         tokens=torch.tensor(tokens, device=device),
         mask=torch.tensor(mask, dtype=torch.bool, device=device),
-        behavior_logprobs=torch.tensor(behavior, dtype=samples.logprobs.dtype, device=device),
+        behavior_logprobs=torch.tensor(behavior, dtype=known.dtype, device=device),
         rewards=total[rows].to(device),
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),
     )
+
+
+def _known_logprobs(samples: Samples) -> Tensor:
+    """Return the log-probabilities of the two that the generator has, of both those of its draws.
+
+    Never some of each: their ratios would be of two kinds.
+    """
+    of_draws = (samples.logprobs.isfinite() & samples.mask).any()
+    return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
 
 
 def _reward(

@@ -22,6 +22,7 @@ from funcrl.types import (
     Rows,
     Step,
     TrainState,
+    Tree,
 )
 
 
@@ -81,12 +82,12 @@ def grpo_step(
     algorithm = grpo() if algorithm is None else algorithm
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
-    transformation = optim.skip_nonfinite(optimizer)
+    transformation = optim.skip_nonfinite(_checked(optimizer))
 
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return policy_loss(algorithm, model_fn(params, sample), sample)
 
-    gradient = grads.summed_gradient(sample_loss, per_sample, microbatch)
+    gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
 
     def init(params: Params, seed: int = 0) -> TrainState:
         _check_params(params)
@@ -105,9 +106,10 @@ def grpo_step(
 
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, per_sample)
+        _check_batch("grpo_step", batch, per_sample)
         if prepare is not None:
             batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
+            _check_batch("grpo_step(prepare=...)", batch, per_sample)
         grads_, loss, token_sums = gradient(state.params, batch)
         grad_norm = tree.global_norm(grads_)
         updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
@@ -160,6 +162,18 @@ def _check_arguments(
             checks.check_callable("grpo_step", name, value, "a function")
 
 
+def _checked(optimizer: GradientTransformation) -> GradientTransformation:
+    """Return the optimizer; updates that are not of the shapes of the parameters are refused."""
+
+    def update(grads: Tree, state: Any, params: Params) -> tuple[Tree, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        what = "the optimizer's updates"
+        tree.check_same_shapes("grpo_step", what, updates, "the parameters", params)
+        return updates, state
+
+    return optimizer._replace(update=update)
+
+
 def _check_params(params: Params) -> None:
     if not isinstance(params, dict) or not params:
         raise ValueError(
@@ -175,22 +189,22 @@ def _check_params(params: Params) -> None:
             )
 
 
-def _check_batch(batch: Rows, per_sample: grads.PerSampleTransform | None) -> None:
+def _check_batch(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> None:
     if not isinstance(batch, Batch | PackedBatch):
-        raise TypeError(f"grpo_step expects a Batch or PackedBatch, got {type(batch).__name__}.")
+        raise TypeError(f"{function} expects a Batch or PackedBatch, got {type(batch).__name__}.")
     if per_sample is not None and isinstance(batch, PackedBatch):
         raise TypeError(
             "grpo_step(per_sample=...) expects a Batch, one sample a row, got a "
             "PackedBatch, many a row."
         )
-    checks.check_rank("grpo_step", "batch.tokens", batch.tokens, "BT")
+    checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
     shape = batch.tokens.shape
     if 0 in shape:
         raise ValueError(
-            f"grpo_step expects at least one row and one token, got an empty batch of shape "
+            f"{function} expects at least one row and one token, got an empty batch of shape "
             f"{list(shape)}."
         )
     for name, value in batch._asdict().items():
         if not (name == "ref_logprobs" and isinstance(value, tuple)):
-            checks.check_shape("grpo_step", f"batch.{name}", value, "batch.tokens", shape)
-    checks.check_dtype("grpo_step", "batch.mask", batch.mask, torch.bool)
+            checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
+    checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)

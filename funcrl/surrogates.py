@@ -35,6 +35,7 @@ def clipped(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None)
 
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
         del logprobs
+        checks.check_shape("clipped", "advantages", advantages, "ratio", ratio.shape)
         bounded = ratio.clamp(1 - low, 1 + high)
         objective = torch.minimum(ratio * advantages, bounded * advantages)
         clipped_low = (ratio < 1 - low) & (advantages < 0)
@@ -69,6 +70,8 @@ def clipped_weight(low: float = 1.0, high: float = 4.0) -> SurrogateFn:
     _check_clip("clipped_weight", low, high)
 
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
+        checks.check_shape("clipped_weight", "logprobs", logprobs, "ratio", ratio.shape)
+        checks.check_shape("clipped_weight", "advantages", advantages, "ratio", ratio.shape)
         constant = ratio.detach()
         weight = constant.clamp(1 - low, 1 + high)
         return Surrogate(weight * advantages * logprobs, constant < 1 - low, constant > 1 + high)
@@ -98,6 +101,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05) -> SurrogateFn:
 
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
         del logprobs
+        checks.check_shape("soft_gate", "advantages", advantages, "ratio", ratio.shape)
         up = torch.sigmoid(positive * (ratio - 1)) * (4 / positive)
         down = torch.sigmoid(negative * (ratio - 1)) * (4 / negative)
         gate = torch.where(advantages > 0, up, down)
@@ -116,6 +120,7 @@ def score_function(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surro
         tensor([-1., -6.])
     """
     del ratio
+    checks.check_shape("score_function", "advantages", advantages, "logprobs", logprobs.shape)
     return _unclipped(advantages * logprobs)
 
 

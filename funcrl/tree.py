@@ -94,25 +94,30 @@ def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Return `a + b`, leaf by leaf.
+    """Return `a + b`, leaf by leaf; tensors must have equal shapes.
 
     Example:
         >>> from funcrl import tree
         >>> tree.add({"w": 1.0}, {"w": 2.0})
         {'w': 3.0}
     """
-    check_same_structure("tree.add", a, b)
+    check_same_shapes("tree.add", "the second tree", b, "the first", a)
     return optree.tree_map(lambda x, y: x + y, a, b)
 
 
 def scale(tree: Tree, factor: float | Tensor) -> Tree:
-    """Return `factor * tree`, leaf by leaf and in each leaf's dtype.
+    """Return `factor * tree`, leaf by leaf and in each leaf's dtype; the factor is one number.
 
     Example:
         >>> from funcrl import tree
         >>> tree.scale({"w": 2.0}, 3.0)
         {'w': 6.0}
     """
+    if isinstance(factor, Tensor) and factor.ndim:
+        raise ValueError(
+            f"tree.scale expects factor to be one number, got a tensor of shape "
+            f"{list(factor.shape)}."
+        )
     return map(lambda leaf: _like(leaf * factor, leaf), tree)
 
 
@@ -197,6 +202,38 @@ torch.tensor(...) makes one of it.
             raise TypeError(
                 f"{name} expects tensors alone in {what}, got {type(leaf).__name__} at "
                 f"{paths(tree)[index]!r}; torch.tensor(...) makes one of it."
+            )
+
+
+def check_same_shapes(name: str, what: str, values: Tree, like: str, expected: Tree) -> None:
+    """Raise an error in the name of `name` unless two trees have one structure and equal shapes.
+
+    Leaves that are no tensors have no shape.
+
+    Args:
+        name: of the public function that was given them.
+        what: the `values` are.
+        values: a tree.
+        like: what the tree of the `expected` shapes is.
+        expected: the tree that has them.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> grads, params = {"w": torch.ones(2, 1)}, {"w": torch.ones(2, 2)}
+        >>> tree.check_same_shapes("sgd", "gradients", grads, "the parameters", params)
+        Traceback (most recent call last):
+        ValueError: sgd expects gradients of the shapes of the parameters, [2, 2] at 'w', \
+got [2, 1].
+    """
+    check_same_structure(name, expected, values)
+    pairs = zip(leaves(values), leaves(expected), strict=True)
+    for index, (value, wanted) in enumerate(pairs):
+        tensors = isinstance(value, Tensor) and isinstance(wanted, Tensor)
+        if tensors and value.shape != wanted.shape:
+            raise ValueError(
+                f"{name} expects {what} of the shapes of {like}, {list(wanted.shape)} at "
+                f"{paths(expected)[index]!r}, got {list(value.shape)}."
             )
 
 

@@ -34,7 +34,10 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What a generator returns: B = N prompts x G samples, group-major, padded on the right."""
+    """What a generator returns: B = N prompts x G samples, group-major, padded on the right.
+
+    A generator that has only one of the two log-probabilities leaves NaN in the other.
+    """
 
     tokens: Tensor  # [B, S] int64, the sampled tokens alone, a stop token included
     mask: Tensor  # [B, S] bool, True on a sampled token

@@ -118,7 +118,10 @@ VARIANTS = (eager, row_by_row, per_sample, traced)
 
 
 def check(name: str, case: Case, variant, tolerance: float) -> None:
-    algorithm, oracle = PAPERS[name]
+    check_against(*PAPERS[name], case, variant, tolerance)
+
+
+def check_against(algorithm, oracle, case: Case, variant, tolerance: float) -> None:
     inputs = oracles.Inputs(case)
     expected = oracle(inputs)
     (expected_grad,) = torch.autograd.grad(expected, inputs.logprobs)
@@ -152,6 +155,59 @@ def test_far_from_the_sampling_policy():
     """With ratios from 0.05 to 20 every clip is active."""
     for name in PAPERS:
         check(name, random_case(1, spread=3.0), eager, 1e-11)
+
+
+def no_number_at_zero(logprobs, ratio, advantages):
+    """|A| r, written so that an advantage of 0 gives 0 / 0."""
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    return funcrl.types.Surrogate(advantages**2 / advantages.abs() * ratio, never, never)
+
+
+def no_slope_at_one(logprobs, ratio, advantages):
+    """A sqrt|r - 1|, whose slope at a ratio of 1 is infinite."""
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    return funcrl.types.Surrogate(advantages * (ratio - 1).abs().sqrt(), never, never)
+
+
+def distance(logprobs, ref_logprobs):
+    """|log pi - log ref|, 0 / 0 where both are equal."""
+    return (logprobs - ref_logprobs) ** 2 / (logprobs - ref_logprobs).abs()
+
+
+SURROGATES = {
+    no_number_at_zero: lambda ratio, advantage: advantage.abs() * ratio,
+    no_slope_at_one: lambda ratio, advantage: advantage * (ratio - 1).abs() ** 0.5,
+}
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, compiled])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_what_a_users_function_is_outside_the_mask_does_not_matter(surrogate, level, variant):
+    """Not a number there, or of an infinite slope: neither gets into the loss or its gradient."""
+
+    def oracle(x):
+        loss = x.zero()
+        for i in x.sequences:
+            advantage = oracles.standardized(x.rewards, x.group, i)
+            whole = torch.exp(oracles.mean([x.ratio(i, t).log() for t in x.rows[i]]))
+            for t in x.rows[i]:
+                ratio = x.ratio(i, t) if level == "token" else whole
+                kl = (x.logprobs[i, t] - x.ref[i, t]).abs()
+                term = 0.1 * kl - SURROGATES[surrogate](ratio, advantage)
+                loss = loss + term / len(x.rows[i]) / len(x.sequences)
+        return loss
+
+    made = funcrl.grpo(level=level, kl=0.1, kl_estimator=distance)._replace(surrogate=surrogate)
+    for seed in range(3):
+        case = random_case(seed)
+        rewards = torch.randn(12, generator=funcrl.rng.generator(seed), dtype=torch.float64)
+        case = case._replace(rollout=case.rollout._replace(rewards=rewards))
+        check_against(made, oracle, case, variant, 1e-12)
+        step = funcrl.grpo_step(table_model, algorithm=made)
+        new, metrics = step(step.init(case.params), batch_of(case, made))
+        assert all(leaf.isfinite().all() for leaf in funcrl.tree.leaves((new, metrics)))
+        assert metrics.maxes["num_skipped_updates"] == 0
 
 
 def both(first, second, case):

@@ -19,7 +19,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.episodes import Failure, complete, demonstration
-from funcrl.rollouts import RewardError, grade, to_rollout
+from funcrl.rollouts import RewardError, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
 from funcrl.types import Samples
 
@@ -106,6 +106,55 @@ def test_the_loss_does_not_see_what_the_environment_said():
     loss, _ = funcrl.policy_loss(funcrl.grpo(kl=0.0, entropy=0.1), scores, sample)
     for gradient in torch.autograd.grad(loss, scores):
         assert torch.equal(gradient != 0, sample.mask)
+
+
+@pytest.mark.parametrize(
+    ("missing", "taken"),
+    [
+        ((), "logprobs"),
+        (("policy_logprobs",), "logprobs"),
+        (("logprobs",), "policy_logprobs"),
+        (("logprobs", "policy_logprobs"), "policy_logprobs"),
+    ],
+)
+def test_a_rollout_takes_the_log_probabilities_that_there_are(missing, taken):
+    """Those of the draws, or else the policy's; of an environment's words neither says anything."""
+    completed, _ = play(["[38*27]", "1026"], ["1026"], samples=2)
+    samples = completed.samples
+    fields = {"logprobs": samples.logprobs, "policy_logprobs": 2 * samples.policy_logprobs}
+    for name in missing:
+        fields[name] = fields[name].masked_fill(samples.mask, torch.nan)
+    completed = completed._replace(samples=samples._replace(**fields))
+    rollout = to_rollout(completed, torch.tensor([1.0, 0.0]))
+    wanted, got = fields[taken][samples.mask], rollout.behavior_logprobs[rollout.mask]
+    assert torch.allclose(got, wanted, rtol=0, atol=0, equal_nan=True)
+    assert rollout.behavior_logprobs[~rollout.mask].abs().sum() == 0
+    if len(missing) == 2:
+        with pytest.raises(ValueError, match="rollout.behavior_logprobs"):
+            funcrl.collate(rollout, funcrl.grpo())
+    else:
+        assert torch.equal(funcrl.collate(rollout, funcrl.grpo()).mask, rollout.mask)
+
+
+def test_one_log_probability_that_is_missing_is_not_taken_from_the_other_kind():
+    completed, _ = play(["12", "1026"], samples=2)
+    holed = completed.samples.logprobs.clone()
+    holed[0, 0] = torch.nan
+    completed = completed._replace(samples=completed.samples._replace(logprobs=holed))
+    rollout = to_rollout(completed, torch.tensor([1.0, 0.0]))
+    assert rollout.behavior_logprobs[rollout.mask].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("total", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(())])
+def test_a_rollout_has_a_reward_for_each_completion(total):
+    completed, _ = play(["1", "2"], samples=2)
+    with pytest.raises(
+        ValueError, match=r"to_rollout expects total of the shape of .*, \[2\], got"
+    ):
+        to_rollout(completed, total)
+    graded = grade(Calculator(), completed.prompts, completed.outcomes)
+    with pytest.raises(ValueError, match="punish_overlong expects lengths of the shape of"):
+        punish_overlong(graded, total, 9, cache=2)
 
 
 @pytest.mark.parametrize(

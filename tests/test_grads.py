@@ -176,6 +176,55 @@ def test_refusals():
         dropped(PARAMS, BATCH)
 
 
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda leaf: leaf.sum(dim=0),
+        lambda leaf: leaf.flatten(1).sum(dim=1),
+        lambda leaf: leaf[..., None],
+    ],
+)
+def test_per_sample_gradients_keep_their_axes(reduced):
+    """What has been summed already would be summed again, and broadcast to the parameter."""
+
+    def transform(gradients):
+        return tree.map(reduced, gradients)
+
+    with pytest.raises(
+        ValueError, match=r"summed_gradient's per_sample expects .* at '\w+.*', got"
+    ):
+        grads.summed_gradient(aux_loss_fn, transform)(PARAMS, BATCH)
+    step = funcrl.grpo_step(MODEL_FN, per_sample=transform)
+    with pytest.raises(ValueError, match="grpo_step's per_sample expects"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_one_row_for_all_samples_is_a_sum_of_theirs():
+    """As noise is added to a sum of clipped gradients."""
+
+    def summed(gradients):
+        return tree.map(lambda leaf: leaf.sum(dim=0, keepdim=True), gradients)
+
+    got = grads.summed_gradient(aux_loss_fn, summed)(PARAMS, BATCH)
+    assert equal(got, grads.summed_gradient(aux_loss_fn, lambda g: g)(PARAMS, BATCH))
+
+
+def test_a_loss_is_one_number():
+    def two(params, sample):
+        return params["embed.weight"].sum(dim=1)[:2]
+
+    def two_and_metrics(params, sample):
+        return two(params, sample), funcrl.Metrics({}, {})
+
+    with pytest.raises(ValueError, match=r"per_sample_grad expects the loss .* \[\], got \[2\]"):
+        funcrl.per_sample_grad(two)(PARAMS, BATCH)
+    with pytest.raises(ValueError, match="gradient_moments expects the loss of a sample"):
+        funcrl.gradient_moments(two)(PARAMS, BATCH)
+    for per_sample in (None, lambda g: g):
+        with pytest.raises(ValueError, match="summed_gradient expects the loss of a sample"):
+            grads.summed_gradient(two_and_metrics, per_sample)(PARAMS, BATCH)
+
+
 def test_gradients_of_gradients_are_not_cut():
     """Grad mode says whether the backward pass is recorded; under func.grad it is."""
 

@@ -342,5 +342,58 @@ def test_refusals():
         optim.warmup(0, then=optim.constant(1.0))
 
 
+SQUARE = {"a": torch.ones(3), "w": torch.ones(2, 2)}
+SUMMED = optim.stateless(lambda grads, params: tree.map(torch.sum, grads))
+ROWS = optim.stateless(lambda grads, params: tree.map(lambda leaf: leaf[:1], grads))
+
+
+@pytest.mark.parametrize(
+    ("function", "tx"),
+    [
+        ("chain", optim.chain(SUMMED, optim.add_decayed_weights(0.1))),
+        ("chain", optim.chain(ROWS, optim.sgd(0.1))),
+        ("masked", optim.masked(ROWS, lambda path, leaf: path == "w")),
+        ("skip_nonfinite", optim.skip_nonfinite(SUMMED)),
+        ("apply_updates", SUMMED),
+        ("apply_updates", ROWS),
+    ],
+)
+def test_updates_of_another_shape_are_refused_by_name(function, tx):
+    with pytest.raises(ValueError, match=f"^{function} expects .* at '[aw]', got"):
+        optim.apply_updates(SQUARE, tx.update(SQUARE, tx.init(SQUARE), SQUARE)[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "tx"),
+    [
+        ("scale_by_adam", optim.adamw(0.1)),
+        ("trace", optim.sgd(0.1, momentum=0.9)),
+        ("add_decayed_weights", optim.sgd(0.1, weight_decay=0.1)),
+        ("scale_by_muon", optim.masked(optim.muon(0.1), lambda path, leaf: path == "w")),
+    ],
+)
+def test_gradients_of_another_shape_are_refused_by_name(function, tx):
+    """A column would be added to every column of the moments, whose shape it then has."""
+    column = {**SQUARE, "w": torch.ones(2, 1)}
+    with pytest.raises(ValueError, match=rf"^{function} expects .* \[2, 2\] at 'w', got \[2, 1\]"):
+        tx.update(column, tx.init(SQUARE), SQUARE)
+
+
+def test_a_state_of_another_shape_is_refused_by_name():
+    def update(grads, state, params):
+        return grads, {"seen": state["seen"] + grads["a"]}
+
+    tx = optim.skip_nonfinite(
+        funcrl.GradientTransformation(lambda params: {"seen": torch.zeros(())}, update)
+    )
+    with pytest.raises(ValueError, match=r"^skip_nonfinite .* state .* \[\] at 'seen', got \[3\]"):
+        tx.update(SQUARE, tx.init(SQUARE), SQUARE)
+
+
+def test_a_schedule_returns_one_number():
+    with pytest.raises(ValueError, match=r"learning_rate to return one number, got .* \[3\]"):
+        optim.sgd(lambda count: torch.ones(3)).init(SQUARE)
+
+
 def test_the_module_is_reachable_from_the_root():
     assert funcrl.optim is optim

@@ -33,6 +33,7 @@ from funcrl import (
     rollouts,
     rows,
     runs,
+    stops,
     surrogates,
     tasks,
     tree,
@@ -48,8 +49,9 @@ MODULES = {
     "grads": grads, "graph": graph, "losses": losses, "metrics": metrics, "models": models,
     "numerics": numerics, "ops": ops, "optim": optim,
     "prepare": funcrl.prepare, "ratios": ratios, "rewards": rewards, "rng": rng, "rows": rows,
-    "surrogates": surrogates, "tree": tree, "config": config, "generators": generators,
-    "memory": memory, "rollouts": rollouts, "tasks": tasks, "weights": weights,
+    "stops": stops, "surrogates": surrogates, "tree": tree, "config": config,
+    "generators": generators, "memory": memory, "rollouts": rollouts, "tasks": tasks,
+    "weights": weights,
 }  # fmt: skip
 
 torch.manual_seed(0)  # the inputs below
@@ -72,6 +74,7 @@ METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
 LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
 SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
+STOPPING = generators.Sampling(stop=("B",))
 TASK = tasks.SumDigits()
 PROMPT = tasks.Prompt("1+2=", "3")
 MICRO = models.Transformer(models.shape("micro", TASK.tokenizer.vocab_size))
@@ -88,6 +91,10 @@ MOMENTS = funcrl.GradientMoments(GRADS, torch.tensor(90.0), 4)
 
 def loss_fn(params, sample):
     return aux_loss_fn(params, sample)[0]
+
+
+def spell(tokens):
+    return "".join(map(chr, tokens))
 
 
 def aux_loss_fn(params, sample):
@@ -251,6 +258,7 @@ TABLE_OF_CALLS = {
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),
     "numerics.at_least_float32": (lambda: numerics.at_least_float32(torch.float16), ()),
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
+    "numerics.power_of_two": (numerics.power_of_two, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
     "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 6))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
@@ -307,6 +315,9 @@ TABLE_OF_CALLS = {
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
     "optim.cosine": (optim.cosine(1.0, 0.0, 5), (COUNT,)),
     "optim.warmup": (optim.warmup(5, then=optim.constant(1.0)), (COUNT,)),
+    "stops.cut_at_stop": (lambda: stops.cut_at_stop([65, 66], STOPPING, spell), ()),
+    "stops.find_stop": (lambda: stops.find_stop("AB", 1, ("B",)), ()),
+    "stops.has_stop_string": (lambda: stops.has_stop_string([65, 66], STOPPING, spell), ()),
     "rng.fold_in": (rng.fold_in, (COUNT, 3)),
     "rng.generator": (lambda seed: torch.rand(3, generator=rng.generator(seed, 1)), (COUNT,)),
     "tree.map": (lambda a, b: tree.map(torch.add, a, b), (MATRICES, GRADS)),
@@ -321,12 +332,17 @@ TABLE_OF_CALLS = {
     "tree.cast": (lambda a: tree.cast(a, torch.bfloat16), (MATRICES,)),
     "tree.global_norm": (tree.global_norm, (MATRICES,)),
     "tree.leaf_norm": (tree.leaf_norm, (T[0],)),
+    "tree.check_same_shapes": (
+        lambda a, b: tree.check_same_shapes("f", "a", a, "b", b), (MATRICES, GRADS)),
     "tree.check_same_structure": (
         lambda a, b: tree.check_same_structure("f", a, b), (MATRICES, GRADS)),
     "tree.check_tensors": (lambda a: tree.check_tensors("f", "a", a), (MATRICES,)),
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
+    "minibatches, packed": (
+        lambda b: funcrl.minibatches(b, funcrl.grpo(), 2, 1),
+        (funcrl.pack(ROLLOUT, funcrl.grpo(), 20),)),
     "evaluate": (lambda: funcrl.evaluate(EVALUATION), ()),
     "export": (train_and_export, ()),
     "parity": (lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),

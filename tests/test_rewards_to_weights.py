@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from cases import random_case
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
-from funcrl import advantages, aggregation, ratios, rewards
+from funcrl import advantages, aggregation, losses, ratios, rewards, surrogates
 
 
 def f64(*values):
@@ -49,6 +51,112 @@ def test_batch_scaling_uses_one_deviation():
     got = advantages.standardize_by_batch(f64(0, 2, 10, 14), group, eps=0.0)
     deviation = f64(0, 2, 10, 14).std()
     assert torch.allclose(got, f64(-1, 1, -2, 2) / deviation, atol=1e-15)
+
+
+def by_definition(rewards, eps):
+    """The float32 formula as it is written, for numbers whose squares are in range."""
+    centered = rewards - rewards.mean()
+    deviation = (centered.square().sum() / (len(rewards) - 1)).sqrt()
+    return centered / (deviation + eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-4, 0.3])
+def test_the_digits_of_ordinary_rewards_are_those_of_the_formula(dtype, eps):
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 3, 8, 31):
+        for magnitude in (1e-8, 1e-3, 1.0, 7.0, 1e6):
+            group = torch.randn(size, generator=generator, dtype=torch.float64) * magnitude
+            group = (group + magnitude).to(dtype)
+            whole = group.new_zeros(size, dtype=torch.int64)
+            wanted = by_definition(group, eps)
+            assert torch.equal(advantages.standardize(group, eps), wanted)
+            assert torch.equal(advantages.standardize_by_batch(group, whole, eps), wanted)
+            assert torch.equal(advantages.center(group), group - group.mean())
+
+
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-30, 1e-20, 1e19, 1e30, 3e38])
+def test_rewards_of_any_size_have_their_advantages(magnitude):
+    """Against float64, whose range holds every square of a float32."""
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.25, 1.0, 0.75, 1.0, 1.0]) * magnitude
+    group, wide = torch.zeros(8, dtype=torch.int64), rewards.double()
+    for eps in (0.0, magnitude / 10):
+        wanted = by_definition(wide, eps)
+        for got in (
+            advantages.standardize(rewards, eps),
+            advantages.standardize_by_batch(rewards, group, eps),
+        ):
+            assert (got - wanted).abs().max() <= 1e-6
+    center = advantages.center(rewards).double()
+    assert (center - (wide - wide.mean())).abs().max() <= 1e-6 * magnitude
+    rollout = random_case(prompts=2).rollout
+    ones = torch.cat([rewards[:4], torch.full((4,), magnitude)])
+    numbers = funcrl.metrics.describe_rollout(rollout._replace(rewards=ones), {"x": ones})
+    assert numbers["frac_reward_zero_std"] == 0.5
+    assert numbers["reward_std"] == pytest.approx(wide[:4].std().item() / 2)
+    assert numbers["reward"] == numbers["rewards/x/mean"]
+    assert numbers["reward"] == pytest.approx(ones.double().mean().item())
+    assert numbers["rewards/x/std"] == pytest.approx(ones.double().std().item())
+
+
+def test_advantages_of_large_rewards_under_vmap_and_in_a_trace():
+    rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)) * 1e30
+    wanted = torch.stack([advantages.standardize(row) for row in rows])
+    assert wanted.abs().amax() > 0.5
+    mapped = torch.func.vmap(lambda row: advantages.standardize(row))
+    assert torch.equal(mapped(rows), wanted)
+    assert torch.equal(make_fx(mapped)(rows)(rows), wanted)
+
+
+@pytest.mark.parametrize("group", [torch.zeros(4), torch.full((4,), torch.nan), torch.ones(4) > 0])
+def test_groups_are_integers(group):
+    with pytest.raises(TypeError, match="by_group expects group of torch.int64, got"):
+        advantages.by_group(advantages.center)(torch.arange(4.0), group)
+    with pytest.raises(TypeError, match="standardize_by_batch expects group of torch.int64, got"):
+        advantages.standardize_by_batch(torch.arange(4.0), group)
+    rollout = random_case(prompts=2, samples=2).rollout._replace(group=group)
+    for function in (
+        lambda rollout: funcrl.collate(rollout, funcrl.grpo()),
+        lambda rollout: funcrl.pack(rollout, funcrl.grpo(), 20),
+        lambda rollout: funcrl.batching.pad_length(rollout, 4),
+        funcrl.drop_zero_variance,
+        funcrl.metrics.describe_rollout,
+    ):
+        with pytest.raises(TypeError, match="expects rollout.group of torch.int64, got"):
+            function(rollout)
+    versions = torch.zeros(4)
+    with pytest.raises(TypeError, match="expects rollout.policy_version of torch.int64"):
+        funcrl.collate(
+            random_case(prompts=2, samples=2).rollout._replace(policy_version=versions),
+            funcrl.grpo(),
+        )
+
+
+ROW, COLUMN = torch.zeros(3), torch.zeros(3, 1)
+MASK = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("token", lambda: ratios.token(ROW, COLUMN, MASK)),
+        ("sequence", lambda: ratios.sequence(ROW, COLUMN, MASK)),
+        ("sequence", lambda: ratios.sequence(ROW, ROW, MASK[:, None])),
+        (
+            "corrected",
+            lambda: ratios.corrected(ratios.token, lambda *x: x[0])(ROW, COLUMN, MASK, ()),
+        ),
+        ("truncated", lambda: ratios.truncated(2.0, "sequence")(ROW, MASK[:1], ())),
+        ("clipped", lambda: surrogates.clipped()(ROW, ROW, COLUMN)),
+        ("clipped_weight", lambda: surrogates.clipped_weight()(COLUMN, ROW, ROW)),
+        ("soft_gate", lambda: surrogates.soft_gate()(ROW, ROW, COLUMN)),
+        ("score_function", lambda: surrogates.score_function(ROW, ROW, COLUMN)),
+        ("with_kl_gradient", lambda: losses.with_kl_gradient(losses.k1)(ROW, COLUMN, ROW)),
+    ],
+)
+def test_columns_are_not_broadcast_to_squares(name, call):
+    with pytest.raises(ValueError, match=f"^{name} expects .* of the shape of"):
+        call()
 
 
 def test_weights_by_hand():

@@ -481,6 +481,92 @@ def test_bad_batches_are_refused_by_name():
         funcrl.grpo_step(MODEL_FN, microbatch=0)
 
 
+def model_of(reshape):
+    def model_fn(params, sample):
+        return funcrl.TokenScores(*(reshape(scores) for scores in table_model(params, sample)))
+
+    return model_fn
+
+
+@pytest.mark.parametrize("reshape", [lambda x: x[:, None], lambda x: x[1:], lambda x: x.sum()])
+def test_a_model_that_scores_no_token_each_is_refused_by_name(reshape):
+    case = random_case()
+    batch, model_fn = funcrl.collate(case.rollout, funcrl.grpo()), model_of(reshape)
+    step = funcrl.grpo_step(model_fn)
+    with pytest.raises(ValueError, match="policy_loss expects scores.logprobs of the shape of"):
+        step(step.init(case.params), batch)
+    with pytest.raises(ValueError, match=r"score expects model_fn\(...\).logprobs of the shape of"):
+        funcrl.score(model_fn, case.params, batch)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "wrong"),
+    [
+        ("ratio", "ratio", lambda x: x.mean()),
+        ("ratio", "correction", lambda x: x[:1]),
+        ("surrogate", "objective", lambda x: x[:, None]),
+        ("surrogate", "clipped_low", lambda x: x.any()),
+        ("surrogate", "clipped_high", lambda x: x[:1]),
+        ("penalty", "cost", lambda x: x.sum()),
+        ("penalty", "kl", lambda x: x.sum()),
+    ],
+)
+def test_parts_of_an_algorithm_return_a_number_for_each_token(part, field, wrong):
+    case, right = random_case(), funcrl.grpo(kl=0.1)
+
+    def changed(*args):
+        result = getattr(right, part)(*args)
+        return result._replace(**{field: wrong(getattr(result, field))})
+
+    algorithm = right._replace(**{part: changed})
+    batch = funcrl.collate(case.rollout, algorithm, case.ref_logprobs)
+    step = funcrl.grpo_step(table_model, algorithm=algorithm)
+    with pytest.raises(
+        ValueError, match=rf"policy_loss expects algorithm.{part}\(...\).{field} of"
+    ):
+        step(step.init(case.params), batch)
+    bare = right._replace(
+        **{part: lambda *args: wrong(args[0].logprobs if part == "penalty" else args[0])}
+    )
+    step = funcrl.grpo_step(table_model, algorithm=bare)
+    with pytest.raises(TypeError, match=rf"policy_loss expects algorithm.{part}\(...\) to be a"):
+        step(step.init(case.params), batch)
+
+
+@pytest.mark.parametrize("name", ["advantages", "token_weights", "behavior_logprobs", "positions"])
+@pytest.mark.parametrize("wrong", [lambda x: x[:, :1], lambda x: x[:, 0], lambda x: x[:1]])
+def test_what_prepare_returns_is_a_batch(name, wrong):
+    def prepare(scores, batch):
+        return batch._replace(**{name: wrong(getattr(batch, name))})
+
+    step = funcrl.grpo_step(MODEL_FN, prepare=prepare)
+    with pytest.raises(ValueError, match=rf"grpo_step\(prepare=...\) expects batch.{name} of"):
+        step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("wrong", [torch.sum, lambda leaf: leaf[:1], lambda leaf: leaf[..., None]])
+def test_an_optimizers_updates_have_the_shapes_of_the_parameters(wrong):
+    tx = optim.stateless(lambda grads, params: tree.map(wrong, grads))
+    step = funcrl.grpo_step(MODEL_FN, optimizer=tx)
+    with pytest.raises(ValueError, match=r"grpo_step expects the optimizer's updates .* at '\w+\."):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_corrections_return_a_number_for_each_token():
+    """One for a whole row would be broadcast, over the wrong axis where a batch is square."""
+
+    def of_row(log_ratio, mask, segment_ids):
+        return log_ratio.sum().exp()
+
+    square = tiny_batch(rows=6, length=6)
+    scores = funcrl.TokenScores(torch.zeros(6, 6).double(), torch.zeros(6, 6).double())
+    with pytest.raises(ValueError, match=r"recenter expects correction\(...\) of the shape of"):
+        funcrl.recenter(of_row)(scores, square)
+    row = torch.zeros(6)
+    with pytest.raises(ValueError, match=r"corrected expects correction\(...\) of the shape of"):
+        funcrl.ratios.corrected(funcrl.ratios.token, of_row)(row, row, row == 0, ())
+
+
 def test_bad_rollouts_are_refused_by_name():
     rollout = random_case().rollout
     with pytest.raises(ValueError, match="collate expects finite rewards, got nan in row 0"):
@@ -501,8 +587,29 @@ def test_bad_rollouts_are_refused_by_name():
         funcrl.pack(rollout, funcrl.grpo(), length=12.0)
     with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
         funcrl.pack(rollout, funcrl.grpo(), length=3)
+    with pytest.raises(ValueError, match="rollout.policy_version of the shape of rollout's rows"):
+        funcrl.collate(rollout._replace(policy_version=torch.zeros(1).long()), funcrl.grpo())
     with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):
         funcrl.collate(rollout, funcrl.grpo(), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_rollout_without_any_behavior_logprob_is_refused(bad):
+    """It would be trained on as nothing, and weight decay alone would move the parameters."""
+    rollout = random_case().rollout
+    none = rollout._replace(behavior_logprobs=torch.full_like(rollout.behavior_logprobs, bad))
+    for make in (funcrl.collate, lambda *args: funcrl.pack(*args, length=20)):
+        with pytest.raises(
+            ValueError, match=r"behavior_logprobs .* got none for \d+; .*policy_log"
+        ):
+            make(none, funcrl.grpo())
+    # Nothing was sampled, or all of it is masked: there is nothing that could be finite.
+    nothing = none._replace(mask=torch.zeros_like(rollout.mask))
+    assert not funcrl.collate(nothing, funcrl.grpo()).token_weights.any()
+    one = none.behavior_logprobs.clone()
+    one[tuple(rollout.mask.nonzero()[0])] = -1.0
+    batch = funcrl.collate(rollout._replace(behavior_logprobs=one), funcrl.grpo())
+    assert batch.mask.sum() == 1
 
 
 def test_groups_that_teach_nothing_are_counted_and_dropped():

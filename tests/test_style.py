@@ -14,7 +14,7 @@ LAYERS = [
     {"types", "tree", "checks", "rng", "numerics", "arrays"},
     {"plain", "config_generation", "rows"},
     {"config"},
-    {"protocols"},
+    {"protocols", "stops"},
     {"advantages", "aggregation", "rewards", "ratios", "surrogates", "losses", "grads",
      "metrics", "batching", "prepare", "functional", "optim", "ops"},
     {"algorithms", "logprobs", "collectives", "graph", "models", "lora", "estimates"},

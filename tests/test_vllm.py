@@ -22,6 +22,8 @@ from funcrl.generators.vllm_probe import check_probe
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
 from funcrl.generators.vllm_versions import supported
 from funcrl.parity import compare
+from funcrl.rollouts import Completed, to_rollout
+from funcrl.tasks import Prompt
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -237,6 +239,29 @@ class TestEngine:
         assert hot.policy_logprobs.mean() < plain.policy_logprobs.mean() - 0.2
         with pytest.raises(ValueError, match="VLLM.generate expects 0.0 <= temperature <= 2.0"):
             generator.generate(PROMPTS, Sampling(temperature=3.0), seed=0)
+
+    def test_a_rollout_of_another_temperature_is_trained_on(self, engine):
+        """The engine keeps the policy's numbers: a trainer at temperature 1 finds a ratio of 1."""
+        generator, model, params = engine
+        samples = generator.generate(PROMPTS, Sampling(4, max_tokens=8, temperature=0.7), seed=0)
+        assert samples.logprobs[samples.mask].isnan().all()
+        completed = Completed(
+            prompts=[Prompt("")] * 16,
+            prompt_tokens=[prompt for prompt in PROMPTS for _ in range(4)],
+            samples=samples,
+            texts=[""] * 16,
+            outcomes=[""] * 16,
+            turns=[1] * 16,
+            group_size=4,
+        )
+        rollout = to_rollout(completed, torch.arange(16.0, device=DEVICE) % 4)
+        batch = funcrl.collate(rollout, funcrl.grpo())
+        step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        _, metrics = step(step.init(params), batch)
+        assert metrics.sums["num_tokens"] == samples.mask.sum()
+        assert metrics.sums["num_nonfinite_logprobs"] == 0
+        bound = 4 * rounding(model, params, rows_of(samples, 4))
+        assert metrics.maxes["sampling/sampling_logp_difference/max"] <= bound
 
     def test_stop_strings(self, engine):
         generator, _, _ = engine

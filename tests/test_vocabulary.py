@@ -22,6 +22,21 @@ def test_mismatched_trees_name_the_leaf():
         tree.add({"a": (1, 2)}, {"a": [1, 2]})
 
 
+def test_shapes_that_would_be_broadcast_name_the_leaf():
+    square, column = {"layer": {"w": torch.ones(2, 2)}}, {"layer": {"w": torch.ones(2, 1)}}
+    with pytest.raises(ValueError, match=r"tree.add expects .*\[2, 2\] at 'layer.w', got \[2, 1\]"):
+        tree.add(square, column)
+    with pytest.raises(ValueError, match="tree.add expects .* at 'layer.w'"):
+        tree.add({"layer": {"w": torch.ones(())}}, square)
+    assert torch.equal(tree.add(square, {"layer": {"w": 1.0}})["layer"]["w"], torch.full((2, 2), 2))
+    with pytest.raises(
+        ValueError, match=r"tree.scale expects factor to be one number, got .*\[2\]"
+    ):
+        tree.scale(square, torch.ones(2))
+    mapped = torch.func.vmap(tree.scale, in_dims=(None, 0))(square, torch.tensor([1.0, 3.0]))
+    assert mapped["layer"]["w"].amax() == 3
+
+
 def test_named_tuples_come_back():
     state = funcrl.TrainState({"w": torch.ones(1)}, (), torch.tensor(1), torch.tensor(0))
     assert isinstance(tree.map(torch.clone, state), funcrl.TrainState)

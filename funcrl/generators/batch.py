@@ -4,7 +4,7 @@ import hashlib
 import math
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,8 +15,8 @@ from funcrl.config import Sampling
 from funcrl.generators.cache import empty_cache, extend, prefill
 from funcrl.generators.draw import draw_tokens
 from funcrl.models import Transformer
+from funcrl.stops import DecodeFn, has_stop_string
 
-DecodeFn: TypeAlias = Callable[[list[int]], str]
 Prompts: TypeAlias = Sequence[Sequence[int]]
 
 # Padded prompt tokens in one forward pass, so that its activations stay bounded.
@@ -211,24 +211,3 @@ def _finish_reason(
     if tokens[-1] in sampling.stop_tokens or has_stop_string(tokens, sampling, decode):
         return "stop"
     return "length" if full or len(tokens) == sampling.max_tokens else ""
-
-
-def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
-    """Return whether the last token finished a stop string.
-
-    Example:
-        >>> from funcrl.generators.batch import has_stop_string
-        >>> from funcrl.config import Sampling
-        >>> has_stop_string([1, 2], Sampling(stop=("b",)), lambda tokens: "ab"[: len(tokens)])
-        True
-    """
-    if decode is None or not sampling.stop or len(tokens) <= sampling.min_tokens:
-        return False
-    # Enough of the last tokens to hold a stop string and the character that the window may cut.
-    needed, window = max(map(len, sampling.stop)) + 4, 4
-    tail = decode(tokens[-window:])
-    while len(tail) < needed and window < len(tokens):
-        window *= 2
-        tail = decode(tokens[-window:])
-    before = decode(tokens[-window:-1])
-    return any(tail.count(stop) > before.count(stop) for stop in sampling.stop)

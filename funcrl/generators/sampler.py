@@ -7,9 +7,10 @@ from funcrl import checks, numerics, tree
 from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.functional import check_params
-from funcrl.generators.batch import Batch, DecodeFn, Prompts
+from funcrl.generators.batch import Batch, Prompts
 from funcrl.generators.packed import pack_weights
 from funcrl.models import Transformer
+from funcrl.stops import DecodeFn
 from funcrl.types import Params, Samples
 
 

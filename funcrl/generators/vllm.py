@@ -12,7 +12,7 @@ from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.config_generation import Form, VLLMConfig
 from funcrl.functional import check_params
-from funcrl.generators.batch import DecodeFn, Prompts
+from funcrl.generators.batch import Prompts
 from funcrl.generators.sampler import check_prompts, num_writes
 from funcrl.generators.vllm_memory import with_cache
 from funcrl.generators.vllm_owner import Owner
@@ -21,6 +21,7 @@ from funcrl.generators.vllm_server import check_plugin
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm_versions import check_version
 from funcrl.models import Transformer
+from funcrl.stops import DecodeFn
 from funcrl.types import Params, Samples
 from funcrl.weights import load_params, to_hugging_face
 

@@ -8,10 +8,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from funcrl.config import Sampling
-from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
+from funcrl.generators.batch import sample_seeds
 from funcrl.generators.vllm_core import Core
 from funcrl.generators.vllm_settings import sample_fields
 from funcrl.generators.vllm_spoken import Spoken, finite, spoken
+from funcrl.stops import DecodeFn, has_stop_string
 
 
 class Engine(Core):

@@ -8,12 +8,13 @@ import torch
 
 from funcrl.config import Sampling
 from funcrl.config_generation import VLLMConfig
-from funcrl.generators.batch import DecodeFn, has_stop_string, sample_seeds
+from funcrl.generators.batch import sample_seeds
 from funcrl.generators.vllm_link import Link
 from funcrl.generators.vllm_server import Servers
 from funcrl.generators.vllm_settings import engine_settings, sample_fields, samples_at_a_time
 from funcrl.generators.vllm_spoken import Spoken, finite, spoken
 from funcrl.models import TransformerConfig
+from funcrl.stops import DecodeFn, has_stop_string
 from funcrl.types import Params
 
 _Result = TypeVar("_Result")

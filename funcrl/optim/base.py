@@ -54,7 +54,7 @@ def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Return the transformation that feeds each one's updates to the next.
 
-    Its state is the tuple of their states.
+    Its state is the tuple of their states. Each one's updates must have the gradients' shapes.
 
     Example:
         >>> import torch, funcrl
@@ -69,10 +69,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     def update(grads: Tree, state: tuple[Any, ...], params: Params) -> tuple[Tree, Any]:
         new_state = []
-        for tx, tx_state in zip(transformations, state, strict=True):
-            grads, tx_state = tx.update(grads, tx_state, params)
+        updates = grads
+        for number, (tx, tx_state) in enumerate(zip(transformations, state, strict=True)):
+            updates, tx_state = tx.update(updates, tx_state, params)
+            what = f"the updates of transformation {number}"
+            tree.check_same_shapes("chain", what, updates, "the gradients", grads)
             new_state.append(tx_state)
-        return grads, tuple(new_state)
+        return updates, tuple(new_state)
 
     return GradientTransformation(init, update)
 
@@ -100,9 +103,9 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
     def update(grads: Tree, state: MaskedState, params: Params) -> tuple[Tree, MaskedState]:
         keep = _resolve(mask, params)
-        updates, inner_state = inner.update(
-            _selected(grads, keep), state.inner, _selected(params, keep)
-        )
+        selected = _selected(grads, keep)
+        updates, inner_state = inner.update(selected, state.inner, _selected(params, keep))
+        tree.check_same_shapes("masked", "inner's updates", updates, "the gradients", selected)
         changed = iter(tree.leaves(updates))
         values, unflatten = tree.flatten(grads)
         merged = [next(changed) if kept else leaf for kept, leaf in zip(keep, values, strict=True)]
@@ -136,6 +139,7 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         updates, inner_state = inner.update(grads, state.inner, params)
         tree.check_tensors("skip_nonfinite", "inner's updates", updates)
         tree.check_tensors("skip_nonfinite", "inner's state", inner_state)
+        _check_result(updates, grads, inner_state, state.inner)
         # Of the result as well: the square of a finite gradient may overflow a moment for good.
         finite = _all_finite((grads, updates, inner_state))
         new, unflatten = tree.flatten((updates, inner_state))
@@ -158,7 +162,7 @@ def apply_updates(params: Params, updates: Tree) -> Params:
         >>> funcrl.optim.apply_updates({"w": torch.ones(1)}, {"w": torch.ones(1)})
         {'w': tensor([2.])}
     """
-    tree.check_same_structure("apply_updates", params, updates)
+    tree.check_same_shapes("apply_updates", "updates", updates, "params", params)
     result: Params = tree.map(lambda leaf, step: (leaf + step).to(leaf.dtype), params, updates)
     return result
 
@@ -197,6 +201,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     checks.check_range("add_decayed_weights", "weight_decay", weight_decay, 0.0, float("inf"))
 
     def decay(grads: Tree, params: Params) -> Tree:
+        tree.check_same_shapes("add_decayed_weights", "gradients", grads, "params", params)
         # Converted first: a bf16 parameter must not narrow an update that is kept in fp32.
         return tree.map(lambda grad, leaf: grad + weight_decay * leaf.to(grad.dtype), grads, params)
 
@@ -231,6 +236,13 @@ def zero_count(params: Params) -> Tensor:
     if not tensors:
         raise ValueError("init expects at least one parameter, got none; does a mask select none?")
     return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+
+
+def _check_result(updates: Tree, grads: Tree, state: Any, before: Any) -> None:
+    """Refuse what `where` would broadcast: the choice is between leaves of one shape."""
+    name = "skip_nonfinite"
+    tree.check_same_shapes(name, "inner's updates", updates, "the gradients", grads)
+    tree.check_same_shapes(name, "inner's new state", state, "the one before", before)
 
 
 def _all_finite(values: Tree) -> Tensor:

@@ -174,7 +174,7 @@ def scale_by_adam(
         grads: Tree, state: ScaleByAdamState, params: Params
     ) -> tuple[Tree, ScaleByAdamState]:
         del params
-        grads = _like_moments(grads, state.mean)
+        grads = _like_moments("scale_by_adam", grads, state.mean)
         num_updates = state.num_updates + 1
         mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mean, grads)
         square = tree.map(
@@ -211,7 +211,7 @@ def trace(
 
     def update(grads: Tree, state: TraceState, params: Params) -> tuple[Tree, TraceState]:
         del params
-        grads = _like_moments(grads, state.trace)
+        grads = _like_moments("trace", grads, state.trace)
         running = tree.map(lambda t, g: momentum * t + g, state.trace, grads)
         ahead = tree.map(lambda t, g: momentum * t + g, running, grads) if nesterov else running
         return ahead, TraceState(running)
@@ -269,7 +269,7 @@ def scale_by_muon(
         grads: Tree, state: ScaleByMuonState, params: Params
     ) -> tuple[Tree, ScaleByMuonState]:
         del params
-        grads = _like_moments(grads, state.mean)
+        grads = _like_moments("scale_by_muon", grads, state.mean)
         mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - momentum), state.mean, grads)
         ahead = tree.map(lambda m, g: torch.lerp(g, m, momentum), mean, grads) if nesterov else mean
         return tree.map(orthogonalize, ahead), ScaleByMuonState(mean)
@@ -301,7 +301,8 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _like_moments(grads: Tree, moments: Tree) -> Tree:
+def _like_moments(function: str, grads: Tree, moments: Tree) -> Tree:
+    tree.check_same_shapes(function, "gradients", grads, "the parameters of init", moments)
     return tree.map(lambda grad, moment: grad.to(moment.dtype), grads, moments)
 
 

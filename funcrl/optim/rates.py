@@ -142,4 +142,10 @@ def _holds_rate(node: Any) -> bool:
 
 def _as_rate(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a schedule's value as a 0-d float64 tensor, also where it gave a Python number."""
-    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+    rate = torch.as_tensor(value, dtype=torch.float64, device=like.device)
+    if rate.ndim:
+        raise ValueError(
+            f"scale_by_learning_rate expects learning_rate to return one number, got a tensor of "
+            f"shape {list(rate.shape)}."
+        )
+    return rate
