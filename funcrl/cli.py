@@ -42,6 +42,7 @@ from funcrl.parts import build, defaults, estimate_memory
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
 from funcrl.train import train as run_training
+from funcrl.watch import ForkedError
 
 # What a user can mend; anything else is a bug, and keeps its traceback.
 _EXPECTED = (
@@ -83,6 +84,9 @@ def main(args: Sequence[str] | None = None) -> None:
         )
     except KeyboardInterrupt:
         sys.exit(130)
+    except ForkedError as error:
+        print(f"funcrl: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
     except _EXPECTED as error:
         if "FUNCRL_TRACEBACK" in os.environ:
             raise
