@@ -205,7 +205,7 @@ def _step(task: Environment, episode: Episode, said: Said, context_length: int) 
         observation = task.observe(episode.state)
         if observation is not None:
             heard = _answer(task.tokenizer, observation, inline=bool(said.stop))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit would end the run
         what = f"The environment {task.name!r} raised {type(error).__name__}: {error}"
         episode.state = Failure(f"{what} after {said.text[:80]!r} of {episode.prompt.text[:80]!r}.")
     if heard is None or said.finish_reason == "length":

@@ -23,6 +23,7 @@ from funcrl.rollouts import (
     grade,
     to_completions,
 )
+from funcrl.watch import ForkedError
 
 
 class Evaluation(NamedTuple):
@@ -67,6 +68,8 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
     for file in (config.out, config.json):
         if file is not None:  # before hours of drawing, not after
             file.parent.mkdir(parents=True, exist_ok=True)
+    # Absolute, so that a reward that changes the working directory does not move them.
+    out, json_file = (file and file.absolute() for file in (config.out, config.json))
     options = _options(config, task)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -90,10 +93,10 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
     own = config.run is not None and parts.task.name == trained_on
     weights = options.reward_weights if own else None  # they are of the run's rewards
-    graded = _grade(config.out, step, parts.task, completed, weights, options.on_reward_error)
+    graded = _grade(out, step, parts.task, completed, weights, options.on_reward_error)
     result = _summarise(config, parts.task, completed, graded)
-    if config.json is not None:
-        runs.write_whole(config.json, json.dumps(result._asdict(), indent=1) + "\n")
+    if json_file is not None:
+        runs.write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
     return result
 
 
@@ -185,6 +188,9 @@ def _grade(
     graded = Graded({}, torch.full((len(completed.texts),), torch.nan), [])
     try:
         graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
+    except ForkedError:
+        out = None  # the file is the parent's
+        raise
     finally:
         if out is not None:
             rows = to_completions(completed, graded, step, count=len(completed.texts))

@@ -1,5 +1,6 @@
 """What a configuration comes to: the task, the model, the step and the generator."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from funcrl.sources import find
 from funcrl.step import grpo_step
 from funcrl.tasks import check_task, load, load_tokenizer
 from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
+from funcrl.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
 
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
@@ -50,7 +52,11 @@ class Parts(NamedTuple):
 
 
 def build(
-    config: TrainConfig, task: Task | Environment | None = None, *, function: str = "train"
+    config: TrainConfig,
+    task: Task | Environment | None = None,
+    *,
+    function: str = "train",
+    note: Note = warnings.warn,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 
@@ -58,6 +64,7 @@ def build(
         config: the whole configuration.
         task: in place of the one that `config.task` names.
         function: for errors.
+        note: told what the task did to the process; see `funcrl.watch.watch`.
 
     Example:
         >>> import funcrl
@@ -77,6 +84,7 @@ def build(
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
     check_task(function, task)
+    task = watch(task, note)
     known = task.tokenizer.vocab_size
     model = Transformer(shape(config.model, known) if weights is None else load_config(weights))
     if known > model.config.vocab_size:

@@ -21,6 +21,7 @@ from funcrl.logging import View
 from funcrl.runs import Completion
 from funcrl.trackers import Tracker, tracker
 from funcrl.types import Params, TrainState
+from funcrl.watch import ForkedError
 
 _REFERENCE = "reference"
 
@@ -58,7 +59,7 @@ class Record:
         self._trackers: list[Tracker] = []
         # The last step saved; a run without a checkpoint; a state that an update is overwriting.
         self._saved, self._empty, self._given_up = -1, False, False
-        self._lock = _lock(folder)
+        self._process, self._lock = os.getpid(), _lock(folder)
 
     @property
     def progress(self) -> Progress:
@@ -94,6 +95,7 @@ class Record:
 
     def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Write down a finished step, and show it; `seen` are completions to keep."""
+        _check_process(self._process, self._title, self.folder)
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
         # Only now: a step whose lines could not be written is one to do again.
@@ -101,8 +103,7 @@ class Record:
         self._given_up = False
         _log(self._trackers, row, seen)
         self._view.step(row, seen[0] if seen else None)
-        last = row["step"] == self._config.steps
-        if last or row["step"] % self._config.checkpoint.every == 0:
+        if row["step"] == self._config.steps or not row["step"] % self._config.checkpoint.every:
             self.save()
 
     def give_up_state(self) -> None:
@@ -151,7 +152,7 @@ class Record:
         plain, step = configs.to_plain(self._config), progress.step
         for name in self._config.log.trackers:
             self._trackers.append(tracker(name, self.folder, plain, step, self.note))
-        self._view.start(f"{self._title} in {self.folder}", self._config.steps, step)
+        self._view.start(f"{self._title} in {self._config.run_dir}", self._config.steps, step)
         self._progress = progress
 
 
@@ -212,6 +213,14 @@ def _lock(folder: Path) -> int:
     return file
 
 
+def _check_process(process: int, task: str, folder: Path) -> None:
+    if os.getpid() != process:
+        raise ForkedError(
+            f"train expects one process to write to {folder}, its own {process}, got a step of the "
+            f"task {task!r} from a forked child {os.getpid()}."
+        )
+
+
 def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a step."""
     if step > config.steps:
@@ -251,6 +260,8 @@ def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) ->
 def open_folder(folder: Path | None, resume: bool) -> Path:
     """Return a run's folder, which must hold a run to resume, and no run to begin one.
 
+    It is absolute, so that a task that changes the working directory does not move it.
+
     Example:
         >>> import pathlib, tempfile
         >>> from funcrl.record import open_folder
@@ -270,7 +281,7 @@ def open_folder(folder: Path | None, resume: bool) -> Path:
             f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
             f"--resume {folder}, or choose another."
         )
-    return folder
+    return folder.absolute()
 
 
 def _environment(command: Sequence[str]) -> dict[str, str]:

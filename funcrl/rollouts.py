@@ -261,7 +261,7 @@ def _reward(
     asked = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
     try:
         row = dict(task.reward(prompt, outcome))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run
         return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {asked}."
     if not row:
         return {}, f"The reward of {task.name!r} is empty {asked}."

@@ -1,5 +1,6 @@
 """The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -90,26 +91,29 @@ def train(
         >>> [row["step"] for row in funcrl.train(config).history]
         [0, 1, 2]
     """
-    started = time.perf_counter()
+    started, process = time.perf_counter(), os.getpid()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
-    parts = build(config, task)
+    view = view or SilentView()
+    parts = build(config, task, note=view.note)
     folder = open_folder(config.run_dir, resume)
     if task is None:
         runs.check_task_named("train", folder)
     facts = {"task" if task is None else "task_object": parts.task.name}
-    record = Record(config, folder, parts.task.name, view or SilentView(), command, facts)
+    record = Record(config, folder, parts.task.name, view, command, facts)
     try:
         if record.resumed(empty_state(config, parts)) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
     except BaseException:
-        record.save_unsaved()
+        if os.getpid() == process:
+            record.save_unsaved()
         raise
     finally:
-        record.close()
-        parts.generator.close()
+        if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
+            record.close()
+            parts.generator.close()
     return Trained(record.progress.state, record.progress.history)
 
 

@@ -12,7 +12,7 @@ import yaml
 from cases import equal
 
 import funcrl
-from funcrl import bench, cli, config, memory, runs
+from funcrl import bench, cli, config, logging, memory, runs
 from funcrl.bench.generate import _peer
 from funcrl.bench.measure import peak_bytes
 from funcrl.config import Sampling, TrainConfig
@@ -251,3 +251,41 @@ def test_a_task_file_may_import_its_neighbour_and_hold_dataclasses(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_thing")
     with pytest.raises(ImportError, match="could not import --task"):
         funcrl.tasks.load(f"{tmp_path / 'broken.py'}:Mine")
+
+
+HOSTILE_TASK = """
+from funcrl.tasks import SumDigits
+
+class Hostile(SumDigits):
+    name = "hostile\\x1b[2J"
+
+    def prompts(self, seed, start, count):
+        {prompts}
+        return super().prompts(seed, start, count)
+
+    def reward(self, prompt, completion):
+        if completion[:1] not in "01234":
+            return {{"correct": 0.0}}
+        raise RuntimeError("\\x1b]0;owned\\x07\\x9b31m\\u202e " + completion)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "code"),
+    [
+        ("", [], 1),
+        ("", ["--on-reward-error", "skip"], 0),
+        ("raise KeyError('\\x1b]0;owned\\x07')", [], 1),
+        ("assert False, '\\x1b]0;owned\\x07'", [], 1),
+    ],
+    ids=["stop", "skip", "repr", "traceback"],
+)
+def test_a_tasks_text_does_not_drive_the_terminal(tmp_path, capsys, prompts, options, code):
+    (tmp_path / "hostile.py").write_text(HOSTILE_TASK.format(prompts=prompts))
+    task = ["--task", f"{tmp_path / 'hostile.py'}:Hostile", "--run-dir", tmp_path / "run"]
+    args = ["train", *task, *SMALL, "--num-generations", "8", "--warm-start.steps", "0", *options]
+    ended, out, err = run(args, capsys)
+    assert ended == code, err
+    assert r"\x1b]0;owned\x07" in out + err
+    for text in (out, err):
+        assert logging.printable(text) == text

@@ -3,12 +3,13 @@
 import io
 import re
 import sys
+import unicodedata
 
 import pytest
 from rich.console import Console
 
 from funcrl import logging, runs, trackers
-from funcrl.logging import LiveView, PlainView, view_for
+from funcrl.logging import LiveView, PlainView, printable, view_for
 from funcrl.runs import Completion
 from funcrl.trackers import tracker
 
@@ -39,6 +40,34 @@ def test_plain_lines_are_aligned_and_without_control_characters():
     assert "12,345" in lines[2]
     assert "left " in lines[2]
     assert all(char.isprintable() for line in lines for char in line)
+
+
+HOSTILE = "a\x1b]0;owned\x07b\r\x9b31mc\u202ed\u2066e\x7f\ud800"
+ESCAPED = r"a\x1b]0;owned\x07b\r\x9b31mc\u202ed\u2066e\x7f\ud800"
+
+
+def test_whatever_could_drive_a_terminal_is_escaped_and_nothing_else():
+    assert printable(HOSTILE) == ESCAPED
+    bidi = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+    for char in map(chr, range(0x110000)):
+        unsafe = unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t"
+        assert (printable(char) != char) == (unsafe or ord(char) in bidi), ascii(char)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_view_shows_titles_notes_and_completions_without_driving_the_terminal(live):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200, height=40)
+    view = LiveView(console) if live else PlainView(stream, every=0.0)
+    view.start(HOSTILE, 10, 0)
+    view.step(ROW, Completion(3, HOSTILE, HOSTILE, "3", 0.5, {}, "stop", 2))
+    view.note(HOSTILE)
+    view.close()
+    shown = stream.getvalue()
+    assert shown.count(ESCAPED) >= 2
+    own = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown) if live else shown  # rich's colours
+    assert printable(own.replace("\r", "")) == own.replace("\r", "")
+    assert "\x1b]0" not in shown
 
 
 def test_plain_lines_come_at_their_pace_but_the_ends_always():

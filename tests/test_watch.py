@@ -1,0 +1,276 @@
+"""What a task may not do to the process that trains: end, move or fork it, change its numbers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import equal
+
+import funcrl
+from funcrl import cli, config, rollouts, runs, watch
+from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.logging import SilentView
+from funcrl.rollouts import RewardError
+from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits
+
+
+def small(run_dir, **options):
+    """A run of a second."""
+    return TrainConfig(**{
+        "run_dir": run_dir, "steps": 2, "num_prompts": 3, "num_generations": 4,
+        "sampling": Sampling(max_tokens=3), "warm_start": WarmStartConfig(steps=0),
+        "evaluation": EvaluationConfig(every=0), "checkpoint": CheckpointConfig(every=2), **options,
+    })  # fmt: skip
+
+
+class Notes(SilentView):
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+class Meddling(SumDigits):
+    """Whose reward calls a function first, for some completions."""
+
+    name = "meddling"
+
+    def __init__(self, meddle):
+        super().__init__()
+        self.meddle = meddle
+
+    def reward(self, prompt, completion):
+        if len(completion) == 3:
+            self.meddle()
+        return {"correct": float(len(completion) == 2), "short": float(completion[:1] > "4")}
+
+
+def leave():
+    sys.exit(0)
+
+
+def test_a_reward_that_calls_sys_exit_is_an_error_or_skipped(tmp_path):
+    with pytest.raises(RewardError, match=r"'meddling'.*sys.exit\(0\).*for the completion"):
+        funcrl.train(small(tmp_path / "stop"), task=Meddling(leave))
+    skipped = small(tmp_path / "skip", on_reward_error="skip", num_prompts=8)
+    rows = funcrl.train(skipped, task=Meddling(leave)).history
+    assert rows[-1]["step"] == 2
+    assert rows[-1]["num_reward_errors"] > 0
+
+
+def test_a_reward_that_calls_sys_exit_is_an_error_of_grade():
+    with pytest.raises(RewardError, match=r"'meddling' raised SystemExit.*'123'"):
+        rollouts.grade(Meddling(leave), [Prompt("1+2=", "3")], ["123"])
+
+
+def test_the_command_fails_when_a_task_calls_sys_exit(tmp_path, capsys):
+    (tmp_path / "leaving.py").write_text(
+        "import sys\n"
+        "from funcrl.tasks import SumDigits\n"
+        "class Leaving(SumDigits):\n"
+        "    def reward(self, prompt, completion):\n"
+        "        sys.exit(0)\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main([
+            "train", "--task", f"{tmp_path / 'leaving.py'}:Leaving", "--run-dir",
+            str(tmp_path / "run"), "--warm-start.steps", "0", "--evaluation.every", "0",
+        ])  # fmt: skip
+    assert ended.value.code == 1
+    assert "The reward of 'sum_digits'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["act", "observe"])
+def test_an_environment_that_calls_sys_exit_fails_its_episodes(tmp_path, method):
+    task = Calculator()
+    setattr(task, method, lambda *_: sys.exit(0))
+    with pytest.raises(RewardError, match=r"'calculator'.*sys.exit\(0\) in " + method):
+        funcrl.train(small(tmp_path / "run"), task=task)
+
+
+@pytest.mark.parametrize("method", ["prompts", "eval_prompts"])
+def test_a_task_that_calls_sys_exit_elsewhere_is_an_error(tmp_path, method):
+    task = SumDigits()
+    setattr(task, method, lambda *_: sys.exit(0))
+    with pytest.raises(watch.TaskError, match=r"'sum_digits' called sys.exit\(0\) in " + method):
+        funcrl.train(small(tmp_path / "run"), task=task)
+
+
+class Undecodable(CharTokenizer):
+    def __init__(self, alphabet, error):
+        super().__init__(alphabet)
+        self.error = error
+
+    def decode(self, tokens):
+        raise self.error
+
+
+@pytest.mark.parametrize("stop", [(), ("9",)], ids=["reads", "draws"])
+@pytest.mark.parametrize("error", [KeyError(99), SystemExit(0)], ids=["raises", "exits"])
+def test_decode_that_fails_names_the_tasks_tokenizer(tmp_path, error, stop):
+    task = SumDigits()
+    task.tokenizer = Undecodable("0123456789+=", error)
+    sampling = Sampling(max_tokens=3, stop=stop)
+    with pytest.raises(watch.TaskError, match="tokenizer of the task 'sum_digits' raised.*decode"):
+        funcrl.train(small(tmp_path / "run", sampling=sampling), task=task)
+
+
+def test_a_reward_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = runs.Path("run")
+    trained = funcrl.train(small(run), task=Meddling(lambda: os.chdir(tmp_path / "elsewhere")))
+    assert runs.Path.cwd() == tmp_path / "elsewhere"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert [row["step"] for row in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    found, _ = funcrl.restore(tmp_path / "run" / "checkpoints", like=trained.state)
+    assert equal(found, trained.state)
+    assert "run_dir: run\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_reward_that_changes_the_directory_does_not_move_an_evaluation(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = config.EvalConfig(
+        model="micro", num_prompts=9, max_tokens=3, out=runs.Path("rows.jsonl"),
+        json=runs.Path("result.json"),
+    )  # fmt: skip
+    funcrl.evaluate(options, task=Meddling(lambda: os.chdir(tmp_path / "elsewhere")))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "result.json").exists()
+    assert len(runs.read_lines(tmp_path / "rows.jsonl")) == 9
+
+
+FORKING = """
+import os, pathlib, sys
+import funcrl
+from funcrl.logging import PlainView
+from test_watch import Meddling, small
+
+children = []
+
+def fork():
+    if not children:
+        child = os.fork()
+        if child:
+            children.append(os.waitpid(child, 0)[1])
+        else:
+            children.append(None)
+
+options = small(pathlib.Path(sys.argv[1]), on_reward_error="skip", num_prompts=8, steps=3)
+funcrl.train(options, task=Meddling(fork), view=PlainView(sys.stdout))
+print("finished in", "the child" if children == [None] else "the parent")
+print("child", [os.waitstatus_to_exitcode(status) for status in children])
+"""
+
+
+def test_a_forked_child_that_returns_is_stopped(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING, tmp_path / "run"], capture_output=True, text=True,
+        timeout=100, cwd=os.path.dirname(__file__), check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("finished in the parent") == 1
+    assert "finished in the child" not in ended.stdout
+    assert "child [0]" not in ended.stdout
+    assert "ForkedError: The task 'meddling' forked a child in reward" in ended.stderr
+    assert "Saved step" not in ended.stdout
+    rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+
+
+FORKING_TASK = """
+import os
+from funcrl.tasks import SumDigits
+
+class Forking(SumDigits):
+    forked = False
+
+    def reward(self, prompt, completion):
+        if not Forking.forked:
+            Forking.forked = True
+            child = os.fork()
+            if child:
+                print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return super().reward(prompt, completion)
+"""
+
+
+def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
+    (tmp_path / "forking.py").write_text(FORKING_TASK)
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "funcrl.cli", "train", "--task", "forking.py:Forking",
+            "--run-dir", "run", "--steps", "2", "--warm-start.steps", "0",
+            "--evaluation.every", "0",
+        ],
+        capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False,
+        env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(funcrl.__file__))},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("child 1\n") == 1
+    assert ended.stdout.count("makes a page of it") == 1
+    assert "forked a child in reward" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+def test_a_record_refuses_rows_of_a_forked_child(tmp_path):
+    code = FORKING.replace("Meddling(fork)", "Meddling(lambda: None), stop=lambda: bool(fork())")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True,
+        timeout=100, cwd=os.path.dirname(__file__), check=False,
+    )  # fmt: skip
+    assert ended.stdout.count("finished in the parent") == 1
+    assert "child [0]" not in ended.stdout
+    assert "ForkedError: train expects one process to write" in ended.stderr
+    rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+
+
+CHANGES = {
+    "torch.set_default_device": lambda: torch.set_default_device("meta"),
+    "torch.set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch.set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
+    "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "torch.set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+def test_every_setting_is_tested():
+    assert CHANGES.keys() == watch.settings().keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_a_reward_changes_is_put_back_and_noted_once(tmp_path, name):
+    before, view = watch.settings(), Notes()
+    good = funcrl.train(small(tmp_path / "good"), task=Meddling(lambda: None))
+    try:
+        got = funcrl.train(small(tmp_path / "run"), task=Meddling(CHANGES[name]), view=view)
+        assert watch.settings() == before
+    finally:
+        for each, value in before.items():
+            watch._SETTINGS[each][1](value)
+    assert equal(got.state, good.state)
+    notes = [line for line in view.lines if name in line]
+    assert len(notes) == 1
+    assert "'meddling'" in notes[0]
+    assert "in reward" in notes[0]
+
+
+def test_precisions_chosen_for_each_backend_come_back():
+    chosen = ("tf32", "none")
+    try:
+        watch._set_matmul_precision(chosen)
+        change = CHANGES["torch.set_float32_matmul_precision"]
+        task = watch.watch(Meddling(change), note=[].append)
+        task.reward(Prompt("1+2=", "3"), "123")
+        assert watch.settings()["torch.set_float32_matmul_precision"] == chosen
+    finally:
+        watch._set_matmul_precision(("none", "none"))
