@@ -214,7 +214,8 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         name: values[kept].to(rollout.tokens.device) for name, values in graded.rewards.items()
     }
     reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(rollout.tokens.device)
+    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
+    cut = cut.to(rollout.tokens.device)
     numbers = metrics.describe_rollout(rollout, named, cut)
     if is_environment(parts.task):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
