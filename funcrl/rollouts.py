@@ -214,6 +214,12 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     device = samples.tokens.device
     rewarded = torch.Size([len(completed.prompts)])
     checks.check_shape("to_rollout", "total", total, "completed.prompts", rewarded)
+    if total.isinf().any():
+        row = int(total.isinf().nonzero()[0])
+        raise ValueError(
+            f"to_rollout expects total to be finite, or NaN where there is no reward, got "
+            f"{total[row].item()} in row {row}."
+        )
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
