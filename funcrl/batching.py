@@ -126,13 +126,15 @@ def pack(
             f"pack expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
         )
     rows = _first_fit(sizes, length) or [[]]
-    source = torch.full((len(rows), length), -1, dtype=torch.int64)
-    segment_ids = torch.full((len(rows), length), -1, dtype=torch.int64)
+    # On the CPU, slice by slice, and moved once.
+    source = torch.full((len(rows), length), -1, dtype=torch.int64, device="cpu")
+    segment_ids = source.clone()
     for row, members in enumerate(rows):
         start = 0
         for segment, sample in enumerate(members):
             stop = start + sizes[sample]
-            source[row, start:stop] = sample * width + torch.arange(sizes[sample])
+            first = sample * width
+            source[row, start:stop] = torch.arange(first, first + sizes[sample], device="cpu")
             segment_ids[row, start:stop] = segment
             start = stop
     source = source.to(rollout.mask.device)
@@ -181,9 +183,9 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
     checks.check_range("minibatches", "count", count, 1, rows)
     if count == 1:
         return [batch]
-    order = torch.randperm(rows, generator=rng.generator(seed)).to(batch.tokens.device)
+    order = torch.randperm(rows, generator=rng.generator(seed), device="cpu")
     parts = []
-    for share in order.tensor_split(count):
+    for share in order.to(batch.tokens.device).tensor_split(count):
         part: RowsT = tree.map(operator.itemgetter(share), batch)
         parts.append(part._replace(token_weights=_share_weights(algorithm, part)))
     return parts

@@ -185,7 +185,8 @@ def _grade(
     on_error: Literal["stop", "skip"],
 ) -> Graded:
     """Return what completions are worth; they are written down even if a reward raises."""
-    graded = Graded({}, torch.full((len(completed.texts),), torch.nan), [])
+    unknown = torch.full((len(completed.texts),), torch.nan, dtype=torch.float32, device="cpu")
+    graded = Graded({}, unknown, [])
     try:
         graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
     except ForkedError:

@@ -76,8 +76,9 @@ def lora(
         for index, (name, leaf) in enumerate(sorted(adapted.items())):
             rows, columns = leaf.shape
             # Uniform with the deviation of a linear layer's weights; the other factor is 0.
+            generator = rng.generator(seed, index)
             drawn = torch.rand(
-                rank, columns, generator=rng.generator(seed, index), dtype=torch.float32
+                rank, columns, generator=generator, dtype=torch.float32, device="cpu"
             )
             down = (drawn * 2 - 1) / math.sqrt(columns)
             adapters[name + _DOWN] = down.to(device=leaf.device, dtype=leaf.dtype)

@@ -182,7 +182,7 @@ def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
     if parts.lora is not None:
         return parts.step.init(parts.lora.init(0), config.seed)
     params = {
-        name: torch.empty(leaf.shape, device=config.device)
+        name: torch.empty(leaf.shape, dtype=torch.float32, device=config.device)
         for name, leaf in sorted(parts.model.named_parameters())
     }
     return parts.step.init(params, config.seed)

@@ -21,7 +21,8 @@ def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None)
         tensor([1.5000, 0.5000])
     """
     factors = _checked_factors("weighted_sum", rewards, weights)
-    return torch.stack([factors[name] * rewards[name] for name in rewards]).sum(dim=0)
+    weighted = [factors[name] * _as_floating(rewards[name]) for name in rewards]
+    return torch.stack(weighted).sum(dim=0)
 
 
 def soft_overlong(lengths: Tensor, max_length: int, cache: int) -> Tensor:
@@ -43,7 +44,12 @@ def soft_overlong(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """
     checks.check_rank("soft_overlong", "lengths", lengths, "B")
     checks.check_range("soft_overlong", "cache", cache, 1, max_length)
-    return ((max_length - cache - lengths) / cache).clamp(min=-1.0, max=0.0)
+    return (_as_floating(max_length - cache - lengths) / cache).clamp(min=-1.0, max=0.0)
+
+
+def _as_floating(values: Tensor) -> Tensor:
+    """Return integers and bools as float32, whatever torch's default is."""
+    return values if values.is_floating_point() else values.to(torch.float32)
 
 
 def _checked_factors(

@@ -86,10 +86,10 @@ def grade(
                 f"{sorted(row)} from the task {task.name!r}."
             )
     nan = float("nan")
-    parts = {name: torch.tensor([float(row.get(name, nan)) for row in rows]) for name in names}
-    failed = torch.tensor([not row for row in rows])
+    parts = {name: _float32([float(row.get(name, nan)) for row in rows]) for name in names}
+    failed = torch.tensor([not row for row in rows], device="cpu")
     kept = {name: values[~failed] for name, values in parts.items()}
-    total = torch.full((len(rows),), nan)
+    total = _float32([nan] * len(rows))
     given = {**getattr(task, "reward_weights", {}), **(weights or {})}
     # `weighted_sum` refuses the names that are none.
     total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
@@ -214,6 +214,12 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     device = samples.tokens.device
     rewarded = torch.Size([len(completed.prompts)])
     checks.check_shape("to_rollout", "total", total, "completed.prompts", rewarded)
+    if total.isinf().any():
+        row = int(total.isinf().nonzero()[0])
+        raise ValueError(
+            f"to_rollout expects total to be finite, or NaN where there is no reward, got "
+            f"{total[row].item()} in row {row}."
+        )
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
@@ -241,6 +247,11 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),
     )
+
+
+def _float32(values: list[float]) -> Tensor:
+    """Return numbers from Python, where rewards are: on the CPU."""
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _known_logprobs(samples: Samples) -> Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from funcrl import algorithms, optim, tree
-from funcrl.batching import collate
+from funcrl import algorithms, optim
+from funcrl.batching import collate, pad_rows
 from funcrl.config import WarmStartConfig
 from funcrl.episodes import Demonstration, demonstration
 from funcrl.protocols import Environment, Prompt, Task
@@ -81,21 +81,13 @@ def _check_right(
 
 def _demonstrated(rows: Sequence[Demonstration], device: torch.device) -> Rollout:
     """Return demonstrations as a rollout in which each earned 1."""
-    width = max(len(row) for row, _, _ in rows)
-    shape = (len(rows), width)
-    tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    for index, (row, said, _) in enumerate(rows):
-        tokens[index, : len(row)] = torch.tensor(row)
-        mask[index, : len(row)] = torch.tensor(said)
-    rollout: Rollout = tree.map(
-        lambda leaf: leaf.to(device),
-        Rollout(
-            tokens=tokens,
-            mask=mask,
-            behavior_logprobs=torch.zeros(shape),
-            rewards=torch.ones(len(rows)),
-            group=torch.arange(len(rows)),
-            policy_version=torch.zeros(len(rows), dtype=torch.int64),
-        ),
+    length = max(len(row) for row, _, _ in rows)
+    count = len(rows)
+    return Rollout(
+        tokens=pad_rows([row for row, _, _ in rows], torch.int64, device),
+        mask=pad_rows([said for _, said, _ in rows], torch.bool, device),
+        behavior_logprobs=torch.zeros(count, length, dtype=torch.float32, device=device),
+        rewards=torch.ones(count, dtype=torch.float32, device=device),
+        group=torch.arange(count, device=device),
+        policy_version=torch.zeros(count, dtype=torch.int64, device=device),
     )
-    return rollout

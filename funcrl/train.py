@@ -242,7 +242,8 @@ def _compared(
     device = rollout.tokens.device
     named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
     reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons])[kept].to(device)
+    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
+    cut = cut.to(device)
     numbers = metrics.describe_rollout(rollout, named, cut)
     return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
 

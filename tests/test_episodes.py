@@ -152,6 +152,11 @@ def test_a_rollout_has_a_reward_for_each_completion(total):
         ValueError, match=r"to_rollout expects total of the shape of .*, \[2\], got"
     ):
         to_rollout(completed, total)
+    for infinite in (torch.inf, -torch.inf):  # a weighted sum that overflows, say: not "no reward"
+        with pytest.raises(
+            ValueError, match=f"to_rollout expects total .* got {infinite} in row 1"
+        ):
+            to_rollout(completed, torch.tensor([0.0, infinite]))
     graded = grade(Calculator(), completed.prompts, completed.outcomes)
     with pytest.raises(ValueError, match="punish_overlong expects lengths of the shape of"):
         punish_overlong(graded, total, 9, cache=2)

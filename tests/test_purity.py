@@ -74,6 +74,7 @@ METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
 LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
 SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
+NARROW = generators.Sampling(max_tokens=3, top_k=4, min_p=0.1)
 STOPPING = generators.Sampling(stop=("B",))
 TASK = tasks.SumDigits()
 PROMPT = tasks.Prompt("1+2=", "3")
@@ -205,7 +206,7 @@ def roll():
 
 def roll_with_rewards():
     completed, _ = roll()
-    return completed, torch.arange(float(len(completed.texts)))
+    return completed, torch.arange(4, dtype=torch.float32, device="cpu")
 
 
 def vector(fn):
@@ -319,7 +320,10 @@ TABLE_OF_CALLS = {
     "stops.find_stop": (lambda: stops.find_stop("AB", 1, ("B",)), ()),
     "stops.has_stop_string": (lambda: stops.has_stop_string([65, 66], STOPPING, spell), ()),
     "rng.fold_in": (rng.fold_in, (COUNT, 3)),
-    "rng.generator": (lambda seed: torch.rand(3, generator=rng.generator(seed, 1)), (COUNT,)),
+    "rng.generator": (
+        lambda seed: torch.rand(
+            3, generator=rng.generator(seed, 1), dtype=torch.float32, device="cpu"),
+        (COUNT,)),
     "tree.map": (lambda a, b: tree.map(torch.add, a, b), (MATRICES, GRADS)),
     "tree.map_with_path": (lambda a: tree.map_with_path(lambda p, x: x * len(p), a), (MATRICES,)),
     "tree.leaves": (tree.leaves, (MATRICES,)),
@@ -358,6 +362,8 @@ TABLE_OF_CALLS = {
         lambda: config.to_plain(config.from_plain(TrainConfig, {"steps": 3})), ()),
     "generators.sample": (
         lambda p: generators.sample(MODEL, p, [[1, 2], [3]], SAMPLING, 0)[:4], (PARAMS,)),
+    "generators.sample, min-p": (
+        lambda p: generators.sample(MODEL, p, [[1, 2], [3]], NARROW, 0)[:4], (PARAMS,)),
     "generators.draw": (
         lambda x, u: generators.draw(x, u), (LOGITS.log_softmax(-1), torch.rand(4).double())),
     "generators.draw_tokens": (

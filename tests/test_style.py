@@ -76,6 +76,27 @@ def test_torch_compile_has_one_door():
     assert all(path == PACKAGE / "graph" / "compilation.py" for path in doors)
 
 
+FACTORIES = {
+    "Generator", "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+# A module is made on the meta device, or by vLLM, which says where.
+MADE_BY_OTHERS = {"models/transformer.py": 1, "generators/vllm_unified.py": 1}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_new_tensors_name_their_device(path):
+    """Without one they are on torch's default device, which a notebook may have set."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    nameless = 0
+    for call in calls:
+        name = ast.unparse(call.func)
+        keywords = {keyword.arg for keyword in call.keywords}
+        if name.startswith("torch.") and name.removeprefix("torch.") in FACTORIES:
+            nameless += not keywords & {"device", None}
+    assert nameless == MADE_BY_OTHERS.get(str(path.relative_to(PACKAGE)), 0)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_sizes(path):
     text = path.read_text()

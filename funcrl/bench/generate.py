@@ -129,7 +129,7 @@ def _variants(
 ) -> dict[str, Callable[[], Any]]:
     """Return the ways to draw: both draw exactly `max_tokens` tokens from the plain policy."""
     size = (batch, config.prompt_tokens)
-    prompts = torch.randint(1, shape.vocab_size, size, generator=rng.generator(0))
+    prompts = torch.randint(1, shape.vocab_size, size, generator=rng.generator(0), device="cpu")
     given = prompts.to(config.device)
     sampler = Sampler(Transformer(shape))
     sampler.push(params)
@@ -175,7 +175,7 @@ def _peer(shape: TransformerConfig, params: Params) -> Any:
 
 def _rates(dtype: torch.dtype, device: str) -> tuple[float, float]:
     """Return the bytes read and the operations done a second, measured: a sum and a product."""
-    large: Tensor = torch.ones(64_000_000, device=device)
+    large: Tensor = torch.ones(64_000_000, dtype=torch.float32, device=device)
     square = torch.ones(2048, 2048, device=device, dtype=dtype)
     read = min(seconds_of(large.sum, device) for _ in range(5))
     multiply = min(seconds_of(lambda: square @ square, device) for _ in range(5))

@@ -174,13 +174,15 @@ def _batch(config: StepBenchConfig, seed: int) -> Batch:
     shape = (config.rows, config.length)
     generator = rng.generator(0, seed)
     uniform = -math.log(config.vocab_size)  # about what the untrained policy gives a token
-    mask = (torch.arange(config.length) >= config.length // 4).expand(shape)
+    drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    positions = torch.arange(config.length, device="cpu")
+    mask = (positions >= config.length // 4).expand(shape)
     batch = Batch(
-        tokens=torch.randint(config.vocab_size, shape, generator=generator),
-        positions=torch.arange(config.length).expand(shape),
+        tokens=torch.randint(config.vocab_size, shape, **drawn),
+        positions=positions.expand(shape),
         mask=mask,
-        behavior_logprobs=uniform + 0.1 * torch.randn(shape, generator=generator),
-        advantages=torch.randn(config.rows, 1, generator=generator).expand(shape),
+        behavior_logprobs=uniform + 0.1 * torch.randn(shape, dtype=torch.float32, **drawn),
+        advantages=torch.randn(config.rows, 1, dtype=torch.float32, **drawn).expand(shape),
         token_weights=grpo().weight(mask),
     )
     return tree.map(lambda leaf: leaf.to(config.device).contiguous(), batch)

@@ -85,10 +85,10 @@ class Batch:
     def _enter(self, entering: list[int]) -> Tensor:
         """Run the prompts once, share what they leave with their samples; logits of each sample."""
         group, device = self.sampling.num_samples, self.tokens.device
-        lengths = torch.tensor([len(self.prompts[index]) for index in entering])
-        width = int(lengths.max())
-        padded = _pad([self.prompts[index] for index in entering], width)
-        lengths = lengths.to(device)
+        prompts = [self.prompts[index] for index in entering]
+        width = max(map(len, prompts))
+        padded = _pad(prompts, width)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         prefix = prefill(self.network, torch.tensor(padded, device=device), lengths)
         start = len(self.samples)
         self.samples += [index * group + k for index in entering for k in range(group)]

@@ -118,7 +118,7 @@ def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:
         found.append(lambda logprobs: _nucleus_edge(logprobs, sampling.top_p))
     if sampling.min_p > 0:
         # log_softmax moves all log-probabilities of a row alike, so the gap to the best stays.
-        gap = torch.tensor(sampling.min_p, dtype=torch.float64).log().item()
+        gap = torch.tensor(sampling.min_p, dtype=torch.float64, device="cpu").log().item()
         found.append(lambda logprobs: logprobs.amax(dim=-1, keepdim=True) + gap)
     return found
 

@@ -66,11 +66,12 @@ log-probabilities, got a mean difference of 1.94 where rounding to torch.float32
 funcrl's names of parameters and vLLM's do not agree.
     """
     count = min(_TOKENS, model.config.context_length - 1)
-    tokens = torch.arange(count) * 7919 % model.config.vocab_size
-    found = torch.tensor(engine_scores([tokens.tolist()])[0])
     like = next(iter(params.values()))
     positions = torch.arange(count, device=like.device)[None]
-    rows, model_fn = Sample(tokens[None].to(like.device), positions), logprob_fn(model)
+    tokens = positions * 7919 % model.config.vocab_size
+    scored = engine_scores(tokens.tolist())[0]
+    found = torch.tensor(scored, dtype=torch.float32, device="cpu")
+    rows, model_fn = Sample(tokens, positions), logprob_fn(model)
 
     def scores(weights: Params) -> Tensor:
         return score(model_fn, weights, rows).logprobs[0, 1:].float().cpu()

@@ -290,16 +290,17 @@ def init_params(
     """
     named = dict(sorted(model.named_parameters()))
     num_layers = sum(isinstance(child, Block) for child in model.modules())
+    # The same numbers whatever they become, and whatever torch's defaults are.
+    drawn: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     params: Params = {}
     for index, (name, leaf) in enumerate(named.items()):
         if leaf.ndim < 2:
-            value = (
-                torch.zeros(leaf.shape) if "bias" in name.split(".")[-1] else torch.ones(leaf.shape)
-            )
+            fill = 0.0 if "bias" in name.split(".")[-1] else 1.0
+            value = torch.full(leaf.shape, fill, **drawn)
         else:
             writes_residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
             deviation = 0.02 / (math.sqrt(2 * num_layers) if writes_residual else 1.0)
             generator = rng.generator(seed, index)
-            value = torch.randn(leaf.shape, generator=generator) * deviation
+            value = torch.randn(leaf.shape, generator=generator, **drawn) * deviation
         params[name] = value.to(device=device, dtype=dtype)
     return params

@@ -33,9 +33,14 @@ def _nibbles(raw: Tensor) -> Tensor:
     return torch.cat([raw & 15, raw >> 4], dim=-1)
 
 
+def _counting(count: int) -> Tensor:
+    """Return 0, 1, 2 ... as bytes, where files are decoded."""
+    return torch.arange(count, dtype=torch.uint8, device="cpu")
+
+
 def _bits(raw: Tensor) -> Tensor:
     """Return the bits of bytes [n, b], the lowest of each first: [n, 8 b]."""
-    return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    return ((raw[..., None] >> _counting(8)) & 1).flatten(-2)
 
 
 def _q4_0(raw: Tensor) -> Tensor:
@@ -83,13 +88,13 @@ def _q4_k(raw: Tensor) -> Tensor:
 def _q5_k(raw: Tensor) -> Tensor:
     pairs = raw[:, 48:].unflatten(-1, (4, 32))
     # Bit r of byte j is the fifth bit of number j in run r.
-    fifth = (raw[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    fifth = (raw[:, None, 16:48] >> _counting(8)[:, None]) & 1
     return _scaled_by_8(raw, _nibbles(pairs).view(-1, 8, 32) | (fifth << 4))
 
 
 def _q6_k(raw: Tensor) -> Tensor:
     low, high = raw[:, :128].unflatten(-1, (2, 64)), raw[:, 128:192].unflatten(-1, (2, 1, 32))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    shifts = 2 * _counting(4)[:, None]
     top = ((high >> shifts) & 3) << 4  # [n, 2, 4, 32]
     whole = _nibbles(low).unflatten(-1, (4, 32)) | top
     scales = raw[:, 192:208].contiguous().view(torch.int8).to(torch.float32)

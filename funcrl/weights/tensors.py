@@ -43,7 +43,7 @@ def read_tensor(stored: Stored, dtype: torch.dtype) -> Tensor:
         tensor([[2., 3.],
                 [4., 5.]], dtype=torch.float64)
     """
-    out = torch.empty(stored.shape, dtype=dtype)
+    out = torch.empty(stored.shape, dtype=dtype, device="cpu")
     flat = out.view(-1)
     blocks = flat.numel() // stored.block
     at_once = max(_AT_ONCE // stored.block, 1)
