@@ -256,6 +256,17 @@ def test_a_leaf_keeps_its_shape(shape, clip):
     assert relative(got, total(params, rows)) <= 1e-12
 
 
+def test_norms_of_complex_products_are_left_as_they_are():
+    def norms(x, y):
+        return torch.linalg.vector_norm(torch.bmm(x, y), 2, dim=(1, 2))
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 3, 20, 20, generator=generator, dtype=torch.complex128)
+    x, y = x[:, :, :2], y[:, :2]
+    fused = funcrl.fuse_per_sample(funcrl.trace(norms, x, y))
+    assert torch.equal(fused(x, y), norms(x, y))
+
+
 def test_what_is_not_understood_is_left_as_it_is():
     params, tokens = random_params(), torch.arange(24).reshape(4, 6)
     uses = {

@@ -67,8 +67,9 @@ def symbols(graph: Graph) -> Symbols:
     found: Symbols = {}
     for node in list(graph.nodes):
         rule = _RULES.get(node.target) if node.op == "call_function" else None
-        tensors = node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
-        if rule is not None and tensors:
+        value = node.meta.get("val")
+        real = isinstance(value, Tensor) and not value.is_complex()  # a Gram product conjugates
+        if rule is not None and node.all_input_nodes and real:
             roots = {root for read in node.all_input_nodes for root in roots_of(found.get(read))}
             symbol = rule(node, found, Writer(graph, node, described_best(roots or {node})))
             if symbol is not None and _fits(symbol, tuple(shape_of(node).shape)):
