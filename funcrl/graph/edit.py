@@ -1,8 +1,11 @@
 """What every pass needs to rewrite a graph."""
 
+from collections.abc import Callable
 from typing import Any
 
+from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 
 def copied(graph: Graph) -> Graph:
@@ -32,6 +35,28 @@ def arguments(node: Node) -> tuple[Any, ...]:
         (arg0_1, [0])
     """
     return node.args
+
+
+def example_of(operation: Callable[..., Any], args: Any, kwargs: Any, like: Node) -> Any:
+    """Return what an operation gives for nodes: tensors without data, as in `node.meta["val"]`.
+
+    Args:
+        operation: of the arguments.
+        args: of the operation, nodes among them.
+        kwargs: likewise, by name.
+        like: a node of the same trace.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.edit import example_of
+        >>> x = next(iter(funcrl.trace(lambda x: x.exp(), torch.ones(2, 3)).graph.nodes))
+        >>> example_of(torch.ops.aten.t.default, (x,), {}, like=x).shape
+        torch.Size([3, 2])
+    """
+    mode: Any = detect_fake_mode(like.meta["val"])
+    with mode:
+        values, options = map_arg((args, kwargs), lambda node: node.meta["val"])
+        return operation(*values, **options)
 
 
 def describe_like(node: Node, source: Node) -> None:

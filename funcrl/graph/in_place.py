@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
@@ -26,7 +25,7 @@ from funcrl.graph.aliases import (
     writes,
     written_by,
 )
-from funcrl.graph.edit import arguments, describe_like
+from funcrl.graph.edit import arguments, describe_like, example_of
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
@@ -62,7 +61,7 @@ def _check_writes(module: GraphModule) -> None:
     writers = [node for node in module.graph.nodes if writes(node)]
     if not writers:
         return
-    storages = find_storages(module).of
+    storages, _, written = find_storages(module)
     held = {storages[node][0] for node in module.graph.find_nodes(op="get_attr")}
     whole: dict[int, Any] = {}  # of each storage: the value that was allocated with it
     for node, found in storages.items():
@@ -70,9 +69,6 @@ def _check_writes(module: GraphModule) -> None:
         values = value if isinstance(value, list | tuple) else [value]
         for storage, each in zip(found, values, strict=bool(found)):  # the output has none
             whole.setdefault(storage, each)
-    written = {
-        storage for node in writers for read in written_by(node) for storage in storages[read]
-    }
     for node in module.graph.nodes:
         if node.target not in _STRIDED or written.isdisjoint(storages[node]):
             continue
@@ -115,10 +111,7 @@ def _check_dtype(node: Node) -> None:
     if not out:
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name not in out}
-    mode: Any = detect_fake_mode(written_by(node)[0].meta["val"])
-    with mode:
-        args, kwargs = torch.fx.map_arg((node.args, kwargs), lambda read: read.meta["val"])
-        given = operation.overloadpacket(*args, **kwargs)
+    given = example_of(operation.overloadpacket, node.args, kwargs, like=written_by(node)[0])
     given = given if isinstance(given, list | tuple) else [given]
     targets = [target.meta["val"] for target in written_by(node)]
     if [each.dtype for each in given] != [each.dtype for each in targets]:
@@ -206,11 +199,8 @@ def _signature(target: Any) -> list[tuple[str, str]]:
 def _as_written(node: Node, target: Node) -> Node:
     """Return the result as the write would have left it: in the target's dtype and strides."""
     described: Tensor = target.meta["val"]
-    mode: Any = detect_fake_mode(described)
-    with mode:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
-        operation: Any = node.target
-        node.meta["val"] = value = operation(*args, **kwargs)
+    operation: Any = node.target
+    node.meta["val"] = value = example_of(operation, node.args, node.kwargs, like=target)
     layout = (described.shape, described.stride(), described.dtype)
     if (value.shape, value.stride(), value.dtype) == layout:
         return node

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from funcrl import numerics
-from funcrl.graph.edit import describe_like
+from funcrl.graph.edit import describe_like, example_of
 
 aten = torch.ops.aten
 
@@ -46,15 +45,12 @@ class Writer:
 
     def __init__(self, graph: Graph, place: Node, source: Node) -> None:
         self.graph, self.place, self.source = graph, place, source
-        self.fake_mode: Any = detect_fake_mode(shape_of(source))
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """Return a node that computes `op(*args)`, described as its source is."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(op, args, kwargs)
-        with self.fake_mode:
-            values, options = torch.fx.map_arg((args, kwargs), shape_of)
-            node.meta["val"] = op(*values, **options)
+        node.meta["val"] = example_of(op, args, kwargs, like=self.source)
         describe_like(node, self.source)
         if any(source.meta.get("phase") == "optimizer" for source in node.all_input_nodes):
             node.meta["phase"] = "optimizer"

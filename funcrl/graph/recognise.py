@@ -87,14 +87,12 @@ def _fits(symbol: Symbol, shape: tuple[int, ...]) -> bool:
     batch, (rows, columns) = _batch(of), _widths(of)
     if isinstance(symbol, Square):  # only summed from here on, whatever the shape of a sample
         return shape[:1] == (batch,) and math.prod(shape) == batch * rows * columns
-    return (
-        shape
-        == {
-            "vector": (batch, rows * columns),
-            "rows": (batch * rows, columns),
-            "matrix": (batch, rows, columns),
-        }[symbol.layout]
-    )
+    layouts = {
+        "vector": (batch, rows * columns),
+        "rows": (batch * rows, columns),
+        "matrix": (batch, rows, columns),
+    }
+    return shape == layouts[symbol.layout]
 
 
 def roots_of(symbol: Symbol | None) -> frozenset[Node]:
