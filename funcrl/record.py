@@ -95,7 +95,7 @@ class Record:
 
     def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Write down a finished step, and show it; `seen` are completions to keep."""
-        _check_process(self._process, self._title, self.folder)
+        self.check_process()
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
         # Only now: a step whose lines could not be written is one to do again.
@@ -105,6 +105,14 @@ class Record:
         self._view.step(row, seen[0] if seen else None)
         if row["step"] == self._config.steps or not row["step"] % self._config.checkpoint.every:
             self.save()
+
+    def check_process(self) -> None:
+        """Raise in a child that something forked: it must not compute or write for its parent."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"train expects one process to write to {self.folder}, its own {self._process}, "
+                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
+            )
 
     def give_up_state(self) -> None:
         """Let an update overwrite the last finished step's state, until the next `advance`."""
@@ -211,14 +219,6 @@ def _lock(folder: Path) -> int:
             f"train expects a --run-dir that no other run is writing to, got {folder}."
         ) from None
     return file
-
-
-def _check_process(process: int, task: str, folder: Path) -> None:
-    if os.getpid() != process:
-        raise ForkedError(
-            f"train expects one process to write to {folder}, its own {process}, got a step of the "
-            f"task {task!r} from a forked child {os.getpid()}."
-        )
 
 
 def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:

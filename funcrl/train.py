@@ -169,6 +169,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
+        record.check_process()  # a forked child computes nothing: torch's threads are not in it
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
         if rolled.graded.errors:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from cases import equal
+from torch import set_num_threads  # torch's own: vLLM's CPU worker puts one that does nothing there
 
 import funcrl
 from funcrl import cli, config, rollouts, runs, watch
@@ -238,7 +239,7 @@ CHANGES = {
     "torch.set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
     "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
     "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    "torch.set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch.set_num_threads": lambda: set_num_threads(torch.get_num_threads() + 1),
     "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
 }
 
