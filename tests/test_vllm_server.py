@@ -1,20 +1,21 @@
 """vLLM in servers of its own, for real: parameters arrive, answers are the policy's, it ends."""
 
 import importlib.util
-import json
 import os
 import signal
-import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
-import urllib.request
 import venv
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from test_vllm import DEVICE, PROMPTS, make, scored, with_infinite_values
@@ -26,7 +27,15 @@ from funcrl.generators import VLLM, EngineError, vllm_transport
 from funcrl.generators.vllm_remote import shortened
 from funcrl.generators.vllm_server import Server, Servers, check_plugin, flags
 from funcrl.generators.vllm_spoken import Spoken
-from funcrl.generators.vllm_transport import Bucket, SharedMemory, open_memory, plan_buckets, unpack
+from funcrl.generators.vllm_transport import (
+    Bucket,
+    SharedMemory,
+    fingerprint,
+    new_run,
+    open_memory,
+    plan_buckets,
+    unpack,
+)
 
 ROOT = Path(__file__).parents[1]
 needs_vllm = [
@@ -70,6 +79,24 @@ def is_empty(group):
             if int(fields[2]) == group and fields[0] != "Z":
                 return False
     return True
+
+
+def listening(group):
+    """The addresses, of any network, at which the processes of a group listen."""
+    rows = [
+        row.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for row in Path(table).read_text().splitlines()[1:]
+    ]
+    listeners = {fields[9]: fields[1] for fields in rows if fields[3] == "0A"}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+            for file in (entry / "fd").iterdir():
+                inode = os.readlink(file).removeprefix("socket:[").removesuffix("]")
+                if inode in listeners:
+                    found.append((entry.name, listeners[inode]))
+    return found
 
 
 # The second GPU's server gets its parameters by NCCL.
@@ -158,13 +185,26 @@ class TestServer:
     def test_it_is_compatible_with_openais_api(self, running):
         vllm, *_ = running
         content = {"model": vllm._engine._servers[0].model, "prompt": [1, 2], "max_tokens": 3}
-        request = urllib.request.Request(
-            vllm.addresses[0] + "/v1/completions",
-            json.dumps(content).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        through = httpx.HTTPTransport(uds=vllm.addresses[0])
+        with httpx.Client(transport=through, base_url="http://vllm", timeout=60) as client:
+            answer = client.post("/v1/completions", json=content).json()
+        assert answer["usage"]["completion_tokens"] == 3
+
+    def test_nobody_else_gets_in(self, running):
+        vllm, *_ = running
+        folder = Path(vllm.addresses[0]).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        for process in processes(vllm):
+            assert listening(process.pid) == []
+        if os.geteuid() == 0:  # another user tries
+            code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+            for path in folder.iterdir():
+                if path.is_socket():
+                    tried = subprocess.run(
+                        ["python3", "-c", code, path], user=65534, group=65534, cwd="/",
+                        capture_output=True, text=True, check=False,
+                    )  # fmt: skip
+                    assert "PermissionError" in tried.stderr
 
     @pytest.mark.skipif(DEVICE == "cuda", reason="there NaN ends vLLM's kernels and the process")
     def test_nan_leaves_nothing_in_the_cache(self, running):
@@ -186,6 +226,43 @@ class TestServer:
         vllm, *_ = running
         if isinstance(vllm._engine._link._sender, SharedMemory):
             assert not vllm._engine._link._sender._path.exists()
+
+    def test_two_runs_side_by_side_have_their_own_parameters(self, running):
+        vllm, model, params = running
+        other = {name: leaf * 0.5 for name, leaf in params.items()}
+        second = VLLM(model, config=server(), dtype=DTYPE, decode=spell)
+        try:
+            for policy in (other, params):
+                second.push(policy)
+                for runs, pushed in ((vllm, params), (second, policy)):
+                    expected = scored(model, pushed, PROMPTS)
+                    for found, values in zip(runs.score(PROMPTS), expected, strict=True):
+                        assert (torch.tensor(found).double() - values).abs().max() < BOUND
+        finally:
+            second.close()
+
+    def test_parameters_that_are_not_the_trainers_end_the_engine(self, running):
+        _, model, params = running
+        second = VLLM(model, config=server(), dtype=DTYPE, decode=spell)
+        try:
+            second.push(params)
+            memory = second._engine._link._sender
+            send = memory.send
+
+            def send_and_meddle(params, buckets, post):
+                def meddle():
+                    memory._flat[5] += 1
+                    post()
+
+                send(params, buckets, meddle)
+
+            memory.send = send_and_meddle
+            with pytest.raises(EngineError, match="parameters that the trainer sent"):
+                second.push(params)
+            with pytest.raises(RuntimeError, match="got one that is closed"):
+                second.score(PROMPTS)
+        finally:
+            second.close()
 
     def test_last_an_engine_that_dies_in_a_push_is_noticed(self, running):
         """The server's own process lives on, and waits for its engine's without end."""
@@ -223,14 +300,14 @@ class TestEnds:
                     os.killpg(process.pid, signal.SIGKILL)
             return False
 
-        with pytest.raises(EngineError, match="VLLM expects its server at http://127.0.0.1"):
+        with pytest.raises(EngineError, match="VLLM expects its server at /.*socket"):
             funcrl.train(config, stop=kill_after_the_first_step)
         assert (tmp_path / "run" / "checkpoints" / "1").exists()
         resumed = funcrl.train(replace(config, generator="sampler"), resume=True)
         assert [row["step"] for row in resumed.history] == [0, 1, 2, 3]
 
     def test_a_server_that_does_not_start_says_why(self):
-        server = Server({"no_such_argument": 1}, {}, None)
+        server = Server({"no_such_argument": 1}, {}, None, new_run())
         with pytest.raises(RuntimeError, match="exit code 2; (.|\n)*no-such-argument"):
             server.wait(300)
         server.close()
@@ -238,7 +315,7 @@ class TestEnds:
 
     def test_a_server_that_is_late_shows_its_log(self):
         servers = Servers({}, {}, [], 1)
-        servers._servers.append(server := Server({}, {}, None))
+        servers._servers.append(server := Server({}, {}, None, new_run()))
         server._log.write_text("is still loading")
         with pytest.raises(TimeoutError, match="start-seconds 0(.|\n)*is still loading"):
             server.wait(0)
@@ -246,7 +323,7 @@ class TestEnds:
 
     def test_servers_do_not_wait_for_each_other_when_one_has_failed(self):
         servers = Servers({}, {}, [], 1)
-        servers._servers += [Server({}, {}, None) for _ in range(2)]
+        servers._servers += [Server({}, {}, None, new_run()) for _ in range(2)]
 
         def ask(index, server):
             if index == 0:
@@ -261,7 +338,8 @@ class TestEnds:
         code = """
 import os, signal
 from funcrl.generators.vllm_server import Server
-server = Server({}, {}, None)
+from funcrl.generators.vllm_transport import new_run
+server = Server({}, {}, None, new_run())
 print(server._process.pid, server.model, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -273,13 +351,13 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert is_empty(int(group))
         assert not os.path.exists(folder)
 
-    def test_a_servers_port_is_nobody_elses(self):
-        server = Server({}, {}, None)
-        try:
-            with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind((server.host, server.port))
-        finally:
-            server.close()
+    def test_a_path_too_long_for_a_socket_is_refused(self, tmp_path, monkeypatch):
+        deep = tmp_path / ("d" * 80)
+        deep.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(deep))
+        with pytest.raises(ValueError, match="VLLM expects a folder for temporary files.*TMPDIR"):
+            Server({}, {}, None, new_run())
+        assert list(deep.iterdir()) == []
 
 
 @pytest.fixture
@@ -333,12 +411,13 @@ def test_parameters_travel_in_buckets_and_arrive_as_they_were():
         q = next(bucket for bucket in buckets if "blocks.1.attention.q.weight" in bucket.names)
         assert {"blocks.1.attention.k.weight", "blocks.1.attention.v.weight"} <= set(q.names)
         count, told, opened = sum(bucket.size for bucket in buckets), [], []
+        run = new_run()
 
-        def tell(facts, told=told, opened=opened):
+        def tell(facts, run=run, told=told, opened=opened):
             told += facts
-            opened.append(open_memory(**facts[0], device=torch.device("cpu")))
+            opened.append(open_memory(run, **facts[0], device=torch.device("cpu")))
 
-        memory = SharedMemory(count, torch.float32)
+        memory = SharedMemory(count, torch.float32, run)
         try:
             memory.open(tell, servers=2)
             assert told[0] == told[1]
@@ -350,7 +429,81 @@ def test_parameters_travel_in_buckets_and_arrive_as_they_were():
                         assert torch.equal(leaf, sent[name].cpu())
         finally:
             memory.close()
-        assert not os.path.exists(told[0]["path"])
+        assert not memory._path.exists()
+
+
+def test_only_the_runs_own_memory_is_read():
+    run = new_run()
+    memory = SharedMemory(6, torch.float32, run)
+    path, opened = memory._path, partial(open_memory, dtype="float32", device=torch.device("cpu"))
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(FileExistsError):
+            SharedMemory(6, torch.float32, run)
+        with pytest.raises(FileNotFoundError):
+            opened(new_run(), 6)
+        for count in (5, 7, 1 << 40):
+            with pytest.raises(ValueError, match=f"expects .* of {count * 4} bytes, got 24"):
+                opened(run, count)
+        assert path.stat().st_size == 24
+        path.chmod(0o620)
+        with pytest.raises(PermissionError, match="of user .* alone, got -rw--w----"):
+            opened(run, 6)
+        path.chmod(0o600)
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+            with pytest.raises(PermissionError, match="got -rw------- of user 65534"):
+                opened(run, 6)
+        other = path.with_name(f"funcrl-{new_run()}")
+        path.rename(other)
+        path.symlink_to(other)
+        with pytest.raises(OSError, match="symbolic link"):
+            opened(run, 6)
+        other.unlink()
+    finally:
+        memory.close()
+
+
+def test_what_is_read_of_a_runs_memory_cannot_change_it():
+    memory = SharedMemory(2, torch.float32, run := new_run())
+    try:
+        open_memory(run, 2, "float32", torch.device("cpu"))(2).fill_(3.0)
+        assert memory._flat.tolist() == [0.0, 0.0]
+    finally:
+        memory.close()
+
+
+def plain_fingerprint(content, key):
+    """The definition, in Python's integers."""
+
+    def mixed(word):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            signed = word - 2**64 if word >> 63 else word  # torch's shift keeps the sign
+            word = ((word ^ (signed >> shift)) * factor) % 2**64
+        signed = word - 2**64 if word >> 63 else word
+        return (word ^ (signed >> 31)) % 2**64
+
+    content += bytes(-len(content) % 8)
+    words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content), 8)]
+    total = sum(mixed(word ^ mixed((8 * at + key) % 2**64)) for at, word in enumerate(words))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 97])
+def test_a_fingerprint_is_of_every_bit_and_its_place(dtype, count, monkeypatch):
+    flat = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    content = flat.view(torch.uint8).numpy().tobytes()
+    found = fingerprint(flat, 2**62 + 5)
+    assert found == plain_fingerprint(content, 2**62 + 5)
+    monkeypatch.setattr(vllm_transport, "_PIECE_BYTES", 16)  # in pieces it is the same
+    assert fingerprint(flat, 2**62 + 5) == found
+    others = {fingerprint(flat, 6)}
+    for byte in range(len(content)):
+        changed = flat.clone()
+        changed.view(torch.uint8)[byte] ^= 1
+        others.add(fingerprint(changed, 2**62 + 5))
+    assert len(others | {found}) == len(content) + 2
 
 
 def test_a_bucket_holds_at_least_one_matrix():
@@ -362,13 +515,13 @@ def test_a_bucket_holds_at_least_one_matrix():
 
 def test_memory_that_is_not_there_is_an_error_and_no_crash():
     with pytest.raises(MemoryError, match="VLLM.push expects room for .* bytes in"):
-        SharedMemory(1 << 50, torch.float32)
+        SharedMemory(1 << 50, torch.float32, new_run())
 
 
 def test_a_server_that_dies_while_a_group_forms_is_waited_for_no_longer(monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(vllm_transport, "join_group", lambda *_: ended.wait())
-    sender = vllm_transport.Broadcast(torch.device("cpu"), torch.float32)
+    sender = vllm_transport.Broadcast(torch.device("cpu"), torch.float32, new_run())
 
     def post(facts):
         raise RuntimeError(f"{len(facts)} servers have died")

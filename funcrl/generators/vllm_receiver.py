@@ -1,5 +1,6 @@
 """Inside a server: where parameters arrive, by vLLM's own interface for transferring weights."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,28 +12,37 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from funcrl.generators.vllm_native import write_params
-from funcrl.generators.vllm_transport import Bucket, join_group, open_memory, unpack
+from funcrl.generators.vllm_transport import (
+    RUN_VARIABLE,
+    Bucket,
+    fingerprint,
+    join_group,
+    open_memory,
+    unpack,
+)
 from funcrl.types import Params
 
 
 @dataclass
 class Opened(WeightTransferInitInfo):
-    """Where parameters will come from: shared memory at a path, or rank 0 of a group."""
+    """How parameters will come: `count` of them in the run's memory, or from rank 0 of its group.
+
+    Where that is, only the trainer says that started this server, and no request.
+    """
 
     dtype: str
-    path: str = ""
     count: int = 0
-    host: str = ""
-    port: int = 0
     rank: int = 0
     world: int = 0
 
 
 @dataclass
 class Sent(WeightTransferUpdateInfo):
-    """What comes, in this order: names and shapes of each bucket; and whether NaN is to go."""
+    """What comes, in this order: names, shapes and fingerprint of each bucket; if NaN is to go."""
 
     buckets: list[tuple[list[str], list[list[int]]]]
+    fingerprints: list[int]
+    key: int
     clear: bool = False
 
 
@@ -52,11 +62,12 @@ class Receiver(WeightTransferEngine[Any, Any]):
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
-        if init_info.path:
-            self._receive = open_memory(init_info.path, init_info.count, init_info.dtype, device)
+        run = os.environ[RUN_VARIABLE]
+        if init_info.count:
+            self._receive = open_memory(run, init_info.count, init_info.dtype, device)
             return
-        where = init_info.host, init_info.port, init_info.rank, init_info.world
-        group, dtype = join_group(*where, device), getattr(torch, init_info.dtype)
+        group = join_group(run, init_info.rank, init_info.world, device)
+        dtype = getattr(torch, init_info.dtype)
 
         def receive(size: int) -> torch.Tensor:
             taken = torch.empty(size, dtype=dtype, device=device)
@@ -85,9 +96,16 @@ class Receiver(WeightTransferEngine[Any, Any]):
         if update_info.clear:
             _clear(self.model)
         together: Params = {}
-        for each in update_info.buckets:
+        expected = zip(update_info.buckets, update_info.fingerprints, strict=True)
+        for number, (each, sent) in enumerate(expected):
             bucket = Bucket(*each)
-            params = unpack(self._receive(bucket.size), bucket)
+            flat = self._receive(bucket.size)
+            if (got := fingerprint(flat, update_info.key)) != sent:
+                raise RuntimeError(
+                    f"VLLM.push expects the parameters that the trainer sent in a server, got "
+                    f"others in bucket {number}: fingerprint {got:x} and not {sent:x}."
+                )
+            params = unpack(flat, bucket)
             if hasattr(self.model, "adopt"):  # funcrl's network refers to all of them at once
                 together |= params
             else:

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+from funcrl.generators.vllm_transport import RUN_VARIABLE, new_run
 
 _LINES = 15  # of a log, that an error shows
 _CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
@@ -28,42 +31,50 @@ _FIND_PLUGINS = """
 from importlib.metadata import entry_points
 print(*(each.value for each in entry_points(group="vllm.general_plugins")), sep="\\n")
 """
+# Of a Unix socket's path: what Linux takes, with the zero at its end; and the name of vLLM's own.
+_PATH_BYTES, _NAME_BYTES = 107, len("/") + len(str(uuid.UUID(int=0)))
+_SOCKET = "socket"
 _NAN = b"float values are not JSON compliant"  # what vLLM says in place of a NaN
 
 
 class Server:
     """An OpenAI-compatible server of vLLM's, at `address`, in processes of its own.
 
-    It is not ready before `wait` returns. Its routes for pausing, new weights and calls of vLLM's
-    workers are open to all who reach the address, which are the users of this host.
+    The address is a Unix socket in a folder that only this user can enter: the routes for pausing,
+    new weights and calls of vLLM's workers ask for no key. It is not ready before `wait` returns.
 
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
         described: the config.json that vLLM is to read, if it needs one.
         device: the GPU, as nvidia-smi counts them; where this process is when left out.
+        run: what the trainer and its servers meet by, as `vllm_transport.new_run` makes it.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], described: Mapping[str, Any] | None, device: int | None
+        self,
+        settings: Mapping[str, Any],
+        described: Mapping[str, Any] | None,
+        device: int | None,
+        run: str,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="funcrl-vllm-")
+        self._folder = _private_folder()
         folder = Path(self._folder.name)
         if described is not None:
             (folder / "config.json").write_text(json.dumps(described))
         self.model, self._log = str(folder), folder / "log.txt"
-        self._place = _held_port()
-        self.host, self.port = self._place.getsockname()
-        self.address, self._answers = f"http://{self.host}:{self.port}", True
+        self.address, self._answers, self._closed = str(folder / _SOCKET), True, False
         command = ["env", "VLLM_SERVER_DEV_MODE=1"]  # opens the routes for new weights
+        command += [f"VLLM_RPC_BASE_PATH={folder}", f"{RUN_VARIABLE}={run}"]
         if device is not None:
             command += ["CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={device}"]
         command += [sys.executable, "-m", "funcrl.generators.vllm_serve", "--model", self.model]
-        command += ["--host", self.host, "--port", str(self.port), *flags(settings)]
+        command += ["--uds", self.address, *flags(settings)]
         command += ["--disable-uvicorn-access-log"]  # a line for each sample of a long run
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                umask=0o077,
+            )  # fmt: skip
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which `wait` will tell
             os.write(self._process.stdin.fileno(), self.model.encode())
@@ -78,7 +89,7 @@ class Server:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._check_alive()
-            if _is_healthy(self.host, self.port, 10):
+            if _is_healthy(self.address, 10):
                 return
             time.sleep(0.2)
         raise TimeoutError(
@@ -89,7 +100,7 @@ class Server:
     def post(self, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a request; raise if the server refuses, or is no more."""
         try:
-            status, body = _ask(self.host, self.port, path, content)
+            status, body = _ask(self.address, path, content)
         except (OSError, http.client.HTTPException) as error:
             self._answers = False
             self._check_alive()
@@ -120,8 +131,9 @@ class Server:
 
     def close(self) -> None:
         """End the server and all of its processes."""
-        if self._place.fileno() < 0:
-            return  # is closed; the number of its processes may be another's by now
+        if self._closed:
+            return  # the number of its processes may be another's by now
+        self._closed = True
         for kind in (signal.SIGTERM, signal.SIGKILL):
             end = time.monotonic() + _LAST_SECONDS
             with suppress(ProcessLookupError):  # nobody is left
@@ -132,7 +144,6 @@ class Server:
                     time.sleep(0.1)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._place.close()
         self._folder.cleanup()
 
     def _check_alive(self) -> None:
@@ -171,9 +182,10 @@ class Servers:
         seconds: float,
     ) -> None:
         self._servers: list[Server] = []
+        self.run = new_run()
         try:
             for device in devices:
-                self._servers.append(Server(settings, described, device))
+                self._servers.append(Server(settings, described, device, self.run))
             for server in self._servers:
                 server.wait(seconds)
         except BaseException:
@@ -189,7 +201,7 @@ class Servers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the API of each is."""
+        """The Unix socket that the API of each is at."""
         return tuple(server.address for server in self._servers)
 
     @property
@@ -255,16 +267,29 @@ def check_plugin() -> None:
     )
 
 
-def _ask(host: str, port: int, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
+class _Connection(http.client.HTTPConnection):
+    """HTTP through a Unix socket."""
+
+    def __init__(self, address: str, seconds: float | None = None) -> None:
+        super().__init__("localhost", timeout=seconds)
+        self._address = address
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._address)
+
+
+def _ask(address: str, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
     """Return a server's answer to a POST; raise if there will be none."""
-    asked = http.client.HTTPConnection(host, port)
+    asked = _Connection(address)
     try:
         headers = {"Content-Type": "application/json"}
         body = None if content is None else json.dumps(content)
         asked.request("POST", path, body, headers)
         # A server whose engine has died may wait for it without end, and so would this.
         while not connection.wait([asked.sock], _PULSE_SECONDS):
-            if not _is_healthy(host, port, _PULSE_LIMIT):
+            if not _is_healthy(address, _PULSE_LIMIT):
                 raise ConnectionError("no sign of life")
         answer = asked.getresponse()
         return answer.status, answer.read()
@@ -272,9 +297,9 @@ def _ask(host: str, port: int, path: str, content: Mapping[str, Any] | None) -> 
         asked.close()
 
 
-def _is_healthy(host: str, port: int, seconds: float) -> bool:
+def _is_healthy(address: str, seconds: float) -> bool:
     """Return whether a server says so in time."""
-    asked = http.client.HTTPConnection(host, port, timeout=seconds)
+    asked = _Connection(address, seconds)
     try:
         asked.request("GET", "/health")
         return asked.getresponse().status == 200
@@ -284,12 +309,17 @@ def _is_healthy(host: str, port: int, seconds: float) -> bool:
         asked.close()
 
 
-def _held_port() -> socket.socket:
-    """Return what keeps a port for a server: it may listen there, and nobody else gets it."""
-    place = socket.socket()
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-    place.bind(("127.0.0.1", 0))
-    return place
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that only this user can enter, whose path is short enough for sockets."""
+    folder = tempfile.TemporaryDirectory(prefix="funcrl-vllm-")
+    if len(os.fsencode(folder.name)) + _NAME_BYTES > _PATH_BYTES:
+        folder.cleanup()
+        raise ValueError(
+            f"VLLM expects a folder for temporary files whose path has at most "
+            f"{_PATH_BYTES - _NAME_BYTES - len('/funcrl-vllm-12345678')} bytes, for the sockets of "
+            f"its servers, got {tempfile.gettempdir()}; set TMPDIR to a shorter one."
+        )
+    return folder
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
