@@ -25,6 +25,7 @@ import torch
 
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
+from funcrl.runs import sync
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -253,7 +254,7 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         (draft / _MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
         for written in [*draft.rglob("*"), draft]:
-            _sync(written)
+            sync(written)
         _replace(path, draft)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -269,7 +270,7 @@ def _replace(path: Path, draft: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     draft.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -366,14 +367,6 @@ def _file_checksums(path: Path) -> dict[str, int]:
     """Return the checksum of each file that orbax wrote into a checkpoint (of 2 GB at most)."""
     files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
     return {str(each.relative_to(path)): zlib.crc32(each.read_bytes()) for each in files}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _orbax() -> Any:

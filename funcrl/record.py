@@ -31,7 +31,7 @@ class Progress(NamedTuple):
 
     step: int
     state: TrainState
-    history: list[dict[str, Any]]  # the rows of metrics.jsonl, step 0 first
+    row: dict[str, Any]  # of metrics.jsonl; those before it are only there
 
 
 class Record:
@@ -79,9 +79,7 @@ class Record:
             self._empty = True
             return None
         self._saved = found.step
-        progress = Progress(found.step, found.state, found.extra["history"])
-        _write_again(self.folder, progress)
-        self._start(progress)
+        self._start(Progress(found.step, found.state, self._take_up_rows(found.step)))
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -89,7 +87,7 @@ class Record:
         """Write down the state before the first step."""
         for name in (runs.METRICS, runs.COMPLETIONS):  # of a life that never got to a checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        self._start(Progress(0, state, [row]))
+        self._start(Progress(0, state, row))
         runs.append_lines(self.folder / runs.METRICS, [row])
         self.save()
 
@@ -99,7 +97,7 @@ class Record:
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
         # Only now: a step whose lines could not be written is one to do again.
-        self._progress = Progress(row["step"], state, [*self.progress.history, row])
+        self._progress = Progress(row["step"], state, row)
         self._given_up = False
         _log(self._trackers, row, seen)
         self._view.step(row, seen[0] if seen else None)
@@ -122,9 +120,9 @@ class Record:
 
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
-        step, state, history = self.progress
-        extra = {"step": step, "history": history}
-        self._checkpoints.save(step, state, extra, history[-1].get("eval/accuracy"))
+        step, state, row = self.progress
+        runs.sync(self.folder / runs.METRICS)  # whose rows a checkpoint goes on from
+        self._checkpoints.save(step, state, {"step": step}, row.get("eval/accuracy"))
         self._saved = step
 
     def save_unsaved(self) -> None:
@@ -154,6 +152,17 @@ class Record:
                 each.close()
             self._view.close()
             os.close(self._lock)
+
+    def _take_up_rows(self, step: int) -> dict[str, Any]:
+        """Drop the lines after a step, which will be written again, and return its metrics."""
+        metrics = self.folder / runs.METRICS
+        runs.keep_until(metrics, step)
+        runs.keep_until(self.folder / runs.COMPLETIONS, step)
+        rows = runs.read_lines(metrics)
+        missing = {*range(step + 1)} - {row["step"] for row in rows}
+        if missing:
+            self.note(f"{metrics} has lost {len(missing)} of the rows up to step {step}.")
+        return rows[-1] if step not in missing else {"step": step}
 
     def _start(self, progress: Progress) -> None:
         """Open what shows the run."""
@@ -240,14 +249,6 @@ def _log(trackers: Sequence[Tracker], row: dict[str, Any], seen: Sequence[Comple
         each.log(row)
         if seen:
             each.completions(seen)
-
-
-def _write_again(folder: Path, progress: Progress) -> None:
-    """Make the lines of a run's files those of what it goes on from."""
-    lines = folder / runs.METRICS
-    lines.unlink(missing_ok=True)
-    runs.append_lines(lines, progress.history)
-    runs.keep_until(folder / runs.COMPLETIONS, progress.step)
 
 
 def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:

@@ -129,6 +129,36 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps; what is null in its file, for it was not finite, is NaN.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> runs.append_lines(folder / runs.METRICS, [{"step": 1, "loss": float("inf")}])
+        >>> runs.read_history(folder)
+        [{'step': 1, 'loss': nan}]
+    """
+    rows = read_lines(folder / METRICS)
+    return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
+
+
+def sync(path: Path) -> None:
+    """Return when what was written to a file, or which names a folder has, survives a power cut.
+
+    Example:
+        >>> import tempfile
+        >>> from funcrl import runs
+        >>> runs.sync(runs.Path(tempfile.mkdtemp()))
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def keep_until(path: Path, step: int) -> None:
     """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
 

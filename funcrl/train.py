@@ -56,7 +56,7 @@ class Trained(NamedTuple):
     """What a run came to."""
 
     state: TrainState
-    history: list[dict[str, Any]]  # the rows of metrics.jsonl
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
 
 
 def train(
@@ -114,7 +114,7 @@ def train(
         if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
             record.close()
             parts.generator.close()
-    return Trained(record.progress.state, record.progress.history)
+    return Trained(record.progress.state, runs.read_history(folder))
 
 
 def _begin(

@@ -65,6 +65,8 @@ class Server:
         self.address, self._answers, self._closed = str(folder / _SOCKET), True, False
         command = ["env", "VLLM_SERVER_DEV_MODE=1"]  # opens the routes for new weights
         command += [f"VLLM_RPC_BASE_PATH={folder}", f"{RUN_VARIABLE}={run}"]
+        # torch.distributed listens for its group of one process: here, and not for the network.
+        command += ["VLLM_HOST_IP=127.0.0.1", "GLOO_SOCKET_IFNAME=lo"]
         if device is not None:
             command += ["CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={device}"]
         command += [sys.executable, "-m", "funcrl.generators.vllm_serve", "--model", self.model]
