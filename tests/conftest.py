@@ -3,8 +3,14 @@
 And what several files of tests share.
 """
 
+import os
+
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, and for what a test starts
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
