@@ -25,6 +25,7 @@ import torch
 
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
+from funcrl.storage import read_arrays, write_arrays
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -244,11 +245,10 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         draft.mkdir()
         # Before orbax writes: a tensor that is changed meanwhile is then told by its checksum.
         sums = [_checksum(array) for array in arrays.values()]
-        # orbax cannot hold an array without elements; the manifest alone brings it back.
+        # An array without elements is not stored; the manifest alone brings it back.
         filled = {name: array for name, array in arrays.items() if array.size}
         if filled:
-            with _orbax() as checkpointer:
-                checkpointer.save((draft / _STATE).absolute(), filled)
+            write_arrays(draft / _STATE, filled)
         text = _encode(manifest | {"checksums": sums, "files": _file_checksums(draft)})
         (draft / _MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
@@ -256,10 +256,17 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
             _sync(written)
         _replace(path, draft)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OSError(f"save could not write {path}: {reason}; older ones are whole.") from error
+        raise OSError(
+            f"save could not write {path}: {_reason(error)}; older ones are whole."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _replace(path: Path, draft: Path) -> None:
@@ -311,8 +318,7 @@ def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
     try:
         changed = sorted(files.items() - _file_checksums(path).items())
         if not changed:
-            with _orbax() as checkpointer:
-                return dict(checkpointer.restore((path / _STATE).absolute()))
+            return read_arrays(path / _STATE)
     except Exception as error:
         raise _broken(path, f"whose {_STATE} cannot be read, {error!r}") from error
     raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
@@ -374,17 +380,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _orbax() -> Any:
-    """Return a checkpointer."""
-    # Imported here: it takes up to seconds, which `import funcrl` must not cost.
-    import jax
-    import orbax.checkpoint as ocp
-
-    # orbax starts jax, which would take most of a GPU's memory although all arrays here are
-    # numpy's. A platform that somebody has chosen stays; a jax that already runs is not affected.
-    config: Any = jax.config
-    if not config.jax_platforms:
-        config.update("jax_platforms", "cpu")
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

@@ -57,8 +57,10 @@ class Record:
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         self._trackers: list[Tracker] = []
-        # The last step saved; a run without a checkpoint; a state that an update is overwriting.
-        self._saved, self._empty, self._given_up = -1, False, False
+        # The last step that is on disk, and the last one that was begun to be written.
+        self._saved, self._begun = -1, -1
+        # A run without a checkpoint; a state that an update is overwriting.
+        self._empty, self._given_up = False, False
         self._process, self._lock = os.getpid(), _lock(folder)
 
     @property
@@ -78,7 +80,7 @@ class Record:
         if found is None:
             self._empty = True
             return None
-        self._saved = found.step
+        self._saved = self._begun = found.step
         progress = Progress(found.step, found.state, found.extra["history"])
         _write_again(self.folder, progress)
         self._start(progress)
@@ -117,33 +119,38 @@ class Record:
     def give_up_state(self) -> None:
         """Let an update overwrite the last finished step's state, until the next `advance`."""
         if self.progress.state.step.is_cpu:  # where a checkpoint on its way reads its own memory
-            self._checkpoints.wait()
+            self.wait()
         self._given_up = True
 
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
+        self.wait()
         step, state, history = self.progress
         extra = {"step": step, "history": history}
         self._checkpoints.save(step, state, extra, history[-1].get("eval/accuracy"))
-        self._saved = step
+        self._begun = step
 
-    def save_unsaved(self) -> None:
-        """Save what an interruption would lose, and say where."""
-        command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
-        if self._progress is None and self._empty:
-            self.note(f"Stopped before the first step; begin again with: {command}")
-        if self._progress is None:
-            return
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk; raise if it could not be written."""
         try:
-            if self._saved < self._progress.step and not self._given_up:
-                self.save()
             self._checkpoints.wait()
-        except OSError as error:
-            self.note(str(error))
+        except OSError:
+            self._begun = self._saved
+            raise
+        self._saved = self._begun
+
+    def save_unsaved(self, error: BaseException | None = None) -> None:
+        """Save what an error or an interruption would lose; say what is saved, and how to go on.
+
+        An error carries this as a note, which is printed after it; else it is shown now.
+        """
+        text = self._saved_now()
+        if not text:
             return
-        self.note(
-            f"Saved step {self._saved} in {self.folder / runs.CHECKPOINTS}; go on with: {command}"
-        )
+        if isinstance(error, Exception):
+            error.add_note(text)
+        else:
+            self.note(text)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the screen and the trackers."""
@@ -154,6 +161,24 @@ class Record:
                 each.close()
             self._view.close()
             os.close(self._lock)
+
+    def _saved_now(self) -> str:
+        """Save the last finished step, if it is whole; return what is on disk, and how to go on."""
+        command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
+        if self._progress is None:
+            stopped = f"Stopped before the first step; begin again with: {command}"
+            return stopped if self._empty else ""
+        try:
+            if self._saved < self._progress.step and not self._given_up:
+                self.save()
+            self.wait()
+        except OSError as error:
+            lost = f"Step {self._progress.step} is not saved: {error}\n"
+            mended = f"once this is mended, go on with: {command}"
+            if self._saved < 0:
+                return f"{lost}No step is saved in {self.folder / runs.CHECKPOINTS}; {mended}"
+            return f"{lost}Step {self._saved} is saved in {self.folder / runs.CHECKPOINTS}; {mended}"
+        return f"Saved step {self._saved} in {self.folder / runs.CHECKPOINTS}; go on with: {command}"
 
     def _start(self, progress: Progress) -> None:
         """Open what shows the run."""

@@ -106,9 +106,10 @@ def train(
         if record.resumed(empty_state(config, parts)) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
-    except BaseException:
+        record.wait()
+    except BaseException as error:
         if os.getpid() == process:
-            record.save_unsaved()
+            record.save_unsaved(error)
         raise
     finally:
         if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
