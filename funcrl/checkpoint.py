@@ -25,7 +25,7 @@ import torch
 
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
-from funcrl.runs import sync
+from funcrl.storage import read_arrays, write_arrays
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -128,7 +128,8 @@ class Checkpoints:
             raise OSError(f"Checkpoints expects a folder that it can write to, {reason}") from error
         self._keep_last, self._keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Future[int] | None = None
+        self.newest: int | None = None  # the last one restored or saved, known to be whole
 
     def save(self, step: int, state: Tree, extra: Extra = None, score: float | None = None) -> None:
         """Begin to write checkpoint number `step`; a score that is not finite counts as none."""
@@ -142,7 +143,7 @@ class Checkpoints:
         """Return when nothing is being written; raise if the last save failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            self.newest = pending.result()
 
     def close(self) -> None:
         """Wait, and end the background thread."""
@@ -159,12 +160,17 @@ class Checkpoints:
 
         `on_skip` is told of each that is broken, and how; when all are, that is an error.
         """
-        return _newest(self.folder, like, on_skip) if _numbered(self.folder) else None
+        if not _numbered(self.folder):
+            return None
+        found = _newest(self.folder, like, on_skip)
+        self.newest = found.step
+        return found
 
-    def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> None:
+    def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> int:
         _clean_up(self.folder)
         _write(self.folder / str(step), manifest, arrays)
         self._thin_out(step)
+        return step
 
     def _thin_out(self, newest: int) -> None:
         """Delete what is neither new nor good, of the checkpoints up to the one just saved.
@@ -245,22 +251,28 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         draft.mkdir()
         # Before orbax writes: a tensor that is changed meanwhile is then told by its checksum.
         sums = [_checksum(array) for array in arrays.values()]
-        # orbax cannot hold an array without elements; the manifest alone brings it back.
+        # An array without elements is not stored; the manifest alone brings it back.
         filled = {name: array for name, array in arrays.items() if array.size}
         if filled:
-            with _orbax() as checkpointer:
-                checkpointer.save((draft / _STATE).absolute(), filled)
+            write_arrays(draft / _STATE, filled)
         text = _encode(manifest | {"checksums": sums, "files": _file_checksums(draft)})
         (draft / _MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
         for written in [*draft.rglob("*"), draft]:
-            sync(written)
+            _sync(written)
         _replace(path, draft)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OSError(f"save could not write {path}: {reason}; older ones are whole.") from error
+        raise OSError(
+            f"save could not write {path}: {_reason(error)}; older ones are whole."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _replace(path: Path, draft: Path) -> None:
@@ -270,7 +282,7 @@ def _replace(path: Path, draft: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     draft.rename(path)
-    sync(path.parent)
+    _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -312,8 +324,7 @@ def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
     try:
         changed = sorted(files.items() - _file_checksums(path).items())
         if not changed:
-            with _orbax() as checkpointer:
-                return dict(checkpointer.restore((path / _STATE).absolute()))
+            return read_arrays(path / _STATE)
     except Exception as error:
         raise _broken(path, f"whose {_STATE} cannot be read, {error!r}") from error
     raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
@@ -369,15 +380,9 @@ def _file_checksums(path: Path) -> dict[str, int]:
     return {str(each.relative_to(path)): zlib.crc32(each.read_bytes()) for each in files}
 
 
-def _orbax() -> Any:
-    """Return a checkpointer."""
-    # Imported here: it takes up to seconds, which `import funcrl` must not cost.
-    import jax
-    import orbax.checkpoint as ocp
-
-    # orbax starts jax, which would take most of a GPU's memory although all arrays here are
-    # numpy's. A platform that somebody has chosen stays; a jax that already runs is not affected.
-    config: Any = jax.config
-    if not config.jax_platforms:
-        config.update("jax_platforms", "cpu")
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -90,13 +90,18 @@ def main(args: Sequence[str] | None = None) -> None:
         os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
     except Exception as error:
         explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
-        _print(f"funcrl: {error}" if explained else traceback.format_exc(), sys.stderr)
+        _print(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(1)
 
 
 def _print(text: object, stream: TextIO | None = None) -> None:
     """Print a text, which may be a task's, a model's or a file's, so that it drives no terminal."""
     print(printable(str(text)), file=stream, flush=True)
+
+
+def _explanation(error: Exception) -> str:
+    """Return an error's message, and the notes that it got on its way, such as what is saved."""
+    return "\n".join([f"funcrl: {error}", *getattr(error, "__notes__", [])])
 
 
 def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:

@@ -34,6 +34,46 @@ class Progress(NamedTuple):
     row: dict[str, Any]  # of metrics.jsonl; those before it are only there
 
 
+class Claim:
+    """The right of one process to write to a run's folder, until it closes this or dies.
+
+    Args:
+        folder: the run's, made when it is missing.
+        title: of the run.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.record import Claim
+        >>> claim = Claim(pathlib.Path(tempfile.mkdtemp()), "sum_digits")
+        >>> claim.check()
+        >>> claim.close()
+    """
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self._folder, self._title, self._process = folder, title, os.getpid()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise FileExistsError(
+                f"train expects a --run-dir that no other run is writing to, got {folder}."
+            ) from None
+
+    def check(self) -> None:
+        """Raise in a child that something forked: it must not compute or write for its parent."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"train expects one process to write to {self._folder}, its own {self._process}, "
+                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
+            )
+
+    def close(self) -> None:
+        """Let others write there."""
+        os.close(self._file)
+
+
 class Record:
     """The folder of a run and everything that is written to it.
 
@@ -50,16 +90,15 @@ class Record:
         self, config: TrainConfig, folder: Path, title: str, view: View,
         command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.note = folder, view.note
+        self.folder, self.note, self._config = folder, view.note, config
+        self._display = _Display(view, f"{title} in {config.run_dir}")
         self._progress: Progress | None = None
-        self._config, self._title, self._view = config, title, view
         self._facts = _environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
-        self._trackers: list[Tracker] = []
-        # The last step saved; a run without a checkpoint; a state that an update is overwriting.
-        self._saved, self._empty, self._given_up = -1, False, False
-        self._process, self._lock = os.getpid(), _lock(folder)
+        # A run without a checkpoint; a state that an update is overwriting.
+        self._empty, self._given_up = False, False
+        self.claim = Claim(folder, title)
 
     @property
     def progress(self) -> Progress:
@@ -78,8 +117,9 @@ class Record:
         if found is None:
             self._empty = True
             return None
-        self._saved = found.step
-        self._start(Progress(found.step, found.state, self._take_up_rows(found.step)))
+        row = _write_again(self.folder, found.step, found.extra["metrics"])
+        self._display.start(self.folder, self._config, found.step)
+        self._progress = Progress(found.step, found.state, row)
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -87,30 +127,22 @@ class Record:
         """Write down the state before the first step."""
         for name in (runs.METRICS, runs.COMPLETIONS):  # of a life that never got to a checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        self._start(Progress(0, state, row))
+        self._display.start(self.folder, self._config, 0)
+        self._progress = Progress(0, state, row)
         runs.append_lines(self.folder / runs.METRICS, [row])
         self.save()
 
     def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Write down a finished step, and show it; `seen` are completions to keep."""
-        self.check_process()
+        self.claim.check()
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
         # Only now: a step whose lines could not be written is one to do again.
         self._progress = Progress(row["step"], state, row)
         self._given_up = False
-        _log(self._trackers, row, seen)
-        self._view.step(row, seen[0] if seen else None)
+        self._display.step(row, seen)
         if row["step"] == self._config.steps or not row["step"] % self._config.checkpoint.every:
             self.save()
-
-    def check_process(self) -> None:
-        """Raise in a child that something forked: it must not compute or write for its parent."""
-        if os.getpid() != self._process:
-            raise ForkedError(
-                f"train expects one process to write to {self.folder}, its own {self._process}, "
-                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
-            )
 
     def give_up_state(self) -> None:
         """Let an update overwrite the last finished step's state, until the next `advance`."""
@@ -121,56 +153,76 @@ class Record:
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
         step, state, row = self.progress
-        runs.sync(self.folder / runs.METRICS)  # whose rows a checkpoint goes on from
-        self._checkpoints.save(step, state, {"step": step}, row.get("eval/accuracy"))
-        self._saved = step
+        extra = {"step": step, "metrics": (self.folder / runs.METRICS).read_text(encoding="utf-8")}
+        self._checkpoints.save(step, state, extra, row.get("eval/accuracy"))
 
-    def save_unsaved(self) -> None:
-        """Save what an interruption would lose, and say where."""
-        command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
-        if self._progress is None and self._empty:
-            self.note(f"Stopped before the first step; begin again with: {command}")
-        if self._progress is None:
+    def save_unsaved(self, error: BaseException) -> None:
+        """Save what an error or an interruption would lose; say what is saved, and how to go on.
+
+        An error carries this as a note, which is printed after it; else it is shown now.
+        """
+        if self._progress is None and not self._empty:
             return
-        try:
-            if self._saved < self._progress.step and not self._given_up:
-                self.save()
-            self._checkpoints.wait()
-        except OSError as error:
-            self.note(str(error))
-            return
-        self.note(
-            f"Saved step {self._saved} in {self.folder / runs.CHECKPOINTS}; go on with: {command}"
-        )
+        lost = self._save_whole_step()
+        step = None if self._progress is None else self._progress.step
+        text = _what_is_saved(self.folder, self._checkpoints.newest, step, lost)
+        if isinstance(error, Exception):
+            error.add_note(text)
+        else:
+            self.note(text)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk; raise if it could not be written."""
+        self._checkpoints.wait()
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the screen and the trackers."""
         try:
             self._checkpoints.close()
         finally:
-            for each in self._trackers:
-                each.close()
-            self._view.close()
-            os.close(self._lock)
+            self._display.close()
+            self.claim.close()
 
-    def _take_up_rows(self, step: int) -> dict[str, Any]:
-        """Drop the lines after a step, which will be written again, and return its metrics."""
-        metrics = self.folder / runs.METRICS
-        runs.keep_until(metrics, step)
-        runs.keep_until(self.folder / runs.COMPLETIONS, step)
-        rows = runs.read_lines(metrics)
-        missing = {*range(step + 1)} - {row["step"] for row in rows}
-        if missing:
-            self.note(f"{metrics} has lost {len(missing)} of the rows up to step {step}.")
-        return rows[-1] if step not in missing else {"step": step}
+    def _save_whole_step(self) -> OSError | None:
+        """Save the last finished step, unless an update is overwriting it; return what failed."""
+        try:
+            self.wait()
+            unsaved = self._progress is not None and self._progress.step != self._checkpoints.newest
+            if unsaved and not self._given_up:
+                self.save()
+                self.wait()
+        except OSError as error:
+            return error
+        return None
 
-    def _start(self, progress: Progress) -> None:
-        """Open what shows the run."""
-        plain, step = configs.to_plain(self._config), progress.step
-        for name in self._config.log.trackers:
-            self._trackers.append(tracker(name, self.folder, plain, step, self.note))
-        self._view.start(f"{self._title} in {self._config.run_dir}", self._config.steps, step)
-        self._progress = progress
+
+class _Display:
+    """What shows a run: its view, and its trackers."""
+
+    def __init__(self, view: View, title: str) -> None:
+        self._view, self._title = view, title
+        self._trackers: list[Tracker] = []
+
+    def start(self, folder: Path, config: TrainConfig, step: int) -> None:
+        """Open all of it, after a number of steps."""
+        plain = configs.to_plain(config)
+        for name in config.log.trackers:
+            self._trackers.append(tracker(name, folder, plain, step, self._view.note))
+        self._view.start(self._title, config.steps, step)
+
+    def step(self, row: dict[str, Any], seen: Sequence[Completion]) -> None:
+        """Show a finished step, and completions of it."""
+        for each in self._trackers:
+            each.log(row)
+            if seen:
+                each.completions(seen)
+        self._view.step(row, seen[0] if seen else None)
+
+    def close(self) -> None:
+        """Let go of the screen and of what the trackers hold."""
+        for each in self._trackers:
+            each.close()
+        self._view.close()
 
 
 def reference_policy(folder: Path, step: int, params: Params) -> Params:
@@ -216,20 +268,6 @@ def free_folder(parent: Path, name: str) -> Path:
             return folder
 
 
-def _lock(folder: Path) -> int:
-    """Return an open file that keeps other runs out of the folder until it is closed, or we die."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise FileExistsError(
-            f"train expects a --run-dir that no other run is writing to, got {folder}."
-        ) from None
-    return file
-
-
 def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a step."""
     if step > config.steps:
@@ -244,11 +282,26 @@ def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
         )
 
 
-def _log(trackers: Sequence[Tracker], row: dict[str, Any], seen: Sequence[Completion]) -> None:
-    for each in trackers:
-        each.log(row)
-        if seen:
-            each.completions(seen)
+def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSError | None) -> str:
+    """Return which step of a run is on disk, why the last one is not, and how to go on."""
+    command = f"funcrl train --resume {shlex.quote(str(folder))}"
+    if step is None:
+        return f"Stopped before the first step; begin again with: {command}"
+    place = folder / runs.CHECKPOINTS
+    if lost is None:
+        return f"Saved step {newest} in {place}; go on with: {command}"
+    known = "No step" if newest is None else f"Step {newest}"
+    return (
+        f"Step {step} is not saved: {lost}\n{known} is saved in {place}; once this is mended, "
+        f"go on with: {command}"
+    )
+
+
+def _write_again(folder: Path, step: int, metrics: str) -> dict[str, Any]:
+    """Make the lines of a run's files those of what it goes on from; return the last metrics."""
+    runs.write_whole(folder / runs.METRICS, metrics)
+    runs.keep_until(folder / runs.COMPLETIONS, step)
+    return runs.read_lines(folder / runs.METRICS)[-1]
 
 
 def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:

@@ -144,21 +144,6 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
 
 
-def sync(path: Path) -> None:
-    """Return when what was written to a file, or which names a folder has, survives a power cut.
-
-    Example:
-        >>> import tempfile
-        >>> from funcrl import runs
-        >>> runs.sync(runs.Path(tempfile.mkdtemp()))
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def keep_until(path: Path, step: int) -> None:
     """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
 

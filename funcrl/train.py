@@ -106,9 +106,10 @@ def train(
         if record.resumed(empty_state(config, parts)) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
-    except BaseException:
+        record.wait()
+    except BaseException as error:
         if os.getpid() == process:
-            record.save_unsaved()
+            record.save_unsaved(error)
         raise
     finally:
         if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
@@ -169,7 +170,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
-        record.check_process()  # a forked child computes nothing: torch's threads are not in it
+        record.claim.check()  # a forked child computes nothing: torch's threads are not in it
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
         if rolled.graded.errors:

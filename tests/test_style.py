@@ -11,7 +11,7 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "tree", "checks", "rng", "numerics", "arrays"},
+    {"types", "tree", "checks", "rng", "numerics", "arrays", "storage", "terminal"},
     {"plain", "config_generation", "rows"},
     {"config"},
     {"protocols", "stops"},
@@ -66,7 +66,8 @@ def test_a_module_imports_only_from_below(path):
 
 
 def test_only_the_command_line_reads_argv_and_the_environment():
-    for path in FILES:
+    # A process of vLLM's hears from its environment which run it is of.
+    for path in [each for each in FILES if each.name != "vllm_receiver.py"]:
         if unit(path) != "cli":
             assert not re.search(r"sys\.argv|os\.environ|os\.getenv", path.read_text()), path
 

@@ -722,7 +722,7 @@ def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp
     before = funcrl.tree.map(torch.clone, state)
     record.give_up_state()
     state.params["norm.weight"].zero_()  # the first half of an update
-    record.save_unsaved()
+    record.save_unsaved(KeyboardInterrupt())
     record.close()
     assert "Saved step 1 in" in notes[-1]
     saved, _ = funcrl.restore(tmp_path / "run" / runs.CHECKPOINTS, before)

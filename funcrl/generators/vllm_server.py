@@ -63,15 +63,7 @@ class Server:
             (folder / "config.json").write_text(json.dumps(described))
         self.model, self._log = str(folder), folder / "log.txt"
         self.address, self._answers, self._closed = str(folder / _SOCKET), True, False
-        command = ["env", "VLLM_SERVER_DEV_MODE=1"]  # opens the routes for new weights
-        command += [f"VLLM_RPC_BASE_PATH={folder}", f"{RUN_VARIABLE}={run}"]
-        # torch.distributed listens for its group of one process: here, and not for the network.
-        command += ["VLLM_HOST_IP=127.0.0.1", "GLOO_SOCKET_IFNAME=lo"]
-        if device is not None:
-            command += ["CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={device}"]
-        command += [sys.executable, "-m", "funcrl.generators.vllm_serve", "--model", self.model]
-        command += ["--uds", self.address, *flags(settings)]
-        command += ["--disable-uvicorn-access-log"]  # a line for each sample of a long run
+        command = _command(self.model, self.address, settings, device, run)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
@@ -267,6 +259,25 @@ def check_plugin() -> None:
         f"{', '.join(found) or 'no plugin'}. Importable is not enough: "
         f"{shlex.quote(sys.executable)} -m pip install --no-deps {source}"
     )
+
+
+def _command(
+    folder: str, address: str, settings: Mapping[str, Any], device: int | None, run: str
+) -> list[str]:
+    """Return what starts a server, with what its processes are to find in their environment."""
+    variables = {
+        "VLLM_SERVER_DEV_MODE": 1,  # opens the routes for new weights
+        "VLLM_RPC_BASE_PATH": folder,
+        # torch.distributed listens for its group of one process: here, and not for the network.
+        "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+        RUN_VARIABLE: run,
+    }  # fmt: skip
+    if device is not None:
+        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": device}
+    python = [sys.executable, "-m", "funcrl.generators.vllm_serve"]
+    quiet = "--disable-uvicorn-access-log"  # a line for each sample of a long run
+    told = ["--model", folder, "--uds", address, *flags(settings), quiet]
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *python, *told]
 
 
 class _Connection(http.client.HTTPConnection):

@@ -257,7 +257,8 @@ def join_group(run: str, rank: int, world: int, device: torch.device) -> Any:
 
     place = _meeting_place(run)
     _check_own(place, os.stat(place, follow_symlinks=False))
-    store = torch.distributed.FileStore(str(place), world)
+    distributed: Any = torch.distributed  # its stubs lack `FileStore`
+    store = distributed.FileStore(str(place), world)
     return PyNcclCommunicator(StatelessProcessGroup(rank, world, store), device=device)
 
 
