@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ import torch
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
 from funcrl.storage import read_arrays, write_arrays
+from funcrl.terminal import warn_safely
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -86,7 +86,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """
     path = Path(path)
     if not (path / _MANIFEST).exists() and _numbered(path):
-        found = _newest(path, like, on_skip=lambda reason: warnings.warn(reason, stacklevel=4))
+        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=5))
         return found.state, found.extra
     return _read(path, like)
 
@@ -126,6 +126,8 @@ class Checkpoints:
         except OSError as error:
             reason = f"got {folder}: {error.strerror}."
             raise OSError(f"Checkpoints expects a folder that it can write to, {reason}") from error
+        # The newest step that this object has brought to disk or read from there, -1 for none.
+        self.newest = -1
         self._keep_last, self._keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -159,11 +161,16 @@ class Checkpoints:
 
         `on_skip` is told of each that is broken, and how; when all are, that is an error.
         """
-        return _newest(self.folder, like, on_skip) if _numbered(self.folder) else None
+        if not _numbered(self.folder):
+            return None
+        found = _newest(self.folder, like, on_skip)
+        self.newest = found.step
+        return found
 
     def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         _clean_up(self.folder)
         _write(self.folder / str(step), manifest, arrays)
+        self.newest = step
         self._thin_out(step)
 
     def _thin_out(self, newest: int) -> None:

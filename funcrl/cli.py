@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import yaml
 from tyro.conf import OmitArgPrefixes, arg
@@ -36,12 +36,13 @@ from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.export import export
 from funcrl.generators import EngineError
-from funcrl.logging import printable, view_for
+from funcrl.logging import view_for
 from funcrl.models import SHAPES
 from funcrl.parity import ParityConfig, format_parity, parity
 from funcrl.parts import build, defaults, estimate_memory
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
+from funcrl.terminal import print_safely, safe_warnings
 from funcrl.train import train as run_training
 from funcrl.watch import ForkedError
 
@@ -78,25 +79,21 @@ def main(args: Sequence[str] | None = None) -> None:
     # vLLM says a great deal of itself, on the screen that a run is shown on.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        _app(_base_config(args), args).cli(
-            prog="funcrl",
-            description="RL post-training of language models as pure functions.",
-            args=args,
-        )
+        with safe_warnings(sys.stderr):
+            _app(_base_config(args), args).cli(
+                prog="funcrl",
+                description="RL post-training of language models as pure functions.",
+                args=args,
+            )
     except KeyboardInterrupt:
         sys.exit(130)
     except ForkedError as error:
-        _print(f"funcrl: {error}", sys.stderr)
+        print_safely(f"funcrl: {error}", sys.stderr)
         os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
     except Exception as error:
         explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
-        _print(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
+        print_safely(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(1)
-
-
-def _print(text: object, stream: TextIO | None = None) -> None:
-    """Print a text, which may be a task's, a model's or a file's, so that it drives no terminal."""
-    print(printable(str(text)), file=stream, flush=True)
 
 
 def _explanation(error: Exception) -> str:
@@ -131,7 +128,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
         del config  # it has set the defaults, before the line was read
         options = replace(options, reward_weights=options.reward_weights or weights)
         if dry_run:
-            _print(_describe(options))
+            print_safely(_describe(options))
             return
         _run(options, resume is not None, ["funcrl", *args])
 
@@ -145,7 +142,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             runs_: folders of runs.
             out: where a comparison goes: a folder, `comparison` beside the first run when left out.
         """
-        _print(_write_report(runs_, out))
+        print_safely(str(_write_report(runs_, out)))
 
     return app
 
@@ -154,13 +151,13 @@ def _add_looks_at_models(app: SubcommandApp) -> None:
     @app.command(name="eval")
     def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
         """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
-        _print(format_evaluation(evaluate(config)))
+        print_safely(format_evaluation(evaluate(config)))
 
     @app.command(name="parity")
     def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
         """Compare a generator's log-probabilities with the trainer's; exit 1 if they differ."""
         result = parity(config)
-        _print(json.dumps(result._asdict()) if config.json else format_parity(config, result))
+        print_safely(json.dumps(result._asdict()) if config.json else format_parity(config, result))
         if not result.max_abs_diff <= config.limit:
             sys.exit(1)
 
@@ -172,12 +169,12 @@ def _add_looks_at_models(app: SubcommandApp) -> None:
             run: the folder of a run.
             out: where the model goes.
         """
-        _print(export(run, out))
+        print_safely(str(export(run, out)))
 
     @app.command(name="models")
     def _models() -> None:
         """List the shapes and the pretrained weights that are known by name."""
-        _print(_known_models())
+        print_safely(_known_models())
 
 
 def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
@@ -200,24 +197,24 @@ def _bench() -> SubcommandApp:
     def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
         rows = bench_step(config)
-        _print(format_rows(rows, describe_machine(config.device)))
+        print_safely(format_rows(rows, describe_machine(config.device)))
 
     @bench.command(name="generate")
     def _generate(
         config: OmitArgPrefixes[GenerateBenchConfig] = GenerateBenchConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """Print the speed of the embedded sampler beside transformers' generate()."""
-        _print(format_generate_rows(bench_generate(config), config.device))
+        print_safely(format_generate_rows(bench_generate(config), config.device))
 
     @bench.command(name="vllm")
     def _vllm(config: OmitArgPrefixes[VLLMBenchConfig] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print vLLM's speed in both forms beside plain vLLM, and what a push takes."""
-        _print(format_vllm_rows(bench_vllm(config), config.device))
+        print_safely(format_vllm_rows(bench_vllm(config), config.device))
 
     @bench.command(name="loop")
     def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print the time of a training step and of its parts."""
-        _print(format_loop_rows(bench_loop(config), config.train.device))
+        print_safely(format_loop_rows(bench_loop(config), config.train.device))
 
     return bench
 
@@ -283,8 +280,8 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
             signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]
     if "eval/accuracy" in first and "eval/accuracy" in last:
-        _print(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
-    _print(f"funcrl report {config.run_dir} makes a page of it.")
+        print_safely(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
+    print_safely(f"funcrl report {config.run_dir} makes a page of it.")
 
 
 def _describe(config: TrainConfig) -> str:

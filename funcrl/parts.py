@@ -1,6 +1,5 @@
 """What a configuration comes to: the task, the model, the step and the generator."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from funcrl.protocols import Environment, Generator, Task
 from funcrl.sources import find
 from funcrl.step import grpo_step
 from funcrl.tasks import check_task, load, load_tokenizer
+from funcrl.terminal import warn_safely
 from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
 from funcrl.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
@@ -56,7 +56,7 @@ def build(
     task: Task | Environment | None = None,
     *,
     function: str = "train",
-    note: Note = warnings.warn,
+    note: Note = warn_safely,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 

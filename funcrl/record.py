@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +56,9 @@ class Record:
         self._facts = _environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
+        self.wait = self._checkpoints.wait  # until the last checkpoint is on disk, or raise
         self._trackers: list[Tracker] = []
-        # The last step that is on disk, and the last one that was begun to be written.
-        self._saved, self._begun = -1, -1
-        # A run without a checkpoint; a state that an update is overwriting.
-        self._empty, self._given_up = False, False
+        self._given_up = False  # whether an update is overwriting the state
         self._process, self._lock = os.getpid(), _lock(folder)
 
     @property
@@ -78,9 +76,7 @@ class Record:
         # From here on the folder holds a run, which `--resume` finds even before its first step.
         _write_facts(self.folder, self._config, self._facts)
         if found is None:
-            self._empty = True
             return None
-        self._saved = self._begun = found.step
         progress = Progress(found.step, found.state, found.extra["history"])
         _write_again(self.folder, progress)
         self._start(progress)
@@ -119,37 +115,26 @@ class Record:
     def give_up_state(self) -> None:
         """Let an update overwrite the last finished step's state, until the next `advance`."""
         if self.progress.state.step.is_cpu:  # where a checkpoint on its way reads its own memory
-            self.wait()
+            self._checkpoints.wait()
         self._given_up = True
 
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
-        self.wait()
         step, state, history = self.progress
         extra = {"step": step, "history": history}
         self._checkpoints.save(step, state, extra, history[-1].get("eval/accuracy"))
-        self._begun = step
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is on disk; raise if it could not be written."""
-        try:
-            self._checkpoints.wait()
-        except OSError:
-            self._begun = self._saved
-            raise
-        self._saved = self._begun
 
     def save_unsaved(self, error: BaseException | None = None) -> None:
         """Save what an error or an interruption would lose; say what is saved, and how to go on.
 
         An error carries this as a note, which is printed after it; else it is shown now.
         """
-        text = self._saved_now()
-        if not text:
-            return
-        if isinstance(error, Exception):
+        step = None if self._progress is None else self._progress.step
+        save = None if self._given_up else self.save
+        text = _saved(self.folder, step, self._checkpoints, save)
+        if text and isinstance(error, Exception):
             error.add_note(text)
-        else:
+        elif text:
             self.note(text)
 
     def close(self) -> None:
@@ -162,24 +147,6 @@ class Record:
             self._view.close()
             os.close(self._lock)
 
-    def _saved_now(self) -> str:
-        """Save the last finished step, if it is whole; return what is on disk, and how to go on."""
-        command = f"funcrl train --resume {shlex.quote(str(self.folder))}"
-        if self._progress is None:
-            stopped = f"Stopped before the first step; begin again with: {command}"
-            return stopped if self._empty else ""
-        try:
-            if self._saved < self._progress.step and not self._given_up:
-                self.save()
-            self.wait()
-        except OSError as error:
-            lost = f"Step {self._progress.step} is not saved: {error}\n"
-            mended = f"once this is mended, go on with: {command}"
-            if self._saved < 0:
-                return f"{lost}No step is saved in {self.folder / runs.CHECKPOINTS}; {mended}"
-            return f"{lost}Step {self._saved} is saved in {self.folder / runs.CHECKPOINTS}; {mended}"
-        return f"Saved step {self._saved} in {self.folder / runs.CHECKPOINTS}; go on with: {command}"
-
     def _start(self, progress: Progress) -> None:
         """Open what shows the run."""
         plain, step = configs.to_plain(self._config), progress.step
@@ -187,6 +154,32 @@ class Record:
             self._trackers.append(tracker(name, self.folder, plain, step, self.note))
         self._view.start(f"{self._title} in {self._config.run_dir}", self._config.steps, step)
         self._progress = progress
+
+
+def _saved(
+    folder: Path, step: int | None, checkpoints: Checkpoints, save: Callable[[], None] | None
+) -> str:
+    """Return what is on disk, and how to go on, after saving a step that is not, if it is whole.
+
+    Nothing when the run has not come to a step and there is an older one to go on from.
+    """
+    command = f"funcrl train --resume {shlex.quote(str(folder))}"
+    place = folder / runs.CHECKPOINTS
+    if step is None:
+        began = (folder / runs.CONFIG).exists() and not checkpoints.steps()
+        return f"Stopped before the first step; begin again with: {command}" if began else ""
+    try:
+        checkpoints.wait()
+        if checkpoints.newest < step and save is not None:
+            save()
+            checkpoints.wait()
+    except OSError as error:
+        newest = "No step" if checkpoints.newest < 0 else f"Step {checkpoints.newest}"
+        return (
+            f"Step {step} is not saved: {error}\n{newest} is saved in {place}; once this is "
+            f"mended, go on with: {command}"
+        )
+    return f"Saved step {checkpoints.newest} in {place}; go on with: {command}"
 
 
 def reference_policy(folder: Path, step: int, params: Params) -> Params:

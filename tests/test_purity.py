@@ -438,6 +438,7 @@ TABLE_OF_CALLS = {
     "checks.import_extra": (lambda: checks.import_extra("f", "math", "", "").pi, ()),
     "config.read_config": (lambda: config.to_plain(written_config()), ()),
     "rollouts.accuracies": (lambda: rollouts.accuracies(TASK, roll()[1]), ()),
+    "rollouts.named_rewards": (lambda: rollouts.named_rewards(TASK, PROMPT, "3"), ()),
     "rollouts.to_completions": (lambda: rollouts.to_completions(*roll(), 1, 1)[0][:5], ()),
     "checks.check_integer": (lambda: checks.check_integer("f", "x", 1), ()),
     "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),
