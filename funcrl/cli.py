@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -37,13 +38,15 @@ from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.export import export
 from funcrl.generators import EngineError
 from funcrl.logging import view_for
-from funcrl.models import SHAPES
+from funcrl.models import SHAPES, Transformer
 from funcrl.parity import ParityConfig, format_parity, parity
-from funcrl.parts import build, defaults, estimate_memory
+from funcrl.parts import build, defaults, estimate_memory, learner
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
+from funcrl.tasks import is_built_in
 from funcrl.terminal import print_safely, safe_warnings
 from funcrl.train import train as run_training
+from funcrl.trust import cache_code, check_trusted, describe, task_code
 from funcrl.watch import ForkedError
 
 # What a user can mend; anything else is a bug, and keeps its traceback.
@@ -115,6 +118,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
         config: Path | None = None,
         resume: Path | None = None,
         dry_run: bool = False,
+        trust: bool = False,
     ) -> None:
         """Train a policy with reinforcement learning: the whole loop, on this machine.
 
@@ -124,12 +128,17 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             resume: the folder of a run to go on with, with its options; those given here come
                 first.
             dry_run: print the resolved configuration and the memory it needs, and stop.
+            trust: run the code that a configuration file or a run's folder names, such as a task
+                of one's own, even if this account has not run it before or it has changed.
         """
-        del config  # it has set the defaults, before the line was read
+        # Both have set the defaults, before the line was read.
+        file = config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
         if dry_run:
-            print_safely(_describe(options))
+            print_safely(_describe(options, resume, trust))
             return
+        if file is not None:
+            _say_what_runs(options, file, resume, args, trust)
         _run(options, resume is not None, ["funcrl", *args])
 
     @app.command(name="report")
@@ -149,9 +158,19 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
 
 def _add_looks_at_models(app: SubcommandApp) -> None:
     @app.command(name="eval")
-    def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
-        """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
-        print_safely(format_evaluation(evaluate(config)))
+    def _eval(
+        config: Annotated[EvalConfig, arg(name="")] = EvalConfig(),  # noqa: B008 (frozen)
+        trust: bool = False,
+    ) -> None:
+        """Print accuracy with its interval, pass@k and majority@k on held-out prompts.
+
+        Args:
+            config: what to evaluate, and how.
+            trust: run the code that the run's folder names, such as a task of one's own, even if
+                this account has not run it before or it has changed.
+        """
+        result = evaluate(config, trust=trust, note=partial(print_safely, file=sys.stderr))
+        print_safely(format_evaluation(result))
 
     @app.command(name="parity")
     def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
@@ -163,7 +182,7 @@ def _add_looks_at_models(app: SubcommandApp) -> None:
 
     @app.command(name="export")
     def _export(run: Path, out: Path) -> None:
-        """Write what a run has trained as a Hugging Face folder, or a .gguf file.
+        """Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.
 
         Args:
             run: the folder of a run.
@@ -272,7 +291,9 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         view = view_for(sys.stdout)
-        trained = run_training(config, view=view, resume=resume, command=command, stop=stop)
+        trained = run_training(
+            config, view=view, resume=resume, command=command, stop=stop, trust=True
+        )
     except KeyboardInterrupt:
         sys.exit(128 + (stop.received or signal.SIGINT))
     finally:
@@ -284,19 +305,60 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     print_safely(f"funcrl report {config.run_dir} makes a page of it.")
 
 
-def _describe(config: TrainConfig) -> str:
-    """Return the resolved configuration and the memory that it needs, as YAML."""
-    task, network, *_ = build(config)
-    model = network.config
-    estimate = estimate_memory(config, network, task)
+def _say_what_runs(
+    config: TrainConfig, file: Path, run: Path | None, args: Sequence[str], trust: bool
+) -> None:
+    """Print what code a file names, and not the command line; raise if it must not run."""
+    named = [
+        None if _value(args, "--task") else task_code(config.task),
+        None if _value(args, "--compile.cache-dir") else cache_code(config.compile.cache_dir),
+    ]
+    codes = [code for code in named if code is not None]
+    recorded = None if run is None else runs.read_facts(run)
+    if not trust:
+        check_trusted("train", codes, file, recorded)
+    for code in codes:
+        print_safely(describe(code, file), sys.stderr)
+
+
+def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:
+    """Return the resolved configuration and the memory that it needs, as YAML.
+
+    A task that is not funcrl's own is not loaded: what is known of it is what the run wrote down.
+    """
+    plain = to_plain(config)
+    if is_built_in(config.task) or trust:
+        task, network, *_ = build(config)
+        return _as_yaml(plain | _sizes(config, network, estimate_memory(config, network, task)))
+    hidden = f"{config.task} is not loaded by a dry run without --trust"
+    same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
+    vocab_size, turns = (
+        runs.recorded_count(run, name) if run is not None and same else None
+        for name in ("vocab_size", "max_turns")
+    )
+    if config.model in SHAPES and vocab_size is None:
+        return _as_yaml(plain | {"memory": f"not known without the task's vocabulary: {hidden}"})
+    network = learner(config, vocab_size).model
+    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
+    sizes = _sizes(config, network, estimate)
+    sizes["memory"]["prompts"] = f"counted as empty: {hidden}"
+    return _as_yaml(plain | sizes)
+
+
+def _sizes(
+    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
+) -> dict[str, Any]:
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
-    facts: dict[str, Any] = {
-        "num_parameters": memory.num_params(model),
-        "num_trained": memory.num_trained(config, model),
+    return {
+        "num_parameters": memory.num_params(network.config),
+        "num_trained": memory.num_trained(config, network.config),
         "memory": needs,
     }
-    return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
+
+
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def free_folder(parent: Path, name: str) -> Path:
 def _lock(folder: Path) -> int:
     """Return an open file that keeps other runs out of the folder until it is closed, or we die."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,6 +6,8 @@ And what several files of tests share.
 import pytest
 import torch
 
+import funcrl.trust
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -22,3 +24,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path_factory, monkeypatch):
+    """What this account has run is known for one test, and not written to the real account."""
+    place = tmp_path_factory.mktemp("store")
+    monkeypatch.setattr(funcrl.trust, "default_store", lambda: place)
+    return place

@@ -399,6 +399,8 @@ TABLE_OF_CALLS = {
     "rollouts.punish_overlong": (
         lambda x: rollouts.punish_overlong(roll()[1], x, 4, 2).total, (torch.arange(4),)),
     "memory.num_trained": (lambda: memory.num_trained(TRAIN, MICRO.config), ()),
+    "tasks.is_built_in": (lambda: tasks.is_built_in("sum_digits"), ()),
+    "tasks.source_file": (lambda: tasks.source_file("sum_digits") is None, ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),

@@ -23,7 +23,7 @@ LAYERS = [
     {"weights"},
     {"tasks", "generators", "push", "rollouts", "checkpoint", "logging", "report", "memory",
      "trackers"},
-    {"record", "parts", "supervised"},
+    {"record", "parts", "supervised", "trust"},
     {"train", "evaluate", "export", "parity"},
     {"bench"},
     {"cli"},
