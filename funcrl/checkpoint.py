@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ import torch
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
 from funcrl.storage import read_arrays, write_arrays
+from funcrl.terminal import warn_safely
 from funcrl.types import Tree
 
 Extra: TypeAlias = Mapping[str, Any] | None
@@ -86,7 +86,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """
     path = Path(path)
     if not (path / _MANIFEST).exists() and _numbered(path):
-        found = _newest(path, like, on_skip=lambda reason: warnings.warn(reason, stacklevel=4))
+        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=5))
         return found.state, found.extra
     return _read(path, like)
 

@@ -7,9 +7,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import yaml
 from tyro.conf import OmitArgPrefixes, arg
@@ -36,13 +37,16 @@ from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.export import export
 from funcrl.generators import EngineError
-from funcrl.logging import printable, view_for
-from funcrl.models import SHAPES
+from funcrl.logging import view_for
+from funcrl.models import SHAPES, Transformer
 from funcrl.parity import ParityConfig, format_parity, parity
-from funcrl.parts import build, defaults, estimate_memory
+from funcrl.parts import build, defaults, estimate_memory, learner
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
+from funcrl.tasks import is_built_in
+from funcrl.terminal import print_safely, safe_warnings
 from funcrl.train import train as run_training
+from funcrl.trust import cache_code, check_trusted, describe, task_code
 from funcrl.watch import ForkedError
 
 # What a user can mend; anything else is a bug, and keeps its traceback.
@@ -78,25 +82,21 @@ def main(args: Sequence[str] | None = None) -> None:
     # vLLM says a great deal of itself, on the screen that a run is shown on.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        _app(_base_config(args), args).cli(
-            prog="funcrl",
-            description="RL post-training of language models as pure functions.",
-            args=args,
-        )
+        with safe_warnings(sys.stderr):
+            _app(_base_config(args), args).cli(
+                prog="funcrl",
+                description="RL post-training of language models as pure functions.",
+                args=args,
+            )
     except KeyboardInterrupt:
         sys.exit(130)
     except ForkedError as error:
-        _print(f"funcrl: {error}", sys.stderr)
+        print_safely(f"funcrl: {error}", sys.stderr)
         os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
     except Exception as error:
         explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
-        _print(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
+        print_safely(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(1)
-
-
-def _print(text: object, stream: TextIO | None = None) -> None:
-    """Print a text, which may be a task's, a model's or a file's, so that it drives no terminal."""
-    print(printable(str(text)), file=stream, flush=True)
 
 
 def _explanation(error: Exception) -> str:
@@ -118,6 +118,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
         config: Path | None = None,
         resume: Path | None = None,
         dry_run: bool = False,
+        trust: bool = False,
     ) -> None:
         """Train a policy with reinforcement learning: the whole loop, on this machine.
 
@@ -127,12 +128,17 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             resume: the folder of a run to go on with, with its options; those given here come
                 first.
             dry_run: print the resolved configuration and the memory it needs, and stop.
+            trust: run the code that a configuration file or a run's folder names, such as a task
+                of one's own, even if this account has not run it before or it has changed.
         """
-        del config  # it has set the defaults, before the line was read
+        # Both have set the defaults, before the line was read.
+        file = config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
         if dry_run:
-            _print(_describe(options))
+            print_safely(_describe(options, resume, trust))
             return
+        if file is not None:
+            _say_what_runs(options, file, resume, args, trust)
         _run(options, resume is not None, ["funcrl", *args])
 
     @app.command(name="report")
@@ -145,39 +151,49 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             runs_: folders of runs.
             out: where a comparison goes: a folder, `comparison` beside the first run when left out.
         """
-        _print(_write_report(runs_, out))
+        print_safely(str(_write_report(runs_, out)))
 
     return app
 
 
 def _add_looks_at_models(app: SubcommandApp) -> None:
     @app.command(name="eval")
-    def _eval(config: Annotated[EvalConfig, arg(name="")] = EvalConfig()) -> None:  # noqa: B008 (frozen)
-        """Print accuracy with its interval, pass@k and majority@k on held-out prompts."""
-        _print(format_evaluation(evaluate(config)))
+    def _eval(
+        config: Annotated[EvalConfig, arg(name="")] = EvalConfig(),  # noqa: B008 (frozen)
+        trust: bool = False,
+    ) -> None:
+        """Print accuracy with its interval, pass@k and majority@k on held-out prompts.
+
+        Args:
+            config: what to evaluate, and how.
+            trust: run the code that the run's folder names, such as a task of one's own, even if
+                this account has not run it before or it has changed.
+        """
+        result = evaluate(config, trust=trust, note=partial(print_safely, file=sys.stderr))
+        print_safely(format_evaluation(result))
 
     @app.command(name="parity")
     def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
         """Compare a generator's log-probabilities with the trainer's; exit 1 if they differ."""
         result = parity(config)
-        _print(json.dumps(result._asdict()) if config.json else format_parity(config, result))
+        print_safely(json.dumps(result._asdict()) if config.json else format_parity(config, result))
         if not result.max_abs_diff <= config.limit:
             sys.exit(1)
 
     @app.command(name="export")
     def _export(run: Path, out: Path) -> None:
-        """Write what a run has trained as a Hugging Face folder, or a .gguf file.
+        """Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.
 
         Args:
             run: the folder of a run.
             out: where the model goes.
         """
-        _print(export(run, out))
+        print_safely(str(export(run, out)))
 
     @app.command(name="models")
     def _models() -> None:
         """List the shapes and the pretrained weights that are known by name."""
-        _print(_known_models())
+        print_safely(_known_models())
 
 
 def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
@@ -200,24 +216,24 @@ def _bench() -> SubcommandApp:
     def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
         rows = bench_step(config)
-        _print(format_rows(rows, describe_machine(config.device)))
+        print_safely(format_rows(rows, describe_machine(config.device)))
 
     @bench.command(name="generate")
     def _generate(
         config: OmitArgPrefixes[GenerateBenchConfig] = GenerateBenchConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """Print the speed of the embedded sampler beside transformers' generate()."""
-        _print(format_generate_rows(bench_generate(config), config.device))
+        print_safely(format_generate_rows(bench_generate(config), config.device))
 
     @bench.command(name="vllm")
     def _vllm(config: OmitArgPrefixes[VLLMBenchConfig] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print vLLM's speed in both forms beside plain vLLM, and what a push takes."""
-        _print(format_vllm_rows(bench_vllm(config), config.device))
+        print_safely(format_vllm_rows(bench_vllm(config), config.device))
 
     @bench.command(name="loop")
     def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print the time of a training step and of its parts."""
-        _print(format_loop_rows(bench_loop(config), config.train.device))
+        print_safely(format_loop_rows(bench_loop(config), config.train.device))
 
     return bench
 
@@ -275,7 +291,9 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         view = view_for(sys.stdout)
-        trained = run_training(config, view=view, resume=resume, command=command, stop=stop)
+        trained = run_training(
+            config, view=view, resume=resume, command=command, stop=stop, trust=True
+        )
     except KeyboardInterrupt:
         sys.exit(128 + (stop.received or signal.SIGINT))
     finally:
@@ -283,23 +301,64 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
             signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]
     if "eval/accuracy" in first and "eval/accuracy" in last:
-        _print(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
-    _print(f"funcrl report {config.run_dir} makes a page of it.")
+        print_safely(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
+    print_safely(f"funcrl report {config.run_dir} makes a page of it.")
 
 
-def _describe(config: TrainConfig) -> str:
-    """Return the resolved configuration and the memory that it needs, as YAML."""
-    task, network, *_ = build(config)
-    model = network.config
-    estimate = estimate_memory(config, network, task)
+def _say_what_runs(
+    config: TrainConfig, file: Path, run: Path | None, args: Sequence[str], trust: bool
+) -> None:
+    """Print what code a file names, and not the command line; raise if it must not run."""
+    named = [
+        None if _value(args, "--task") else task_code(config.task),
+        None if _value(args, "--compile.cache-dir") else cache_code(config.compile.cache_dir),
+    ]
+    codes = [code for code in named if code is not None]
+    recorded = None if run is None else runs.read_facts(run)
+    if not trust:
+        check_trusted("train", codes, file, recorded)
+    for code in codes:
+        print_safely(describe(code, file), sys.stderr)
+
+
+def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:
+    """Return the resolved configuration and the memory that it needs, as YAML.
+
+    A task that is not funcrl's own is not loaded: what is known of it is what the run wrote down.
+    """
+    plain = to_plain(config)
+    if is_built_in(config.task) or trust:
+        task, network, *_ = build(config)
+        return _as_yaml(plain | _sizes(config, network, estimate_memory(config, network, task)))
+    hidden = f"{config.task} is not loaded by a dry run without --trust"
+    same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
+    vocab_size, turns = (
+        runs.recorded_count(run, name) if run is not None and same else None
+        for name in ("vocab_size", "max_turns")
+    )
+    if config.model in SHAPES and vocab_size is None:
+        return _as_yaml(plain | {"memory": f"not known without the task's vocabulary: {hidden}"})
+    network = learner(config, vocab_size).model
+    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
+    sizes = _sizes(config, network, estimate)
+    sizes["memory"]["prompts"] = f"counted as empty: {hidden}"
+    return _as_yaml(plain | sizes)
+
+
+def _sizes(
+    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
+) -> dict[str, Any]:
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
-    facts: dict[str, Any] = {
-        "num_parameters": memory.num_params(model),
-        "num_trained": memory.num_trained(config, model),
+    return {
+        "num_parameters": memory.num_params(network.config),
+        "num_trained": memory.num_trained(config, network.config),
         "memory": needs,
     }
-    return yaml.safe_dump(to_plain(config) | facts, sort_keys=False, width=100)
+
+
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from funcrl.config import Sampling
 from funcrl.protocols import Environment, Generator, Prompt, Task, Tokenizer, is_environment
 from funcrl.stops import cut_at_stop
 from funcrl.types import Samples
+from funcrl.watch import TaskError
 
 
 class Completed(NamedTuple):
@@ -149,7 +150,9 @@ def demonstration(task: Task | Environment, prompt: Prompt) -> Demonstration:
         mask.extend([said] * len(more))
 
     if not is_environment(task):
-        shown = task.demonstrate(prompt) if hasattr(task, "demonstrate") else prompt.answer
+        shown = prompt.answer
+        if hasattr(task, "demonstrate"):
+            shown = _demonstrated(task, "demonstrate", prompt)
         if not shown:
             raise ValueError(
                 f"warm_start expects prompts with answers, got none for {prompt.text[:80]!r} from "
@@ -162,15 +165,29 @@ def demonstration(task: Task | Environment, prompt: Prompt) -> Demonstration:
             f"warm_start expects the environment {task.name!r} to have demonstrate(prompt), got "
             f"none; --warm-start.steps 0 goes without."
         )
-    state = task.begin(prompt)
-    for action in task.demonstrate(prompt):
+    state = _demonstrated(task, "begin", prompt)
+    for action in _demonstrated(task, "demonstrate", prompt):
         inline = any(action.endswith(stop) for stop in getattr(task, "stop", ()))
         extend(_plain(tokenizer, action) + ([] if inline else [tokenizer.end]), True)
-        state = task.act(state, action)
-        observation = task.observe(state)
+        state = _demonstrated(task, "act", state, action)
+        observation = _demonstrated(task, "observe", state)
         if observation is not None:
             extend(_answer(tokenizer, observation, inline), False)
     return Demonstration(tokens, mask, state)
+
+
+def _demonstrated(task: Task | Environment, method: str, *args: Any) -> Any:
+    """Return what a method of the task returns, for a demonstration."""
+    try:
+        return getattr(task, method)(*args)
+    except TaskError:
+        raise
+    except Exception as error:
+        given = ", ".join(repr(each)[:80] for each in args)
+        raise TaskError(
+            f"The task {task.name!r} raised {type(error).__name__}: {error} from {method}({given}) "
+            f"in a demonstration; --warm-start.steps 0 goes without."
+        ) from error
 
 
 def _play(

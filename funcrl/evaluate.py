@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl import rng, runs
-from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
+from funcrl.config import CompileConfig, EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.episodes import Failure
 from funcrl.estimates import interval, majority, pass_at
 from funcrl.parts import build, defaults, first_params, trained_params
@@ -23,7 +23,9 @@ from funcrl.rollouts import (
     grade,
     to_completions,
 )
-from funcrl.watch import ForkedError
+from funcrl.terminal import warn_safely
+from funcrl.trust import check_run
+from funcrl.watch import ForkedError, Note
 
 
 class Evaluation(NamedTuple):
@@ -43,7 +45,13 @@ class Evaluation(NamedTuple):
     num_errors: int = 0  # samples without a reward: their prompts are left out
 
 
-def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> Evaluation:
+def evaluate(
+    config: EvalConfig,
+    *,
+    task: Task | Environment | None = None,
+    trust: bool = False,
+    note: Note = warn_safely,
+) -> Evaluation:
     """Return how a run's last checkpoint, or a model, does on a task's held-out prompts.
 
     A completion is right when the reward that the task names as its `accuracy` is 1. Where a run
@@ -53,6 +61,9 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
     Args:
         config: what to evaluate, and how.
         task: in place of the one that the configuration names.
+        trust: run the code of the run's task although it is not what the run began with, or this
+            account has not run it before (docs/security.md).
+        note: told what code the run's folder names, and what the task did to the process.
 
     Example:
         >>> import funcrl
@@ -73,7 +84,10 @@ def evaluate(config: EvalConfig, *, task: Task | Environment | None = None) -> E
     options = _options(config, task)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    parts = build(options, task, function="evaluate")
+    if config.run is not None and config.task is None:
+        for line in check_run("evaluate", options, config.run, task, trust):
+            note(line)
+    parts = build(options, task, function="evaluate", note=note)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
@@ -143,7 +157,8 @@ def _options(config: EvalConfig, task: Task | Environment | None) -> TrainConfig
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
-        attend="native",  # nothing is trained, and flash is not for every device and dtype
+        # Nothing is trained: flash is not for every device and dtype, and nothing is compiled.
+        attend="native", compile=CompileConfig(),
     )  # fmt: skip
 
 

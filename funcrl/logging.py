@@ -1,7 +1,6 @@
 """What a run shows while it runs: a live view, or plain lines."""
 
 import math
-import re
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
@@ -14,10 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from funcrl.runs import Completion, Row
+from funcrl.terminal import print_safely, printable
 
-# What drives a terminal, or shows text in another order than it has: control characters but newline
-# and tab, bidirectional overrides and isolates. And halves of surrogates, which no terminal takes.
-_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = {
     "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
@@ -51,19 +48,6 @@ def view_for(stream: TextIO) -> View:
         True
     """
     return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
-
-
-def printable(text: str) -> str:
-    """Return text with each character that could drive a terminal as its Python escape.
-
-    Everything that came from a model, a task or a file may hold such characters.
-
-    Example:
-        >>> from funcrl.logging import printable
-        >>> print(printable("a reward's \\x1b[2J"))
-        a reward's \\x1b[2J
-    """
-    return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class SilentView:
@@ -124,7 +108,7 @@ class PlainView:
         self._stream.flush()
 
     def _print(self, text: str) -> None:
-        print(printable(text), file=self._stream, flush=True)
+        print_safely(text, self._stream)
 
 
 class LiveView:

@@ -1,6 +1,5 @@
 """What a configuration comes to: the task, the model, the step and the generator."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from funcrl.protocols import Environment, Generator, Task
 from funcrl.sources import find
 from funcrl.step import grpo_step
 from funcrl.tasks import check_task, load, load_tokenizer
+from funcrl.terminal import warn_safely
 from funcrl.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
 from funcrl.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
@@ -32,8 +32,24 @@ _ADAPTERS = 100
 _VLLM_IMPORTANCE = 2.0
 
 
+class Learner(NamedTuple):
+    """What of a configuration needs no task but the size of its vocabulary."""
+
+    model: Transformer
+    weights: Path | None  # where pretrained ones are
+    lora: Lora | None  # where adapters are trained
+    model_fn: ModelFn  # of what is trained: the parameters, or adapters
+    algorithm: Algorithm
+    step: Step
+    donates: bool  # whether the step writes its new state into the memory of the old one
+
+    def policy(self, trained: Params) -> Params:
+        """Return the parameters of `model`, to generate with, from what is trained."""
+        return trained if self.lora is None else self.lora.merge(trained)
+
+
 class Parts(NamedTuple):
-    """What a configuration comes to."""
+    """What a configuration comes to: a task, a `Learner`'s parts, and what generates."""
 
     task: Task | Environment
     model: Transformer
@@ -56,7 +72,7 @@ def build(
     task: Task | Environment | None = None,
     *,
     function: str = "train",
-    note: Note = warnings.warn,
+    note: Note = warn_safely,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 
@@ -71,31 +87,63 @@ def build(
         >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
         64
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
+    _check_device(function, config)
     if config.system_prompt is not None and (config.model in SHAPES or task is not None):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
             f"tokenizer writes it, got {config.system_prompt!r} with "
             f"{f'--model {config.model}' if task is None else 'a task of its own tokenizer'}."
         )
-    weights = None if config.model in SHAPES else find_weights(function, config.model)
+    weights = _find_pretrained(function, config)
     if task is None:
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
     check_task(function, task)
     task = watch(task, note)
     known = task.tokenizer.vocab_size
-    model = Transformer(shape(config.model, known) if weights is None else load_config(weights))
+    learner = _learner(function, config, weights, known)
+    model = learner.model
     if known > model.config.vocab_size:
         raise ValueError(
             f"{function} expects a tokenizer of at most {model.config.vocab_size} tokens for "
             f"--model {config.model}, got {known} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
         )
-    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
     sampling = replace(config.sampling, num_samples=config.num_generations)
-    temperature = sampling.temperature or 1.0
+    generator = _generator(config, model, task.tokenizer.decode, _dtype(config), task)
+    return Parts(task, *learner, generator, sampling)
+
+
+def learner(config: TrainConfig, vocab_size: int | None, *, function: str = "train") -> Learner:
+    """Return what a configuration comes to without its task, which is not loaded.
+
+    Args:
+        config: the whole configuration.
+        vocab_size: of the task's tokenizer; only a model that starts from nothing needs it.
+        function: for errors.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.parts import learner
+        >>> learner(funcrl.config.TrainConfig(), 13).model.config.vocab_size
+        13
+    """
+    _check_device(function, config)
+    return _learner(function, config, _find_pretrained(function, config), vocab_size)
+
+
+def _learner(
+    function: str, config: TrainConfig, weights: Path | None, vocab_size: int | None
+) -> Learner:
+    if weights is not None:
+        model = Transformer(load_config(weights))
+    elif vocab_size is not None:
+        model = Transformer(shape(config.model, vocab_size))
+    else:
+        raise ValueError(
+            f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
+        )
+    dtype, temperature = _dtype(config), config.sampling.temperature or 1.0
     attend = _attend(function, config, model)
     model_fn = logprob_fn(
         model, temperature, chunk=config.logprob_chunk, dtype=dtype, attend=attend
@@ -110,11 +158,20 @@ def build(
     donates = config.compile != CompileConfig()
     if donates:
         step = compile_at_first(donate(step), config.compile)
-    decode = task.tokenizer.decode
-    generator = _generator(config, model, decode, dtype, task)
-    return Parts(
-        task, model, weights, adapters, model_fn, algorithm, step, donates, generator, sampling
-    )
+    return Learner(model, weights, adapters, model_fn, algorithm, step, donates)
+
+
+def _check_device(function: str, config: TrainConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
+
+
+def _find_pretrained(function: str, config: TrainConfig) -> Path | None:
+    return None if config.model in SHAPES else find_weights(function, config.model)
+
+
+def _dtype(config: TrainConfig) -> torch.dtype | None:
+    return None if config.dtype == "float32" else getattr(torch, config.dtype)
 
 
 def find_weights(function: str, name: str) -> Path:
@@ -164,7 +221,7 @@ def first_params(config: TrainConfig, parts: Parts) -> Params:
     return _base(config, parts.model, parts.weights)
 
 
-def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
+def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
     """Return a state of the run's structure, to restore a checkpoint into; its values mean nothing.
 
     Args:
@@ -188,7 +245,7 @@ def empty_state(config: TrainConfig, parts: Parts) -> TrainState:
     return parts.step.init(params, config.seed)
 
 
-def trained_params(config: TrainConfig, parts: Parts, run: Path) -> tuple[int, Params]:
+def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tuple[int, Params]:
     """Return the step of a run's newest checkpoint, and what was trained until then.
 
     Args:

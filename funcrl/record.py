@@ -52,7 +52,7 @@ class Claim:
     def __init__(self, folder: Path, title: str) -> None:
         self._folder, self._title, self._process = folder, title, os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,7 +115,6 @@ class Record:
         # From here on the folder holds a run, which `--resume` finds even before its first step.
         _write_facts(self.folder, self._config, self._facts)
         if found is None:
-            self._empty = True
             return None
         row = _write_again(self.folder, found.step, found.extra["metrics"])
         self._display.start(self.folder, self._config, found.step)

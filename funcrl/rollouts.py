@@ -20,6 +20,7 @@ __all__ = [
     "comparable",
     "complete",
     "grade",
+    "named_rewards",
     "punish_overlong",
     "to_completions",
     "to_rollout",
@@ -69,7 +70,7 @@ def grade(
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        row, error = _reward(task, prompt, outcome)
+        row, error = named_rewards(task, prompt, outcome)
         if error:
             if on_error == "stop":
                 raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
@@ -263,10 +264,22 @@ def _known_logprobs(samples: Samples) -> Tensor:
     return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
 
 
-def _reward(
+def named_rewards(
     task: Task | Environment, prompt: Prompt, outcome: Any
 ) -> tuple[Mapping[str, float], str]:
-    """Return a completion's rewards, or none and what went wrong."""
+    """Return a completion's named rewards, or none and what went wrong.
+
+    Args:
+        task: whose `reward` to call.
+        prompt: that was completed.
+        outcome: the text of the completion, or an environment's last state.
+
+    Example:
+        >>> import funcrl
+        >>> prompt = funcrl.tasks.Prompt("1+2=", "3")
+        >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
+        ({'correct': 1.0}, '')
+    """
     if isinstance(outcome, Failure):
         return {}, outcome.message
     asked = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"

@@ -54,6 +54,28 @@ def read_facts(folder: Path) -> dict[str, str]:
     return facts
 
 
+def recorded_count(folder: Path, name: str) -> int | None:
+    """Return a count that a run wrote down about its task, None if it did not.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"vocab_size": "13"}')
+        >>> runs.recorded_count(folder, "vocab_size"), runs.recorded_count(folder, "max_turns")
+        (13, None)
+    """
+    text = read_facts(folder).get(name)
+    if text is None:
+        return None
+    if not (isinstance(text, str) and text.isascii() and text.isdigit() and 0 < len(text) < 10):
+        raise ValueError(
+            f"recorded_count expects a count as {name!r} of {folder / ENVIRONMENT}, got "
+            f"{repr(text)[:80]}."
+        )
+    return int(text)
+
+
 def check_task_named(function: str, folder: Path) -> None:
     """Raise if a run was given its task as an object, which its configuration does not name.
 
@@ -88,7 +110,9 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     text = "".join(_line(row) for row in rows)
     try:
-        with path.open("a", **_TEXT) as file:
+        # A link would have lines written wherever it leads.
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with open(handle, "a", **_TEXT) as file:
             file.write(text)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -9,6 +9,7 @@ from funcrl.batching import collate, pad_rows
 from funcrl.config import WarmStartConfig
 from funcrl.episodes import Demonstration, demonstration
 from funcrl.protocols import Environment, Prompt, Task
+from funcrl.rollouts import RewardError, named_rewards
 from funcrl.step import grpo_step
 from funcrl.types import ModelFn, Params, Rollout
 
@@ -70,7 +71,10 @@ def _check_right(
     """Raise if a policy would learn to say what earns nothing."""
     name = getattr(task, "accuracy", "correct")
     for prompt, (_, _, outcome) in zip(prompts, shown, strict=True):
-        value = task.reward(prompt, outcome).get(name, 1.0)
+        row, error = named_rewards(task, prompt, outcome)
+        if error:
+            raise RewardError(f"{error} A warm start checks that demonstrations are right.")
+        value = row.get(name, 1.0)
         if value < 1.0:
             raise ValueError(
                 f"warm_start expects demonstrations that are right, got {repr(outcome)[:80]} for "

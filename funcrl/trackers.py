@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from funcrl import checks
-from funcrl.runs import Completion, Row
+from funcrl.runs import Completion, Row, write_whole
+from funcrl.terminal import print_safely
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -30,7 +31,7 @@ def tracker(
     run: Path,
     config: Mapping[str, Any],
     first_step: int = 0,
-    on_error: Callable[[str], None] = print,
+    on_error: Callable[[str], None] = print_safely,
 ) -> Tracker:
     """Return a tracker; one that fails later is reported once and does not stop the run.
 
@@ -75,7 +76,7 @@ def _tracked_name(run: Path) -> str:
     """
     path = run / ".tracked-as"
     if not path.exists():
-        path.write_text(f"{run.resolve().name}-{secrets.token_hex(3)}")
+        write_whole(path, f"{run.resolve().name}-{secrets.token_hex(3)}")
     return path.read_text()
 
 

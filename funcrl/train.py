@@ -30,6 +30,7 @@ from funcrl.rollouts import (
 from funcrl.runs import Completion
 from funcrl.supervised import warm_start
 from funcrl.trackers import check_trackers
+from funcrl.trust import RECORDED, check_run, remember, task_code
 from funcrl.types import (
     Absent,
     Metrics,
@@ -38,6 +39,7 @@ from funcrl.types import (
     Sample,
     TrainState,
 )
+from funcrl.watch import Note
 
 # What the run's seed is folded with, so that no two uses draw the same numbers.
 _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
@@ -67,6 +69,7 @@ def train(
     resume: bool = False,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
+    trust: bool = False,
 ) -> Trained:
     """Return the state and the metrics of a run, which `config.run_dir` holds as well.
 
@@ -80,6 +83,8 @@ def train(
         resume: go on with the run in `config.run_dir`.
         command: what started the run, for its environment.json.
         stop: asked after each step; True saves and raises `KeyboardInterrupt`.
+        trust: go on with a run whose task's code is not what it began with, or that this account
+            has not run before (docs/security.md).
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -96,11 +101,14 @@ def train(
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
     view = view or SilentView()
-    parts = build(config, task, note=view.note)
     folder = open_folder(config.run_dir, resume)
     if task is None:
         runs.check_task_named("train", folder)
-    facts = {"task" if task is None else "task_object": parts.task.name}
+    if resume and not trust:
+        for line in check_run("train", config, folder, task):
+            view.note(line)
+    parts = build(config, task, note=view.note)
+    facts = _facts(config, parts, task, view.note)
     record = Record(config, folder, parts.task.name, view, command, facts)
     try:
         if record.resumed(empty_state(config, parts)) is None:
@@ -116,6 +124,25 @@ def train(
             record.close()
             parts.generator.close()
     return Trained(record.progress.state, runs.read_history(folder))
+
+
+def _facts(
+    config: TrainConfig, parts: Parts, task: Task | Environment | None, note: Note
+) -> dict[str, str]:
+    """Return what the run writes down about its task, whose code this account now has run."""
+    facts = {
+        "task" if task is None else "task_object": parts.task.name,
+        "vocab_size": str(parts.task.tokenizer.vocab_size),
+        "max_turns": str(getattr(parts.task, "max_turns", 1)),
+    }
+    code = None if task is not None else task_code(config.task)
+    if code is not None:
+        facts[RECORDED] = code.digest
+    try:
+        remember(config if task is None else replace(config, task=TrainConfig.task))
+    except OSError as error:
+        note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
+    return facts
 
 
 def _begin(

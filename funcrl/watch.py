@@ -21,7 +21,7 @@ _PRECISIONS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 
 
 class TaskError(ValueError):
-    """A task that called `sys.exit`, or whose tokenizer raised."""
+    """A task that called `sys.exit`, or that raised in its tokenizer or in a demonstration."""
 
 
 class ForkedError(BaseException):

@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+import funcrl.trust
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, and for what a test starts
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -28,3 +30,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path_factory, monkeypatch):
+    """What this account has run is known for one test, and not written to the real account."""
+    place = tmp_path_factory.mktemp("store")
+    monkeypatch.setattr(funcrl.trust, "default_store", lambda: place)
+    return place

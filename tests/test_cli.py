@@ -12,7 +12,7 @@ import yaml
 from cases import equal
 
 import funcrl
-from funcrl import bench, cli, config, logging, memory, runs
+from funcrl import bench, cli, config, memory, runs, terminal
 from funcrl.bench.generate import _peer
 from funcrl.bench.measure import peak_bytes
 from funcrl.config import Sampling, TrainConfig
@@ -288,4 +288,4 @@ def test_a_tasks_text_does_not_drive_the_terminal(tmp_path, capsys, prompts, opt
     assert ended == code, err
     assert r"\x1b]0;owned\x07" in out + err
     for text in (out, err):
-        assert logging.printable(text) == text
+        assert terminal.printable(text) == text

@@ -1,16 +1,20 @@
 """What a run shows: the numbers that it was given, never wider than the terminal."""
 
 import io
+import os
 import re
+import subprocess
 import sys
 import unicodedata
+import warnings
 
 import pytest
 from rich.console import Console
 
 from funcrl import logging, runs, trackers
-from funcrl.logging import LiveView, PlainView, printable, view_for
+from funcrl.logging import LiveView, PlainView, view_for
 from funcrl.runs import Completion
+from funcrl.terminal import print_safely, printable, safe_warnings, warn_safely
 from funcrl.trackers import tracker
 
 ROW = {
@@ -189,3 +193,45 @@ def test_whole_files_replace_and_leave_no_draft(tmp_path):
         runs.write_whole(path, None)
     assert path.read_text() == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_trackers_failure_and_pythons_warnings_drive_no_terminal(tmp_path, capsys, monkeypatch):
+    class Broken:
+        def __init__(self, *_):
+            pass
+
+        def log(self, row):
+            raise ConnectionError(HOSTILE)
+
+    monkeypatch.setattr(trackers, "_TensorBoard", Broken)
+    tracker("tensorboard", tmp_path, {}).log(ROW)
+    assert ESCAPED in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="owned") as caught:
+        warn_safely(HOSTILE, stacklevel=2)
+    assert str(caught[0].message) == ESCAPED
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with safe_warnings(sys.stderr):
+            warnings.warn_explicit(HOSTILE, UserWarning, "task.py", 3)
+    assert f"task.py:3: UserWarning: {ESCAPED}" in capsys.readouterr().err
+    print_safely(HOSTILE)
+    assert capsys.readouterr().out == ESCAPED + "\n"
+
+
+def test_the_command_line_prints_a_tasks_warnings_safely(tmp_path):
+    """In a process of its own: here warnings are errors."""
+    (tmp_path / "warning.py").write_text(
+        "import warnings\nfrom funcrl.tasks import SumDigits\n"
+        "class Warning_(SumDigits):\n"
+        "    def reward(self, prompt, completion):\n"
+        "        warnings.warn('\\x1b[2J' + prompt.text)\n"
+        "        raise RuntimeError('the end')\n"
+    )
+    args = ["train", "--task", f"{tmp_path / 'warning.py'}:Warning_", "--run-dir", tmp_path / "run"]
+    command = [sys.executable, "-m", "funcrl.cli", *map(str, args)]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert r"UserWarning: \x1b[2J" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "the end" in done.stderr

@@ -399,6 +399,8 @@ TABLE_OF_CALLS = {
     "rollouts.punish_overlong": (
         lambda x: rollouts.punish_overlong(roll()[1], x, 4, 2).total, (torch.arange(4),)),
     "memory.num_trained": (lambda: memory.num_trained(TRAIN, MICRO.config), ()),
+    "tasks.is_built_in": (lambda: tasks.is_built_in("sum_digits"), ()),
+    "tasks.source_file": (lambda: tasks.source_file("sum_digits") is None, ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),
@@ -438,6 +440,7 @@ TABLE_OF_CALLS = {
     "checks.import_extra": (lambda: checks.import_extra("f", "math", "", "").pi, ()),
     "config.read_config": (lambda: config.to_plain(written_config()), ()),
     "rollouts.accuracies": (lambda: rollouts.accuracies(TASK, roll()[1]), ()),
+    "rollouts.named_rewards": (lambda: rollouts.named_rewards(TASK, PROMPT, "3"), ()),
     "rollouts.to_completions": (lambda: rollouts.to_completions(*roll(), 1, 1)[0][:5], ()),
     "checks.check_integer": (lambda: checks.check_integer("f", "x", 1), ()),
     "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),

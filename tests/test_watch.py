@@ -209,7 +209,9 @@ def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
             "--evaluation.every", "0",
         ],
         capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False,
-        env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(funcrl.__file__))},
+        env=os.environ | {
+            "PYTHONPATH": os.path.dirname(os.path.dirname(funcrl.__file__)), "HOME": str(tmp_path),
+        },
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("child 1\n") == 1

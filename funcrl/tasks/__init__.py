@@ -17,7 +17,7 @@ from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.judge import Judge
-from funcrl.tasks.load import TASKS, check_task, load
+from funcrl.tasks.load import TASKS, check_task, is_built_in, load, source_file
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.tasks.tokenizers import CharTokenizer
 
@@ -39,6 +39,7 @@ __all__ = [
     "Tokenizer",
     "boxed_answer",
     "check_task",
+    "is_built_in",
     "last_number",
     "load",
     "load_tokenizer",
@@ -46,6 +47,7 @@ __all__ = [
     "matches",
     "number_of",
     "same_number",
+    "source_file",
     "tagged_answer",
     "with_rewards",
 ]

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"
     transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
-    load = transformers.AutoTokenizer.from_pretrained
+    # Said, or transformers would ask on the terminal whether to run code that the folder brings.
+    load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
         return ChatTokenizer(load(path), system, _generation_ends(path / "generation_config.json"))
     tokenizer = load(path.parent, gguf_file=path.name)

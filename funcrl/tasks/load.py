@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,18 +84,52 @@ def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
         '='
     """
     family, _, argument = name.partition(":")
-    place, colon, attribute = name.rpartition(":")
-    if family in TASKS:
+    if is_built_in(name):
         task = TASKS[family](argument, tokenizer)
-    elif colon:
-        task = _own(name, place, attribute, tokenizer)
     else:
-        known = ", ".join(TASKS)
-        raise ValueError(
-            f"load expects --task to be one of {known}, or your own as file.py:Name, got {name!r}."
-        )
+        place, _, attribute = name.rpartition(":")
+        task = _own(name, place, attribute, tokenizer)
     check_task("load", task)
     return task
+
+
+def is_built_in(name: str) -> bool:
+    """Return whether the task of a name is funcrl's own, and not the user's.
+
+    Example:
+        >>> from funcrl.tasks import is_built_in
+        >>> is_built_in("sum_digits:4"), is_built_in("mine.py:Task")
+        (True, False)
+    """
+    if name.partition(":")[0] in TASKS:
+        return True
+    if ":" in name:
+        return False
+    known = ", ".join(TASKS)
+    raise ValueError(
+        f"load expects --task to be one of {known}, or your own as file.py:Name, got {name!r}."
+    )
+
+
+def source_file(name: str) -> Path | None:
+    """Return the file that `load` would run for a name, None for a task of funcrl's own.
+
+    It is found without running anything. A module that has no file is returned by its name.
+
+    Args:
+        name: as of `load`.
+
+    Example:
+        >>> from funcrl.tasks import source_file
+        >>> source_file("sum_digits"), source_file("funcrl.tasks.sum_digits:SumDigits").name
+        (None, 'sum_digits.py')
+    """
+    if is_built_in(name):
+        return None
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return _existing_file(name, place).resolve()
+    return _module_file(place) or Path(f"the module {place}")
 
 
 def check_task(function: str, task: Any) -> None:
@@ -153,10 +188,8 @@ def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> 
 
 def _module(name: str, place: str) -> ModuleType:
     """Import a file or a module as `python FILE` and `python -m MODULE` would: beside its own."""
-    path = Path(place)
     is_file = place.endswith(".py")
-    if is_file and not path.exists():
-        raise FileNotFoundError(f"load expects --task {name} to name a file, got none at {path}.")
+    path = _existing_file(name, place) if is_file else Path(place)
     folder = str(path.resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -173,5 +206,39 @@ def _run_file(path: Path) -> ModuleType:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses and pickles look for it
-    spec.loader.exec_module(module)
+    # Its own bytes, and not what Python once compiled of them and keeps in __pycache__.
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module
+
+
+def _existing_file(name: str, place: str) -> Path:
+    path = Path(place)
+    if not path.is_file():
+        raise FileNotFoundError(f"load expects --task {name} to name a file, got none at {path}.")
+    return path
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file that importing a module would run, without importing what it lies in."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        return None if file is None else Path(file).resolve()
+    here, path, spec = str(Path.cwd()), list(sys.path), None
+    if here not in path:
+        path.insert(0, here)  # as `_module` does
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:end]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    found = spec is not None and spec.has_location and spec.origin is not None
+    return Path(str(spec.origin)).resolve() if spec is not None and found else None
+
+
+def _spec(name: str, path: list[str]) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None

@@ -37,7 +37,9 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
         )
     why, install = f"for the tokenizer in {model}", "transformers gguf"
     transformers = checks.import_extra("save_params", "transformers", why, install)
-    made = transformers.AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    made = transformers.AutoTokenizer.from_pretrained(
+        model.parent, gguf_file=model.name, trust_remote_code=False
+    )
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
         return tokenizer_files(Path(folder))
