@@ -11,7 +11,7 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "tree", "checks", "rng", "numerics", "arrays"},
+    {"types", "tree", "checks", "rng", "numerics", "arrays", "reading"},
     {"plain", "config_generation", "rows"},
     {"config"},
     {"protocols", "stops"},
