@@ -17,7 +17,8 @@ import yaml
 
 _DEPTH = 64  # of values inside each other
 _DIGITS = 20  # of an integer: those of 64 bits
-_YAML_BYTES, _YAML_VALUES = 1 << 18, 10_000
+_YAML_BYTES, _YAML_VALUES = 1 << 16, 10_000  # each alias counted as all that it stands for
+_LONGEST_OPTION = 100
 Pairs = list[tuple[str, Any]]
 
 
@@ -130,7 +131,7 @@ def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None
 
 
 def read_yaml(function: str, path: Path) -> Any:
-    """Return what a file of YAML says: at most 256 KiB, and 10,000 values with repeated aliases.
+    """Return what a file of YAML says: at most 64 KiB and 10,000 values, its aliases written out.
 
     Args:
         function: the public function that was given it, for errors.
@@ -188,14 +189,19 @@ def _integer(text: str) -> int:
 
 
 def _check_nodes(root: yaml.Node | None) -> None:
-    """Raise if YAML comes to too many values, each alias counted as all that it stands for."""
-    count, waiting = 0, [(root, 1)] if root is not None else []
+    """Raise if YAML comes to more than its bounds; `<<` and aliases would write it out."""
+    count, length, waiting = 0, 0, [(root, 1)] if root is not None else []
     while waiting:
         node, depth = waiting.pop()
-        count += 1
-        if count > _YAML_VALUES or depth > _DEPTH:
-            raise ValueError(f"more than {_YAML_VALUES:,} values, or {_DEPTH} inside each other")
+        count, length = count + 1, length + len(node.value)
+        if count > _YAML_VALUES or depth > _DEPTH or length > _YAML_BYTES:
+            raise ValueError(
+                f"more than {_YAML_VALUES:,} values, {_YAML_BYTES:,} characters, or {_DEPTH} "
+                f"values inside each other"
+            )
         if isinstance(node, yaml.MappingNode):
+            if any(len(name.value) > _LONGEST_OPTION for name, _ in node.value):
+                raise ValueError(f"a name of more than {_LONGEST_OPTION} characters")
             waiting += [(each, depth + 1) for pair in node.value for each in pair]
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(each, depth + 1) for each in node.value]
