@@ -46,7 +46,7 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
         if name not in hints:
             close = difflib.get_close_matches(str(name), hints, n=1)
             hint = f"; did you mean {path + close[0]!r}?" if close else "."
-            raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
+            raise ValueError(f"{kind.__name__} has no option {brief(path + str(name))}{hint}")
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
 
 
@@ -69,7 +69,10 @@ def read_config(kind: type[Config], path: Path) -> Config:
     values = read_yaml("train", path)
     if not isinstance(values, dict | None):
         raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
-    return from_plain(kind, values or {})
+    try:
+        return from_plain(kind, values or {})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"train expects options that it knows in {path}, got: {error}") from error
 
 
 def _plain(value: Any) -> Any:
