@@ -18,6 +18,7 @@ from funcrl import runs
 from funcrl.checkpoint import Checkpoints, restore, save
 from funcrl.config import TrainConfig
 from funcrl.logging import View
+from funcrl.reading import brief
 from funcrl.runs import Completion
 from funcrl.trackers import Tracker, tracker
 from funcrl.types import Params, TrainState
@@ -73,13 +74,14 @@ class Record:
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is not None:
             _check_goes_on(self._config, self.folder, found.step)
+        history = [] if found is None else _history(self.folder, found.extra)
         # From here on the folder holds a run, which `--resume` finds even before its first step.
         _write_facts(self.folder, self._config, self._facts)
         if found is None:
             self._empty = True
             return None
         self._saved = found.step
-        progress = Progress(found.step, found.state, found.extra["history"])
+        progress = Progress(found.step, found.state, history)
         _write_again(self.folder, progress)
         self._start(progress)
         self.note(f"Resumed {self.folder} after step {found.step}.")
@@ -210,7 +212,13 @@ def free_folder(parent: Path, name: str) -> Path:
 def _lock(folder: Path) -> int:
     """Return an open file that keeps other runs out of the folder until it is closed, or we die."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    path = folder / ".lock"
+    try:  # not through a link, which could make a file anywhere
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"train expects to open a file {path}, got: {error.strerror}."
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,6 +227,17 @@ def _lock(folder: Path) -> int:
             f"train expects a --run-dir that no other run is writing to, got {folder}."
         ) from None
     return file
+
+
+def _history(folder: Path, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of metrics that a checkpoint of a run holds."""
+    rows = extra.get("history")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
+        raise ValueError(
+            f"train expects a run's checkpoint with its metrics in {folder / runs.CHECKPOINTS}, "
+            f"got {brief(rows)}."
+        )
+    return rows
 
 
 def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:

@@ -307,3 +307,24 @@ def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
     funcrl.save(tmp_path / "checkpoints" / "1", empty_state(options, parts), extra)
     with pytest.raises(ValueError, match=r"^restore expects a run's checkpoint .* in .*checkpoint"):
         trained_params(options, parts, tmp_path)
+
+
+@pytest.mark.parametrize("extra", [{}, {"history": []}, {"history": [1]}, {"history": {"a": 1}}])
+def test_a_run_is_not_resumed_without_its_metrics(tmp_path, extra):
+    options = config.TrainConfig(run_dir=tmp_path / "run", algorithm=config.AlgorithmConfig(kl=0.0))
+    parts = funcrl.build(options)
+    run = write_run(tmp_path / "run")
+    funcrl.save(run / "checkpoints" / "1", empty_state(options, parts), extra)
+    with pytest.raises(ValueError, match=r"^train expects a run's checkpoint with its metrics in"):
+        funcrl.train(options, resume=True)
+    assert (run / "metrics.jsonl").read_text() == lines(*ROWS)
+
+
+@pytest.mark.parametrize("make", [lambda lock, other: lock.symlink_to(other),
+                                  lambda lock, other: lock.mkdir()])  # fmt: skip
+def test_a_lock_is_a_file_of_the_run(tmp_path, make):
+    run = write_run(tmp_path / "run")
+    make(run / ".lock", tmp_path / "other")
+    with pytest.raises(OSError, match=r"train expects to open a file .*\.lock, got"):
+        funcrl.train(config.TrainConfig(run_dir=run), resume=True)
+    assert not (tmp_path / "other").exists()
