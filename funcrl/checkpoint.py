@@ -360,7 +360,7 @@ def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, 
 
 
 def _say(leaf: dict[str, Any] | None) -> str:
-    return "nothing" if leaf is None else f"{leaf['dtype']} of shape {leaf['shape']}"
+    return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
 
 
 def _checksum(array: Any) -> int:

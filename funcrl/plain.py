@@ -72,7 +72,9 @@ def read_config(kind: type[Config], path: Path) -> Config:
     try:
         return from_plain(kind, values or {})
     except (ValueError, TypeError) as error:
-        raise ValueError(f"train expects options that it knows in {path}, got: {error}") from error
+        raise ValueError(
+            f"train expects options that it knows in {path}, got: {str(error)[:500]}"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -415,6 +415,18 @@ def test_a_manifest_of_other_fields_is_refused_though_its_checksum_is_right(tmp_
         checkpoint.restore(tmp_path / "1", number(0))
 
 
+def test_a_leaf_of_another_kind_is_a_short_error(tmp_path):
+    path = tmp_path / "1" / "manifest.json"
+    checkpoint.save(tmp_path / "1", number(1))
+    inner = json.loads(path.read_text())["checkpoint"]
+    inner["leaves"][0] |= {"dtype": "x" * 5000, "shape": [1] * 5000}
+    sum_of_it = zlib.crc32(json.dumps(inner).encode())
+    path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
+    with pytest.raises(ValueError, match="restore expects torch.float32") as caught:
+        checkpoint.restore(tmp_path / "1", number(0))
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_manifest_that_is_a_pipe_is_refused(tmp_path):
     checkpoint.save(tmp_path / "1", number(1))
     (tmp_path / "1" / "manifest.json").unlink()
