@@ -24,6 +24,8 @@ import torch
 
 from funcrl import checks, tree
 from funcrl.arrays import to_array, to_tensor
+from funcrl.manifest import file_checksum, is_manifest
+from funcrl.reading import brief, read_text
 from funcrl.storage import read_arrays, write_arrays
 from funcrl.terminal import warn_safely
 from funcrl.types import Tree
@@ -33,6 +35,7 @@ OnSkip: TypeAlias = Callable[[str], None] | None
 _Manifest: TypeAlias = dict[str, Any]
 
 _FORMAT, _STATE, _MANIFEST = "funcrl checkpoint 2", "state", "manifest.json"
+_MOST_BYTES = 1 << 30  # of a manifest, which holds a run's metrics
 # What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
 _LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
 
@@ -334,7 +337,7 @@ def _read_manifest(path: Path) -> _Manifest:
     if not path.exists():
         raise CheckpointError(f"restore expects a checkpoint, got none at {path}.")
     try:
-        text = (path / _MANIFEST).read_text(encoding="utf-8")
+        text = read_text("restore", path / _MANIFEST, _MOST_BYTES)
         manifest = json.loads(text)["checkpoint"]
         version = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -343,7 +346,9 @@ def _read_manifest(path: Path) -> _Manifest:
     if text != _encode(manifest):
         raise _broken(path, f"whose {_MANIFEST} has changed since it was saved")
     if version != _FORMAT:
-        raise _broken(path, f"whose format is {version!r} and not {_FORMAT!r}")
+        raise _broken(path, f"whose format is {brief(version)} and not {_FORMAT!r}")
+    if not is_manifest(manifest):
+        raise _broken(path, f"whose {_MANIFEST} is not one that funcrl writes")
     return dict(manifest)
 
 
@@ -367,7 +372,7 @@ def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, 
 
 
 def _say(leaf: dict[str, Any] | None) -> str:
-    return "nothing" if leaf is None else f"{leaf['dtype']} of shape {leaf['shape']}"
+    return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
 
 
 def _checksum(array: Any) -> int:
@@ -375,9 +380,9 @@ def _checksum(array: Any) -> int:
 
 
 def _file_checksums(path: Path) -> dict[str, int]:
-    """Return the checksum of each file that orbax wrote into a checkpoint (of 2 GB at most)."""
+    """Return the checksum of each file that orbax wrote into a checkpoint."""
     files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
-    return {str(each.relative_to(path)): zlib.crc32(each.read_bytes()) for each in files}
+    return {str(each.relative_to(path)): file_checksum(each) for each in files}
 
 
 def _sync(path: Path) -> None:

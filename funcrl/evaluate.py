@@ -180,7 +180,7 @@ def _facts(
     """Return what the run wrote down about itself, after checking that the task is the run's."""
     if config.run is None:
         return {}
-    facts = runs.read_facts(config.run)
+    facts = runs.read_facts(config.run, "evaluate")
     if config.task is None and given is None:
         runs.check_task_named("evaluate", config.run)
         if facts.get("task", task.name) != task.name:

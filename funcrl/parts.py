@@ -263,7 +263,13 @@ def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tu
 no/such/run/checkpoints.
     """
     state, extra = restore(run / runs.CHECKPOINTS, empty_state(config, parts))
-    return extra["step"], dict(state.params)
+    step = extra.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(
+            f"restore expects a run's checkpoint with its step in {run / runs.CHECKPOINTS}, got "
+            f"{step!r}."
+        )
+    return step, dict(state.params)
 
 
 def estimate_memory(

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from funcrl import checks
+from funcrl.reading import brief, read_yaml
 
 Config = TypeVar("Config")
 
@@ -47,7 +46,7 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
         if name not in hints:
             close = difflib.get_close_matches(str(name), hints, n=1)
             hint = f"; did you mean {path + close[0]!r}?" if close else "."
-            raise ValueError(f"{kind.__name__} has no option {path + str(name)!r}{hint}")
+            raise ValueError(f"{kind.__name__} has no option {brief(path + str(name))}{hint}")
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
 
 
@@ -65,15 +64,17 @@ def read_config(kind: type[Config], path: Path) -> Config:
         Traceback (most recent call last):
         FileNotFoundError: train expects a configuration at no.yaml, got no such file.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"train expects YAML in {path}, got {error}.") from error
+    values = read_yaml("train", path)
     if not isinstance(values, dict | None):
         raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
-    return from_plain(kind, values or {})
+    try:
+        return from_plain(kind, values or {})
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"train expects options that it knows in {path}, got: {str(error)[:500]}"
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -108,7 +109,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         return _number(value, path)  # YAML reads 1e-6 as a string
     if not (isinstance(hint, type) and type(value) is hint):
         name = getattr(hint, "__name__", str(hint))
-        raise ValueError(f"train expects {path} to be of type {name}, got {value!r}.")
+        raise ValueError(f"train expects {path} to be of type {name}, got {brief(value)}.")
     return value
 
 

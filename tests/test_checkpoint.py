@@ -1,16 +1,19 @@
 """Checkpoints: equal to the bit, whole or not there, whatever kills the process and when."""
 
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import zlib
 from typing import NamedTuple
 
 import pytest
 import torch
+from bounded import bounded
 
 import funcrl
 from funcrl import checkpoint, tree
@@ -392,3 +395,41 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path):
     returned = time.perf_counter() - start
     folder.close()
     assert returned < (time.perf_counter() - start) / 2
+
+
+FORGED = {
+    "no leaves": {"leaves": None}, "leaves of text": {"leaves": ["x"]}, "files": {"files": [1]},
+    "a leaf without a shape": {"leaves": [{"path": "w"}]}, "no sums": {"checksums": []},
+    "sums of text": {"checksums": ["x"]}, "facts": {"extra": 5}, "a score": {"score": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORGED)
+def test_a_manifest_of_other_fields_is_refused_though_its_checksum_is_right(tmp_path, row):
+    path = tmp_path / "1" / "manifest.json"
+    checkpoint.save(tmp_path / "1", number(1))
+    inner = json.loads(path.read_text())["checkpoint"] | FORGED[row]
+    sum_of_it = zlib.crc32(json.dumps(inner).encode())
+    path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
+    with pytest.raises(CheckpointError, match=r"manifest.json is not one that funcrl writes"):
+        checkpoint.restore(tmp_path / "1", number(0))
+
+
+def test_a_leaf_of_another_kind_is_a_short_error(tmp_path):
+    path = tmp_path / "1" / "manifest.json"
+    checkpoint.save(tmp_path / "1", number(1))
+    inner = json.loads(path.read_text())["checkpoint"]
+    inner["leaves"][0] |= {"dtype": "x" * 5000, "shape": [1] * 5000}
+    sum_of_it = zlib.crc32(json.dumps(inner).encode())
+    path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
+    with pytest.raises(ValueError, match="restore expects torch.float32") as caught:
+        checkpoint.restore(tmp_path / "1", number(0))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_manifest_that_is_a_pipe_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "1", number(1))
+    (tmp_path / "1" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "1" / "manifest.json")
+    with bounded(5.0), pytest.raises(CheckpointError, match=r"manifest.json is missing, torn"):
+        checkpoint.restore(tmp_path / "1", number(0))

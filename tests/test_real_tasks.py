@@ -604,6 +604,14 @@ def test_every_end_ends_an_answer(tmp_path):
     assert asked.sampling.stop_tokens == tokenizer.ends
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}'])
+def test_ends_that_are_no_tokens_are_refused_by_their_file(tmp_path, text):
+    folder, _ = pretrained(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^load_tokenizer expects .*generation_config.json"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [

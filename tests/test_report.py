@@ -9,6 +9,7 @@ import yaml
 
 from funcrl import report, runs
 from funcrl.report import page, plots
+from funcrl.report.run import read_run
 
 
 def make_run(folder, steps=60, rate=1e-3, seed=0):
@@ -96,7 +97,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     run = make_run(tmp_path / "run", steps=5)
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole + '{"step": 6, "rew')
-    assert page.headline(page.read_run(run))["steps"] == "5"
+    assert page.headline(read_run(run))["steps"] == "5"
 
 
 def test_a_comparison_shows_both_and_only_what_differs(tmp_path):

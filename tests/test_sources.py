@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import zipfile
 
 import pytest
 
@@ -35,7 +37,7 @@ def test_other_bytes_than_were_downloaded_are_refused(tmp_path, spoil):
         find("pypi:tiny==1", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{broken", "[]"])
+@pytest.mark.parametrize("text", ["{broken", "[]", "[" * 100_000, "1" * 10_000])
 def test_broken_checksums_are_a_clear_error(tmp_path, text):
     (unpacked(tmp_path) / ".sha256.json").write_text(text)
     with pytest.raises(OSError, match=r"find expects .*.sha256.json as it was downloaded.* delete"):
@@ -56,6 +58,21 @@ def test_only_a_package_is_a_package(tmp_path, what):
     with pytest.raises(ValueError, match="find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, got"):
         find(f"pypi:{what}", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, monkeypatch):
+    def download(command, **_):
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(
+            f"{folder}/tiny-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED
+        ) as bomb:
+            bomb.writestr("data.txt", bytes(20_000_000))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sources.subprocess, "run", download)
+    with pytest.raises(OSError, match=r"find expects .* 100 times .* got tiny-1.* of 20000000"):
+        find("pypi:tiny==1", tmp_path)
+    assert list((tmp_path / "pypi").iterdir()) == []
 
 
 def test_every_spelling_of_a_known_package_is_the_checked_one(tmp_path):

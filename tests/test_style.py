@@ -11,7 +11,8 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "tree", "checks", "rng", "numerics", "arrays", "storage", "terminal"},
+    {"types", "tree", "checks", "rng", "numerics", "arrays", "storage", "terminal", "reading",
+     "manifest"},
     {"plain", "config_generation", "rows"},
     {"config"},
     {"protocols", "stops"},

@@ -2,6 +2,7 @@
 
 from funcrl.models.shapes import SHAPES, shape
 from funcrl.models.transformer import (
+    LARGEST,
     MLP,
     Attention,
     HeadFn,
@@ -15,6 +16,7 @@ from funcrl.models.transformer import (
 )
 
 __all__ = [
+    "LARGEST",
     "MLP",
     "SHAPES",
     "Attention",

@@ -22,9 +22,20 @@ from funcrl.types import Params
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]
 
 
+# Far above any model that there is, and so low that no product of two overflows. A file that says
+# more is broken, or written to cost its reader memory and time.
+LARGEST = {
+    "vocab_size": 1 << 24, "width": 1 << 18, "num_layers": 1 << 12, "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14, "head_width": 1 << 14, "mlp_width": 1 << 20,
+    "context_length": 1 << 28,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """The shape of a `Transformer`; the defaults are a model that trains on a laptop.
+
+    No size may be above that in `funcrl.models.LARGEST`.
 
     Args:
         vocab_size: V.
@@ -57,9 +68,9 @@ class TransformerConfig:
     context_length: int = 4096
 
     def __post_init__(self) -> None:
-        counts = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width")
-        for name in (*counts, "mlp_width", "context_length"):
+        for name, largest in LARGEST.items():
             checks.check_count("TransformerConfig", name, getattr(self, name))
+            checks.check_range("TransformerConfig", name, getattr(self, name), 1, largest)
         for name in ("rope_theta", "norm_eps"):
             checks.check_positive("TransformerConfig", name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:

@@ -1,16 +1,15 @@
 """The page: one HTML file that needs no other, readable in light and dark, wide and narrow."""
 
 import html
-import json
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from funcrl import runs as files
-from funcrl.report.plots import GROUPS, Run, draw, series, to_svg
+from funcrl.report.plots import GROUPS, MOST_LINES, Run, draw, rewards, series, to_svg, visible
+from funcrl.report.run import read_run
 
 _STYLE = """
 :root { --ink: #1c2430; --soft: #5d6878; --line: #dfe3e9; --page: #fff; --card: #f6f7f9; }
@@ -82,7 +81,6 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     if len(runs) < 2:
         raise ValueError(f"write_comparison expects at least two runs, got {len(runs)}.")
     read = _uniquely_named([read_run(run) for run in runs])
-    out.mkdir(parents=True, exist_ok=True)
     numbers = [headline(run) for run in read]
     columns = list(dict.fromkeys(name for row in numbers for name in row))
     table = [[run.name, *(row.get(name, "") for name in columns)]
@@ -92,7 +90,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     different = [
         [name, *(_plain(option.get(name, "")) for option in options)]
         for name in names
-        if len({json.dumps(option.get(name)) for option in options}) > 1
+        if len({repr(option.get(name)) for option in options}) > 1
     ]
     parts = [
         f"<h1>{len(read)} runs compared</h1>",
@@ -103,31 +101,6 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
         else "<p>None: the configurations are equal.</p>",
     ]  # fmt: skip
     return _write(out / "report.html", "Comparison", parts)
-
-
-def read_run(folder: Path) -> Run:
-    """Return what a run's folder holds; only its metrics must be there.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.report.page import read_run
-        >>> read_run(pathlib.Path("no/run"))
-        Traceback (most recent call last):
-        FileNotFoundError: report expects the folder of a run, got no/run without a metrics.jsonl.
-    """
-    if not (folder / files.METRICS).is_file():
-        raise FileNotFoundError(
-            f"report expects the folder of a run, got {folder} without a {files.METRICS}."
-        )
-    config, environment = folder / files.CONFIG, folder / files.ENVIRONMENT
-    return Run(
-        name=folder.resolve().name,
-        folder=folder,
-        rows=files.read_lines(folder / files.METRICS),
-        completions=files.read_lines(folder / files.COMPLETIONS),
-        config=yaml.safe_load(config.read_text()) or {} if config.exists() else {},
-        environment=json.loads(environment.read_text()) if environment.exists() else {},
-    )
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -184,22 +157,50 @@ def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body>"
     )
-    files.write_whole(path, "\n".join([head, *parts, "</body></html>"]))
+    text = "\n".join([head, *parts, "</body></html>"])
+    _save(path, text.encode(errors="backslashreplace"))
     return path
 
 
+def _save(path: Path, content: bytes) -> None:
+    """Write a file in place of what is there: a link is replaced, and what it leads to stays."""
+    try:
+        with files.whole_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise OSError(f"report expects to write {path}, got: {error.strerror}.") from error
+
+
+def _plots_folder(folder: Path) -> Path:
+    """Return where pictures go: a folder of the report's own, and no link out of it."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise OSError(f"report expects {folder} to be a folder, got a link or a file; remove it.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"report expects to make {folder}, got: {error.strerror}.") from error
+    return folder
+
+
 def _curves(runs: Sequence[Run], folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = []
+    folder, parts = _plots_folder(folder), []
     for group in GROUPS:
         figure = draw(group, runs)
         if figure is None:
             continue
         name = group.lower().replace(" ", "_")
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=150)
+        _save(folder / f"{name}.png", png.getvalue())
         parts.append(f"<h2>{group}</h2><figure>{to_svg(figure, name)}</figure>")
     if not parts:
         return "<h2>Curves</h2><p>No step has been logged yet.</p>"
+    for run in runs:
+        count = len(rewards(dict.fromkeys(name for row in run.rows for name in row)))
+        if count > MOST_LINES:
+            parts.append(
+                f"<p>{MOST_LINES} of the {count} rewards of {_text(run.name)} are drawn.</p>"
+            )
     return "\n".join([*parts, "<p>Faint lines are the steps; strong ones their exponential moving "
                       "average over about ten.</p>"])  # fmt: skip
 
@@ -207,24 +208,12 @@ def _curves(runs: Sequence[Run], folder: Path) -> str:
 def _completions(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"<p>No {files.COMPLETIONS} here.</p>"
-    steps = sorted({row["step"] for row in rows if _count(rows, row["step"]) > 1} or
-                   {row["step"] for row in rows})  # fmt: skip
-    shown = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    table = []
-    for step in shown:
-        here = [row for row in rows if row["step"] == step]
-        here.sort(key=lambda row: -(row["reward"] if row["reward"] is not None else -1e30))
-        chosen = here if len(here) <= 6 else [*here[:3], *here[-3:]]
-        table += [
-            [str(step), _Code(row["prompt"]), _Code(row["completion"]), _Code(row["answer"]),
-             _plain(row["reward"]), row["finish_reason"]]
-            for row in chosen
-        ]  # fmt: skip
+    table = [
+        [str(row["step"]), _Code(row["prompt"]), _Code(row["completion"]), _Code(row["answer"]),
+         _plain(row["reward"]), row["finish_reason"]]
+        for row in rows
+    ]  # fmt: skip
     return _table(["step", "prompt", "completion", "answer", "reward", "ended by"], table)
-
-
-def _count(rows: list[dict[str, Any]], step: int) -> int:
-    return sum(row["step"] == step for row in rows)
 
 
 def _timings(run: Run) -> str:
@@ -237,7 +226,7 @@ def _timings(run: Run) -> str:
         if values:
             ordered = sorted(values)
             tail = ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
-            share = f"{100 * sum(values) / sum(whole):.0f}%"
+            share = f"{100 * sum(values) / sum(whole):.0f}%" if sum(whole) else "-"
             cells = [f"{1e3 * statistics.median(values):.1f}", f"{1e3 * tail:.1f}", share]
             table.append([name.removeprefix("time/").replace("_", " "), *cells])
     return _table(["part of a step", "median ms", "90th percentile ms", "share"], table)
@@ -251,7 +240,7 @@ def _facts(facts: Mapping[str, Any], source: str) -> str:
 
 
 class _Code(str):
-    """Text to show as it is, its spaces and control characters visible."""
+    """Text to show as it is, its spaces and lines too."""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -262,8 +251,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(value: str) -> str:
     if isinstance(value, _Code):
-        shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in value)
-        return f"<td><pre>{_text(shown)}</pre></td>"
+        return f"<td><pre>{_text(value)}</pre></td>"
     number = value[:1].isdigit() or value[:2].lstrip("-")[:1].isdigit()
     return f'<td class="n">{_text(value)}</td>' if number else f"<td>{_text(value)}</td>"
 
@@ -292,4 +280,4 @@ def _plain(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(str(value))
+    return html.escape(visible(str(value)))

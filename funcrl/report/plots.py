@@ -1,14 +1,18 @@
 """Curves of one run or several: the same figures, a colour a run."""
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # matplotlib takes a second to import, which only a report should pay.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
 _SMOOTH = 0.9
+MOST_LINES = 40  # of a panel and a run
+_MOST_POINTS = 2000  # of a line: more than a page has pixels
+_LONGEST_LABEL = 60
 
 
 class Run(NamedTuple):
@@ -17,7 +21,7 @@ class Run(NamedTuple):
     name: str
     folder: Path
     rows: list[dict[str, Any]]  # metrics.jsonl
-    completions: list[dict[str, Any]]
+    completions: list[dict[str, Any]]  # those to show
     config: dict[str, Any]
     environment: dict[str, Any]
 
@@ -80,6 +84,36 @@ def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
     return shown
 
 
+def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return the points of a line that can be seen: of each short stretch, its low and its high.
+
+    Example:
+        >>> from funcrl.report.plots import thin
+        >>> steps, values = thin(range(10_000), [0.0] * 5000 + [9.0] + [1.0] * 4999)
+        >>> len(steps) <= 2000, max(values), steps[-1] > 9980
+        (True, 9.0, True)
+    """
+    size = math.ceil(2 * len(steps) / _MOST_POINTS)
+    if size < 3:
+        return list(steps), list(values)
+    kept: list[int] = []
+    for first in range(0, len(steps), size):
+        stretch = range(first, min(first + size, len(steps)))
+        kept += sorted({f(stretch, key=values.__getitem__) for f in (min, max)})
+    return [steps[place] for place in kept], [values[place] for place in kept]
+
+
+def visible(text: str) -> str:
+    """Return text with all that is neither printable nor the end of a line as its escape.
+
+    Example:
+        >>> from funcrl.report.plots import visible
+        >>> print(visible("a\\x07b"))
+        a\\x07b
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def draw(group: str, runs: Sequence[Run]) -> Any:
     """Return the figure of a group, None when no run has any of its metrics.
 
@@ -125,20 +159,15 @@ def to_svg(figure: Any, salt: str) -> str:
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
     lines = [(run, name) for run in runs for name in _names(run, panel)]
+    handles, labels = [], []
     for number, (run, name) in enumerate(lines):
-        steps, values = series(run, name)
         several = len(runs) > 1
         color = COLORS[(list(runs).index(run) if several else number) % len(COLORS)]
-        plain = run.name.replace("$", r"\$")  # or matplotlib would read it as mathematics
-        label = _label(name) if not several else f"{plain}: {_label(name)}"
         dashes = "-" if not several else ("-", "--", ":", "-.")[_names(run, panel).index(name) % 4]
-        if name == "eval/accuracy":
-            axes.plot(steps, values, dashes, color=color, label=label, marker="o", markersize=3.5)
-        elif len(values) > 20:
-            axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
-            axes.plot(steps, smooth(values), dashes, color=color, label=label, linewidth=1.6)
-        else:
-            axes.plot(steps, values, dashes, color=color, label=label)
+        handles.append(_draw_line(axes, run, name, dashes, color))
+        label = _label(name) if not several else f"{run.name}: {_label(name)}"
+        label = label.replace("\n", " ").lstrip("_")  # matplotlib hides what begins so
+        labels.append(visible(label[:_LONGEST_LABEL]))
     if panel.logarithmic and all(
         value > 0 for run, name in lines for value in series(run, name)[1]
     ):
@@ -154,7 +183,22 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2, linewidth=0.6)
     if len(lines) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        columns = 1 + len(lines) // 12
+        legend = axes.legend(handles, labels, frameon=False, fontsize=8, ncols=columns)
+        legend.set_in_layout(False)  # a long one would leave no room for the lines
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name with $ in it is no mathematics
+
+
+def _draw_line(axes: Any, run: Run, name: str, dashes: str, color: str) -> Any:
+    """Draw a metric and return its line: of a long one the average, before its faint points."""
+    steps, values = series(run, name)
+    if name == "eval/accuracy":
+        return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
+    if len(values) <= 20:
+        return axes.plot(steps, values, dashes, color=color)[0]
+    axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)
+    return axes.plot(*thin(steps, smooth(values)), dashes, color=color, linewidth=1.6)[0]
 
 
 def _names(run: Run, panel: Panel) -> list[str]:
@@ -163,10 +207,21 @@ def _names(run: Run, panel: Panel) -> list[str]:
     found = []
     for name in panel.names:
         if name.endswith("/"):
-            found += [each for each in known if each.startswith(name) and each.endswith("/mean")]
+            found += rewards(known)[:MOST_LINES]
         elif name in known:
             found.append(name)
     return found
+
+
+def rewards(names: Iterable[str]) -> list[str]:
+    """Return the metrics that are means of rewards.
+
+    Example:
+        >>> from funcrl.report.plots import rewards
+        >>> rewards(["reward", "rewards/correct/mean", "rewards/correct/std"])
+        ['rewards/correct/mean']
+    """
+    return [each for each in names if each.startswith("rewards/") and each.endswith("/mean")]
 
 
 def _label(name: str) -> str:

@@ -1,6 +1,5 @@
 """A pretrained model's own tokenizer, with its chat template around each prompt."""
 
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -8,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from funcrl import checks
+from funcrl.reading import brief, read_json
 
+_LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Stands for what a model said, in a conversation that is written only to look at its form.
 _ANSWER = "an answer such as no template holds"
 
@@ -147,8 +148,16 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
 
 def _generation_ends(path: Path) -> list[int]:
     """Return the tokens at which the model's makers stop."""
-    found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    return found if isinstance(found, list) else [] if found is None else [found]
+    if not path.exists():
+        return []
+    found = read_json("load_tokenizer", path, _LONGEST_JSON).get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise ValueError(
+            f"load_tokenizer expects eos_token_id in {path} to be a token or a list of them, got "
+            f"{brief(found)}."
+        )
+    return ends
 
 
 def _split_as_written(tokenizer: Any, path: Path) -> None:

@@ -1,12 +1,11 @@
 """What a file says of its model: values of a known kind, or an error that names the file."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcrl.models import TransformerConfig
+from funcrl.models import LARGEST, TransformerConfig
+from funcrl.reading import brief
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("an integer above 0", lambda value: type(value) is int and value > 0),
@@ -32,7 +31,21 @@ class Described(NamedTuple):
         if not fits(found):
             raise ValueError(
                 f"load_params expects {self.prefix}{name} in {self.place} to be {what}, got "
-                f"{found!r}."
+                f"{brief(found)}."
+            )
+        return found
+
+    def size(self, name: str, field: str, default: int | None = None) -> int:
+        """Return a value for a field of `TransformerConfig`, no larger than such a field may be."""
+        return self.at_most(LARGEST[field], name, default)
+
+    def at_most(self, most: int, name: str, default: int | None = None) -> int:
+        """Return an integer from 1 to `most`; without a default it must be there."""
+        found: int = self.get(name, int, default)
+        if found > most:
+            raise ValueError(
+                f"load_params expects {self.prefix}{name} in {self.place} to be at most {most}, "
+                f"got {found}."
             )
         return found
 
@@ -42,7 +55,8 @@ class Described(NamedTuple):
             found = self.values.get(self.prefix + name, allowed[0])
             if found not in allowed:
                 raise ValueError(
-                    f"load_params supports {self.prefix}{name} {allowed[0]!r}, got {found!r} in "
+                    f"load_params supports {self.prefix}{name} {allowed[0]!r}, got "
+                    f"{brief(found)} in "
                     f"{self.place}."
                 )
 
@@ -54,25 +68,3 @@ class Described(NamedTuple):
             raise ValueError(
                 f"load_params expects the shape of a model in {self.place}, got: {error}"
             ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.described import read_json
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
-        >>> _ = path.write_text('{"vocab_size": 13}')
-        >>> read_json(path)
-        {'vocab_size': 13}
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"load_params expects {path}, got no such file.")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"load_params expects JSON in {path}, got {error}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"load_params expects an object in {path}, got {type(values).__name__}.")
-    return values

@@ -1,21 +1,26 @@
 """GGUF files: metadata, tensors, and what the metadata say about the model."""
 
 import struct
+from array import array
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 
 from funcrl.models import TransformerConfig
+from funcrl.reading import brief, open_file
 from funcrl.weights.described import Described
 from funcrl.weights.quantized import STORAGES
-from funcrl.weights.tensors import Stored
+from funcrl.weights.tensors import Stored, check_entry, check_number
 
 # Value types of the metadata, by number, as `struct` writes them.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+# In bytes, a tokenizer's vocabulary and merges among them; and a number of metadata.
+_LONGEST_HEADER, _MOST_METADATA = 1 << 26, 1 << 16
+_LARGEST_ALIGNMENT = 1 << 20
 # Whether the rows of q and k are stored in the order of rotation by neighbours, not by halves.
 BY_NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
 # Options that change the network, with the values under which they do not.
@@ -59,11 +64,12 @@ def read_gguf(path: Path) -> GGUF:
         {}
     """
     try:
-        with path.open("rb") as file:
-            return _read(path, file)
-    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        with open_file("load_params", path) as file:
+            return _read(path, _Header(file, path.stat().st_size))
+    except (EOFError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"load_params expects a whole GGUF file, got {path} with a broken header ({error})."
+            f"load_params expects a whole GGUF file, got {path} with a broken header "
+            f"({str(error)[:200]})."
         ) from error
 
 
@@ -85,54 +91,108 @@ a.gguf; funcrl.functional takes any module of transformers.
     kind, tensors = gguf.metadata.get("general.architecture"), gguf.tensors
     if kind not in tuple(BY_NEIGHBOURS):  # a list is none, and has no hash
         raise ValueError(
-            f"load_params supports {', '.join(BY_NEIGHBOURS)}, got the architecture {kind!r} in "
+            f"load_params supports {', '.join(BY_NEIGHBOURS)}, got the architecture "
+            f"{brief(kind)} in "
             f"{path}; funcrl.functional takes any module of transformers."
         )
     said = Described(gguf.metadata, str(path), f"{kind}.")
-    width, num_heads = said.get("embedding_length", int), said.get("attention.head_count", int)
-    head_width = said.get("attention.key_length", int, max(width // num_heads, 1))
+    width = said.size("embedding_length", "width")
+    num_heads = said.size("attention.head_count", "num_heads")
+    head_width = said.size("attention.key_length", "head_width", max(width // num_heads, 1))
     said.check(_PLAIN | {"rope.dimension_count": (head_width,)})
     embedding = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
     config = said.shape(
         vocab_size=(*embedding, 1)[0],  # a file without an embedding is refused by its name
         width=width,
-        num_layers=said.get("block_count", int),
+        num_layers=said.size("block_count", "num_layers"),
         num_heads=num_heads,
-        num_kv_heads=said.get("attention.head_count_kv", int, num_heads),
+        num_kv_heads=said.size("attention.head_count_kv", "num_kv_heads", num_heads),
         head_width=head_width,
-        mlp_width=said.get("feed_forward_length", int),
+        mlp_width=said.size("feed_forward_length", "mlp_width"),
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         rope_theta=said.get("rope.freq_base", float, 10_000.0),
         norm_eps=said.get("attention.layer_norm_rms_epsilon", float),
         tied="output.weight" not in tensors,
-        context_length=said.get("context_length", int),
+        context_length=said.size("context_length", "context_length"),
     )
     return config, BY_NEIGHBOURS[kind]
 
 
-def _read(path: Path, file: BinaryIO) -> GGUF:
-    magic, version = file.read(4), _number(file, "I")
+class _Header:
+    """A file's first bytes, read in order, and never more than it holds or a header may have.
+
+    Args:
+        file: open to read.
+        size: its bytes.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._end, self.size = file, min(size, _LONGEST_HEADER), size
+
+    def tell(self) -> int:
+        """Return how many bytes have been read."""
+        return self._file.tell()
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        left = self._end - self.tell()
+        if count > left:
+            raise EOFError(
+                f"cut off, or longer than {_LONGEST_HEADER} bytes: {count} are to come, and "
+                f"{left} do"
+            )
+        return self._file.read(count)
+
+    def number(self, code: str) -> Any:
+        """Return the next number, of a kind that `struct` knows."""
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        """Return the next text."""
+        return self.take(self.number("Q")).decode("utf-8")
+
+
+def _read(path: Path, header: _Header) -> GGUF:
+    magic, version = header.take(4), header.number("I")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(
             f"load_params expects a GGUF file of version 2 or 3, got {path}, which begins with "
             f"{magic!r} and version {version}."
         )
-    num_tensors, num_values = _number(file, "Q"), _number(file, "Q")
+    num_tensors, num_values = header.number("Q"), header.number("Q")
+    check_number(path, num_tensors)
+    if num_values > _MOST_METADATA:
+        raise ValueError(
+            f"load_params expects at most {_MOST_METADATA} metadata in {path}, got {num_values}."
+        )
     metadata, spans = {}, {}
     for _ in range(num_values):
-        begin = file.tell()
-        key = _string(file)
-        metadata[key] = _value(file, _number(file, "I"), path)
-        spans[key] = begin, file.tell()
-    entries = [_entry(file) for _ in range(num_tensors)]
-    alignment = Described(metadata, str(path)).get("general.alignment", int, 32)
-    data = -(-file.tell() // alignment) * alignment
-    size = path.stat().st_size
-    tensors = {entry.name: _stored(path, data, size, entry) for entry in entries}
+        begin = header.tell()
+        key = header.text()
+        metadata[key] = _value(header, header.number("I"), path)
+        spans[key] = begin, header.tell()
+    entries = [_entry(path, header) for _ in range(num_tensors)]
+    said = Described(metadata, str(path))
+    alignment = said.at_most(_LARGEST_ALIGNMENT, "general.alignment", 32)
+    data = -(-header.tell() // alignment) * alignment
+    tensors = {entry.name: _stored(path, data, header.size, entry) for entry in entries}
     if (len(metadata), len(tensors)) != (num_values, num_tensors):
         raise ValueError(f"load_params expects each name once, got one twice in {path}.")
+    _check_apart(path, tensors)
     return GGUF(metadata, tensors, spans)
+
+
+def _check_apart(path: Path, tensors: dict[str, Stored]) -> None:
+    """Raise if two tensors share bytes: a small file could stand for any number of large ones."""
+    end = 0
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if stored.offset < end:
+            raise ValueError(
+                f"load_params expects tensors that share no bytes, got {name!r} at byte "
+                f"{stored.offset} of {path}, where another one ends at {end}."
+            )
+        end = stored.offset + stored.num_bytes
 
 
 def _stored(path: Path, data: int, size: int, entry: _Entry) -> Stored:
@@ -158,38 +218,28 @@ def _stored(path: Path, data: int, size: int, entry: _Entry) -> Stored:
     return stored
 
 
-def _entry(file: BinaryIO) -> _Entry:
-    name, count = _string(file), _number(file, "I")
-    shape = tuple(_number(file, "Q") for _ in range(count))[::-1]  # the fastest axis comes first
-    return _Entry(name, shape, _number(file, "I"), _number(file, "Q"))
+def _entry(path: Path, header: _Header) -> _Entry:
+    name, count = header.text(), header.number("I")
+    check_entry(path, name, count, ())
+    shape = tuple(header.number("Q") for _ in range(count))[::-1]  # the fastest axis comes first
+    check_entry(path, name, count, shape)
+    return _Entry(name, shape, header.number("I"), header.number("Q"))
 
 
-def _value(file: BinaryIO, kind: int, path: Path) -> Any:
+def _value(header: _Header, kind: int, path: Path) -> Any:
     if kind == _FLOAT:  # the decimal that was meant: 1e-5, not 9.999999747378752e-06
-        return float(str(numpy.float32(_number(file, "f"))))
+        return float(str(numpy.float32(header.number("f"))))
     if kind in _SCALARS:
-        return _number(file, _SCALARS[kind])
+        return header.number(_SCALARS[kind])
     if kind == _STRING:
-        return _string(file)
+        return header.text()
     if kind != _ARRAY:
         raise ValueError(f"load_params expects known metadata, got type {kind} in {path}.")
-    inner, count = _number(file, "I"), _number(file, "Q")
-    if inner in _SCALARS:
-        code = f"<{count}{_SCALARS[inner]}"
-        return list(struct.unpack(code, file.read(struct.calcsize(code))))
+    inner, count = header.number("I"), header.number("Q")
+    if inner in _SCALARS:  # as they are: a list of Python's numbers is ten times as large
+        numbers = array("B" if inner == _BOOL else _SCALARS[inner])
+        numbers.frombytes(header.take(count * numbers.itemsize))
+        return numbers
     if inner != _STRING:  # llama.cpp reads no arrays of arrays either
         raise ValueError(f"load_params expects known metadata, got arrays of {inner} in {path}.")
-    return [_value(file, inner, path) for _ in range(count)]
-
-
-def _number(file: BinaryIO, code: str) -> Any:
-    size = struct.calcsize(f"<{code}")
-    return struct.unpack(f"<{code}", file.read(size))[0]
-
-
-def _string(file: BinaryIO) -> str:
-    length = _number(file, "Q")
-    raw = file.read(min(length, 1 << 31))
-    if len(raw) != length:
-        raise struct.error("a text is cut off")
-    return raw.decode("utf-8")
+    return [header.text() for _ in range(count)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcrl.models import TransformerConfig
+from funcrl.reading import brief
 from funcrl.weights.described import Described
 
 _ARCHITECTURES = {
@@ -47,7 +48,7 @@ got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformer
     name = names[0] if isinstance(names, list) and names else names
     if name not in tuple(_ARCHITECTURES):  # a list or an object is none, and has no hash
         raise ValueError(
-            f"load_params supports {', '.join(_ARCHITECTURES)}, got {name!r} in {place}; "
+            f"load_params supports {', '.join(_ARCHITECTURES)}, got {brief(name)} in {place}; "
             f"funcrl.functional takes any module of transformers."
         )
     kind = _ARCHITECTURES[name]
@@ -56,25 +57,26 @@ got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformer
     said = Described(
         {key: each for key, each in values.items() if (key, each) not in left_out}, place
     )
-    num_layers = said.get("num_hidden_layers", int)
+    num_layers = said.size("num_hidden_layers", "num_layers")
     said.check(
         _PLAIN | {"model_type": (kind,), "layer_types": (None, ["full_attention"] * num_layers)}
     )
-    width, num_heads = said.get("hidden_size", int), said.get("num_attention_heads", int)
+    width = said.size("hidden_size", "width")
+    num_heads = said.size("num_attention_heads", "num_heads")
     return said.shape(
-        vocab_size=said.get("vocab_size", int),
+        vocab_size=said.size("vocab_size", "vocab_size"),
         width=width,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=said.get("num_key_value_heads", int, num_heads),
-        head_width=said.get("head_dim", int, max(width // num_heads, 1)),
-        mlp_width=said.get("intermediate_size", int),
+        num_kv_heads=said.size("num_key_value_heads", "num_kv_heads", num_heads),
+        head_width=said.size("head_dim", "head_width", max(width // num_heads, 1)),
+        mlp_width=said.size("intermediate_size", "mlp_width"),
         qk_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
         rope_theta=_rope_theta(said),
         norm_eps=float(said.get("rms_norm_eps", float, 1e-6)),
         tied=said.get("tie_word_embeddings", bool, False),
-        context_length=said.get("max_position_embeddings", int, 2048),
+        context_length=said.size("max_position_embeddings", "context_length", 2048),
     )
 
 
@@ -141,7 +143,7 @@ def _rope_theta(said: Described) -> float:
         rope = said.values.get(place) or {}
         if not isinstance(rope, dict):
             raise ValueError(
-                f"load_params expects an object as {place} in {said.place}, got {rope!r}."
+                f"load_params expects an object as {place} in {said.place}, got {brief(rope)}."
             )
         inside = Described(
             {f"{place}.{n}": each for n, each in rope.items()}, said.place, f"{place}."

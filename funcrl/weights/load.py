@@ -1,6 +1,7 @@
 """Parameters from files: `load_params`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,17 +9,19 @@ from torch import Tensor
 
 from funcrl import checks
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.reading import brief, read_json
 from funcrl.types import Params
-from funcrl.weights.described import read_json
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import from_hugging_face
 from funcrl.weights.names import translate
 from funcrl.weights.safetensors import NAMES, read_safetensors
-from funcrl.weights.tensors import Stored, read_tensor, same_bytes
+from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
 _FREQUENCIES = ".rotary_emb.inv_freq"
+# What the names of the first layer's parameters begin with.
+_FIRST = "blocks.0."
 # The parameters whose rows are stored in another order where rotation pairs neighbours.
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
@@ -152,7 +155,8 @@ def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
 
 
 def _from_folder(path: Path) -> tuple[TransformerConfig, dict[str, Stored]]:
-    config = from_hugging_face(read_json(path / CONFIG), str(path / CONFIG))
+    described = read_json("load_params", path / CONFIG, LONGEST_HEADER)
+    config = from_hugging_face(described, str(path / CONFIG))
     found = _stored_in(path)
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     if config.tied and head and embedding:  # some files have it twice
@@ -173,15 +177,15 @@ def _stored_in(path: Path) -> dict[str, Stored]:
     """
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return _read(path / SINGLE)
-    places = read_json(path / INDEX).get("weight_map")
+    places = read_json("load_params", path / INDEX, LONGEST_HEADER).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"load_params expects a weight_map in {path / INDEX}, got none.")
     for name, file in places.items():
         plain = isinstance(file, str) and Path(file).name == file
         if not (plain and file.endswith(".safetensors")):
             raise ValueError(
-                f"load_params expects the name of a file beside {path / INDEX}, got {file!r} for "
-                f"{name!r}."
+                f"load_params expects the name of a file beside {path / INDEX}, got "
+                f"{brief(file)} for {brief(name)}."
             )
     found = {}
     for file in sorted(set(places.values())):
@@ -205,19 +209,28 @@ def _read(file: Path) -> dict[str, Stored]:
 def _named(
     config: TransformerConfig, found: Mapping[str, Stored], vocabulary: str, path: Path
 ) -> dict[str, Stored]:
-    """Return what is stored under our names; every parameter must be there, and nothing else."""
+    """Return what is stored under our names; every parameter must be there, and nothing else.
+
+    No layer is made but one, whatever the description says: the file holds the others, or fails.
+    """
     left = dict(found)
     stored = {}
-    for name, leaf in Transformer(config).named_parameters():
-        theirs = getattr(translate(name), vocabulary)
-        if theirs not in left:
-            raise ValueError(f"load_params expects {theirs!r} in {path}, got none.")
-        stored[name] = left.pop(theirs)
-        if stored[name].shape != tuple(leaf.shape):
-            raise ValueError(
-                f"load_params expects {theirs!r} of shape {list(leaf.shape)} in {path}, got "
-                f"{list(stored[name].shape)}."
-            )
+    for name, leaf in Transformer(replace(config, num_layers=1)).named_parameters():
+        layers = range(config.num_layers) if name.startswith(_FIRST) else (0,)
+        for layer in layers:
+            ours = name.replace(_FIRST, f"blocks.{layer}.")
+            theirs = getattr(translate(ours), vocabulary)
+            if theirs not in left:
+                raise ValueError(
+                    f"load_params expects {theirs!r} in {path}, as a model of "
+                    f"{config.num_layers} layers has it, got none."
+                )
+            stored[ours] = left.pop(theirs)
+            if stored[ours].shape != tuple(leaf.shape):
+                raise ValueError(
+                    f"load_params expects {theirs!r} of shape {list(leaf.shape)} in {path}, got "
+                    f"{list(stored[ours].shape)}."
+                )
     if left:
         raise ValueError(
             f"load_params expects the parameters of a {config.num_layers}-layer model in {path}, "

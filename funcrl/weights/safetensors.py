@@ -8,15 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrl.reading import brief, open_file, parse_json
 from funcrl.runs import whole_file
-from funcrl.weights.tensors import Stored, as_bytes, plain
+from funcrl.weights.tensors import (
+    LONGEST_HEADER,
+    Stored,
+    as_bytes,
+    check_entry,
+    check_number,
+    plain,
+)
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# As in the format's own reader: a longer header is not a header.
-_LONGEST_HEADER = 100_000_000
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -31,24 +37,17 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         (2, 3)
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file("load_params", path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise ValueError(
                 f"load_params expects a safetensors file, got {path} of {size} bytes, whose header "
                 f"would be {length} bytes long: it is cut off, or another format."
             )
         raw = file.read(length)
-    try:
-        header = json.loads(raw, object_pairs_hook=_each_once)
-        header.pop("__metadata__", None)
-        found = {name: _stored(path, 8 + length, name, entry) for name, entry in header.items()}
-    except _Refused as error:
-        raise ValueError(str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"load_params expects a safetensors file, got {path} with a broken header ({error!r})."
-        ) from error
+    header = _header(path, raw)
+    check_number(path, len(header))
+    found = {name: _stored(path, 8 + length, name, entry) for name, entry in header.items()}
     _check_cover(path, found, 8 + length, size)
     return found
 
@@ -79,27 +78,50 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file.writelines(as_bytes(tensor))
 
 
-class _Refused(ValueError):
-    """An error whose message says it all."""
+def _header(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return what the header says of each tensor."""
+    try:
+        header = parse_json(raw.decode("utf-8"), _each_once)
+    except ValueError as error:
+        raise _broken(path, str(error)[:200]) from error
+    if not isinstance(header, dict):
+        raise _broken(path, f"{type(header).__name__} in place of an object")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-def _stored(path: Path, data: int, name: str, entry: Mapping[str, Any]) -> Stored:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if any(type(each) is not int or each < 0 for each in (begin, end, *shape)):
-        raise TypeError(f"{name!r} has {shape} at {begin, end}")
-    if entry["dtype"] not in _DTYPES:
-        raise _Refused(
-            f"load_params expects weights of {', '.join(_DTYPES)}, got {entry['dtype']} for "
+def _stored(path: Path, data: int, name: str, entry: Any) -> Stored:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape = fields.get("dtype"), _counts(fields.get("shape"))
+    offsets = _counts(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise _broken(path, f"{brief(name)} has {brief(entry)}")
+    check_entry(path, name, len(shape), shape)
+    if dtype not in tuple(_DTYPES):  # a list is none, and has no hash
+        raise ValueError(
+            f"load_params expects weights of {', '.join(_DTYPES)}, got {brief(dtype)} for "
             f"{name!r} in {path}."
         )
-    stored = Stored(path, data + begin, shape, *plain(_DTYPES[entry["dtype"]]))
+    begin, end = offsets
+    stored = Stored(path, data + begin, shape, *plain(_DTYPES[dtype]))
     if stored.num_bytes != end - begin:
-        raise _Refused(
+        raise ValueError(
             f"load_params expects {stored.num_bytes} bytes for {name!r} of shape {list(shape)}, "
             f"got {end - begin} in {path}."
         )
     return stored
+
+
+def _counts(values: Any) -> tuple[int, ...] | None:
+    """Return a list of integers from 0 on, None for anything else."""
+    if not isinstance(values, list):
+        return None
+    return tuple(values) if all(type(each) is int and each >= 0 for each in values) else None
+
+
+def _broken(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"load_params expects a safetensors file, got {path} with a broken header ({reason})."
+    )
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from funcrl import checks
 from funcrl.functional import check_params
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.reading import read_json
 from funcrl.runs import whole_file, write_whole
-from funcrl.weights.described import read_json
 from funcrl.weights.gguf_write import GGUF_DTYPES, write_gguf
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
 from funcrl.weights.load import CONFIG, INDEX, SINGLE
 from funcrl.weights.names import translate
 from funcrl.weights.safetensors import NAMES, write_safetensors
+from funcrl.weights.tensors import LONGEST_HEADER
 from funcrl.weights.tokenizer import tokenizer_files, tokenizer_metadata
 
 
@@ -109,7 +110,8 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
     if not (path / CONFIG).exists():
         return
     try:
-        there = from_hugging_face(read_json(path / CONFIG), str(path / CONFIG))
+        described = read_json("save_params", path / CONFIG, LONGEST_HEADER)
+        there = from_hugging_face(described, str(path / CONFIG))
         if replace(there, context_length=config.context_length) != config:
             raise ValueError(f"{there} is not {config}")
     except ValueError as error:

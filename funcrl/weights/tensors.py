@@ -9,6 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.reading import brief
+
+# Of a file of safetensors, and of the JSON beside it, in bytes: of models that are supported the
+# longest have some hundreds of kilobytes.
+LONGEST_HEADER = 1 << 25
+_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS = 1 << 16, 1000, 4
 # Numbers decoded at a time: what a load needs besides the parameters themselves.
 _AT_ONCE = 1 << 18
 
@@ -27,6 +33,55 @@ class Stored(NamedTuple):
     def num_bytes(self) -> int:
         """Its length in the file."""
         return math.prod(self.shape) // self.block * self.block_bytes
+
+
+def check_number(path: Path, count: int) -> None:
+    """Raise if a file has more tensors than the largest model.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.weights.tensors import check_number
+        >>> check_number(pathlib.Path("a.gguf"), 2**62)
+        Traceback (most recent call last):
+        ValueError: load_params expects at most 65536 tensors in a.gguf, got 4611686018427387904.
+    """
+    if count > _MOST_TENSORS:
+        raise ValueError(
+            f"load_params expects at most {_MOST_TENSORS} tensors in {path}, got {count}."
+        )
+
+
+def check_entry(path: Path, name: str, num_dimensions: int, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor has a name and dimensions that a parameter may have.
+
+    Args:
+        path: of the file, for errors.
+        name: of the tensor.
+        num_dimensions: as the file says; more than four are not read, and `shape` is then empty.
+        shape: integers.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.weights.tensors import check_entry
+        >>> check_entry(pathlib.Path("a.gguf"), "x", 5, ())
+        Traceback (most recent call last):
+        ValueError: load_params expects tensors of at most 4 dimensions, got 5 for 'x' in a.gguf.
+    """
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"load_params expects tensors with names of at most {_LONGEST_NAME} characters, got "
+            f"{len(name)} for {brief(name)} in {path}."
+        )
+    if num_dimensions > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"load_params expects tensors of at most {_MOST_DIMENSIONS} dimensions, got "
+            f"{num_dimensions} for {name!r} in {path}."
+        )
+    if not all(shape):
+        raise ValueError(
+            f"load_params expects tensors with numbers in them, got the shape {list(shape)} for "
+            f"{name!r} in {path}."
+        )
 
 
 def read_tensor(stored: Stored, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from funcrl import checks
+from funcrl.reading import brief
 from funcrl.weights.gguf import read_gguf
 from funcrl.weights.load import find_model
 
@@ -67,10 +68,11 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
             f"llama.cpp's convert_hf_to_gguf.py converts a folder with its tokenizer."
         )
     model, gguf = found[0], read_gguf(found[0])
-    num_tokens = len(gguf.metadata.get("tokenizer.ggml.tokens", ()))
-    if num_tokens != vocab_size:
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list) or len(tokens) != vocab_size:
+        there = len(tokens) if isinstance(tokens, list) else brief(tokens)
         raise ValueError(
-            f"save_params expects a tokenizer of {vocab_size} tokens, got {num_tokens} in {model}."
+            f"save_params expects a tokenizer of {vocab_size} tokens, got {there} in {model}."
         )
     with model.open("rb") as file:
         raw = file.read(max(end for _, end in gguf.spans.values()))
