@@ -26,7 +26,7 @@ from funcrl.export import export
 from funcrl.weights import load_config, load_params
 from funcrl.weights.gguf import read_gguf
 
-NUM_CASES = {"gguf": 400, "folder": 400, "run": 30, "checkpoint": 15}
+NUM_CASES = {"gguf": 400, "folder": 400, "run": 20, "checkpoint": 10}
 SECONDS = 5.0
 # The threads that read a checkpoint reserve address space that they do not use.
 BYTES = {"gguf": 1 << 30, "folder": 1 << 30, "run": 1 << 30, "checkpoint": 1 << 32}
