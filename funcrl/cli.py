@@ -314,7 +314,7 @@ def _say_what_runs(
         None if _value(args, "--compile.cache-dir") else cache_code(config.compile.cache_dir),
     ]
     codes = [code for code in named if code is not None]
-    recorded = None if run is None else runs.read_facts(run)
+    recorded = None if run is None else runs.read_facts(run, "train")
     if not trust:
         check_trusted("train", codes, file, recorded)
     for code in codes:
@@ -333,7 +333,7 @@ def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:
     hidden = f"{config.task} is not loaded by a dry run without --trust"
     same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
     vocab_size, turns = (
-        runs.recorded_count(run, name) if run is not None and same else None
+        runs.recorded_count(run, name, "train") if run is not None and same else None
         for name in ("vocab_size", "max_turns")
     )
     if config.model in SHAPES and vocab_size is None:

@@ -53,7 +53,7 @@ def _vocab_size(config: TrainConfig, run: Path, task: Task | Environment | None)
         return None  # the weights say it
     if task is not None:
         return task.tokenizer.vocab_size
-    known = runs.recorded_count(run, "vocab_size")
+    known = runs.recorded_count(run, "vocab_size", "export")
     if known is None and is_built_in(config.task):
         runs.check_task_named("export", run)
         return load(config.task).tokenizer.vocab_size

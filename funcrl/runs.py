@@ -69,8 +69,13 @@ def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
     return facts
 
 
-def recorded_count(folder: Path, name: str) -> int | None:
+def recorded_count(folder: Path, name: str, function: str = "recorded_count") -> int | None:
     """Return a count that a run wrote down about its task, None if it did not.
+
+    Args:
+        folder: the run's.
+        name: of the count.
+        function: the public function that was given the folder, for errors.
 
     Example:
         >>> import pathlib, tempfile
@@ -80,12 +85,12 @@ def recorded_count(folder: Path, name: str) -> int | None:
         >>> runs.recorded_count(folder, "vocab_size"), runs.recorded_count(folder, "max_turns")
         (13, None)
     """
-    text = read_facts(folder).get(name)
+    text = read_facts(folder, function).get(name)
     if text is None:
         return None
     if not (isinstance(text, str) and text.isascii() and text.isdigit() and 0 < len(text) < 10):
         raise ValueError(
-            f"recorded_count expects a count as {name!r} of {folder / ENVIRONMENT}, got "
+            f"{function} expects a count as {name!r} of {folder / ENVIRONMENT}, got "
             f"{repr(text)[:80]}."
         )
     return int(text)

@@ -126,7 +126,7 @@ def check_run(
     file = run / runs.CONFIG
     if trust:
         return [describe(code, file) for code in codes]
-    return check_trusted(function, codes, file, runs.read_facts(run)) if codes else []
+    return check_trusted(function, codes, file, runs.read_facts(run, function))
 
 
 def describe(code: Code, file: Path) -> str:

@@ -309,13 +309,14 @@ def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
         trained_params(options, parts, tmp_path)
 
 
-@pytest.mark.parametrize("extra", [{}, {"history": []}, {"history": [1]}, {"history": {"a": 1}}])
-def test_a_run_is_not_resumed_without_its_metrics(tmp_path, extra):
+@pytest.mark.parametrize("metrics", [None, [], "", "[1]\n", "{", '{"step": 2}\n', "[" * 10_000])
+def test_a_run_is_not_resumed_without_its_metrics(tmp_path, metrics):
     options = config.TrainConfig(run_dir=tmp_path / "run", algorithm=config.AlgorithmConfig(kl=0.0))
     parts = funcrl.build(options)
     run = write_run(tmp_path / "run")
+    extra = {} if metrics is None else {"metrics": metrics}
     funcrl.save(run / "checkpoints" / "1", empty_state(options, parts), extra)
-    with pytest.raises(ValueError, match=r"^train expects a run's checkpoint with its metrics in"):
+    with pytest.raises(ValueError, match=r"^train expects a run's checkpoint with its metrics up"):
         funcrl.train(options, resume=True)
     assert (run / "metrics.jsonl").read_text() == lines(*ROWS)
 
