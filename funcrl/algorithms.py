@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from funcrl import advantages, aggregation, checks, losses, ratios, surrogates
+from funcrl.arguments import checked
 from funcrl.types import AdvantageFn, Algorithm, CorrectionFn, RatioFn, SurrogateFn, WeightFn
 
 
@@ -42,6 +43,7 @@ _SCALES: dict[str, AdvantageFn] = {
 _RATIOS: dict[str, RatioFn] = {"token": ratios.token, "sequence": ratios.sequence}
 
 
+@checked
 def grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
@@ -81,6 +83,7 @@ def grpo(
     )
 
 
+@checked
 def dr_grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
@@ -114,6 +117,7 @@ def dr_grpo(
     )
 
 
+@checked
 def dapo(
     *,
     clip: tuple[float, float] = (0.2, 0.28),
@@ -149,6 +153,7 @@ def dapo(
     )
 
 
+@checked
 def gspo(
     *,
     clip: tuple[float, float] = (3e-4, 4e-4),
@@ -180,6 +185,7 @@ def gspo(
     )
 
 
+@checked
 def cispo(
     *,
     clip: tuple[float, float] = (1.0, 4.0),
@@ -212,6 +218,7 @@ def cispo(
     )
 
 
+@checked
 def sapo(
     *,
     temperature: tuple[float, float] = (1.0, 1.05),
@@ -243,6 +250,7 @@ def sapo(
     )
 
 
+@checked
 def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
     """Return RLOO (arXiv:2402.14740): REINFORCE with the other samples' mean as the baseline.
 
@@ -269,6 +277,7 @@ def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
     )
 
 
+@checked
 def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunables]) -> Algorithm:
     """Return REINFORCE (Williams 1992).
 

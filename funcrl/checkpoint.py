@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from funcrl import checks, tree
+from funcrl.arguments import TensorTree, checked
 from funcrl.arrays import to_array, to_tensor
 from funcrl.types import Tree
 
@@ -48,7 +49,8 @@ class Restored(NamedTuple):
     extra: dict[str, Any]
 
 
-def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
+@checked
+def save(path: Path | str, state: TensorTree, extra: Extra = None) -> None:
     """Write a checkpoint; when this returns it is on disk, and when it fails nothing is harmed.
 
     Args:
@@ -66,6 +68,7 @@ def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
     _write(Path(path), _describe(state, extra, None), _to_arrays(state))
 
 
+@checked
 def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """Return the state and the extra facts of a checkpoint, equal to the bit to what was saved.
 

@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from funcrl import runs
+from funcrl.arguments import checked
 from funcrl.config import TrainConfig, read_config
 from funcrl.parts import build, trained_params
 from funcrl.protocols import Environment, Task
 from funcrl.weights import save_params
 
 
+@checked
 def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 

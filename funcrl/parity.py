@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl import checks, rng
+from funcrl.arguments import checked
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.generators import VLLM, Sampler
 from funcrl.logprobs import logprob_fn, score
@@ -70,6 +71,7 @@ class Parity(NamedTuple):
     bitwise: bool
 
 
+@checked
 def parity(config: ParityConfig) -> Parity:
     """Return how far a generator's log-probabilities are from the trainer's.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcrl import checks, grads, optim, tree
 from funcrl.algorithms import grpo
+from funcrl.arguments import checked
 from funcrl.logprobs import score
 from funcrl.losses import policy_loss
 from funcrl.metrics import token_means
@@ -26,6 +27,7 @@ from funcrl.types import (
 )
 
 
+@checked
 def grpo_step(
     model_fn: ModelFn,
     *,
@@ -89,6 +91,7 @@ def grpo_step(
 
     gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
 
+    @checked
     def init(params: Params, seed: int = 0) -> TrainState:
         _check_params(params)
         # A copy, so that nobody else's update of a module changes the state; detached, because
@@ -104,6 +107,7 @@ def grpo_step(
             seed=torch.full((), seed, dtype=torch.int64, device=device),
         )
 
+    @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         _check_batch("grpo_step", batch, per_sample)

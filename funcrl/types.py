@@ -5,9 +5,11 @@ to the token that it describes. An absent field is the empty tuple, a node witho
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
+
+from funcrl.arguments import checked
 
 Params: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = Any
@@ -31,6 +33,18 @@ class Sample(NamedTuple):
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
+
+
+class Row(Protocol):
+    """What `funcrl.logprob_fn` reads of a sample: a `Sample`, a row of a `Batch`, or your own."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the tokens, [T] int64."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the position of each, [T] int64."""
 
 
 class Samples(NamedTuple):
@@ -156,6 +170,7 @@ class Step(NamedTuple):
     init: Callable[..., TrainState]
     update: Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
 
+    @checked
     def __call__(self, state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         """Return `self.update(state, batch)`."""
         return self.update(state, batch)

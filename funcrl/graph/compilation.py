@@ -15,6 +15,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_unflatten
 
 from funcrl import checks, tree
+from funcrl.arguments import checked
 from funcrl.config_generation import CompileConfig
 from funcrl.graph.aliases import writes
 from funcrl.graph.capture import Program, capture
@@ -34,6 +35,7 @@ Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
 _Shapes: TypeAlias = tuple[Any, tuple[tuple[Any, ...], ...]]
 
 
+@checked
 def compile_step(
     step: Step,
     state: TrainState,
@@ -104,6 +106,7 @@ def compile_step(
     return Step(step.init, update)
 
 
+@checked
 def compile_at_first(step: Step, config: CompileConfig) -> Step:
     """Return `compile_step` of the first state and batch that come.
 
@@ -131,6 +134,7 @@ def compile_at_first(step: Step, config: CompileConfig) -> Step:
     return Step(step.init, update)
 
 
+@checked
 def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> GraphModule:
     """Return the graph that `compile_step` compiles: traced, and rewritten by all passes.
 

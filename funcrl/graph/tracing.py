@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.functional import reads_a_value
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
@@ -30,6 +31,7 @@ aten = torch.ops.aten
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
+@checked
 def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     """Return `fn` as one flat graph that takes and returns the same trees of tensors.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl import checks
+from funcrl.arguments import checked
 
 # Stands for what a model said, in a conversation that is written only to look at its form.
 _ANSWER = "an answer such as no template holds"
@@ -117,6 +118,7 @@ def _end_of_turn(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
+@checked
 def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 

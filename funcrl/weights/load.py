@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.types import Params
 from funcrl.weights.described import read_json
@@ -23,6 +24,7 @@ _FREQUENCIES = ".rotary_emb.inv_freq"
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
 
+@checked
 def load_params(
     path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Transformer, Params]:
@@ -57,6 +59,7 @@ def load_params(
     return Transformer(config), params
 
 
+@checked
 def load_config(path: str | Path) -> TransformerConfig:
     """Return the shape of the model in a folder or a file, which `load_params` would load.
 
@@ -75,6 +78,7 @@ def load_config(path: str | Path) -> TransformerConfig:
     return _look(Path(path))[0]
 
 
+@checked
 def find_model(path: str | Path) -> Path:
     """Return the model in a folder: itself, or the only one that is somewhere inside.
 

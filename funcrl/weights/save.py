@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.functional import check_params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.runs import whole_file, write_whole
@@ -22,6 +23,7 @@ from funcrl.weights.safetensors import NAMES, write_safetensors
 from funcrl.weights.tokenizer import tokenizer_files, tokenizer_metadata
 
 
+@checked
 def save_params(
     path: str | Path,
     model: Transformer,
