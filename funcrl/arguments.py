@@ -4,6 +4,7 @@ A wrong type would otherwise end deep inside torch, or nowhere. Bounds and shape
 `funcrl.checks`, and what an annotation leaves open (`Any`) is open here, too.
 """
 
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -53,7 +54,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
         ...     return 2 * count
         >>> double("two")
         Traceback (most recent call last):
-        TypeError: double expects count to be an integer, got 'two'.
+        TypeError: double expects count to be an integer of 64 bits, got 'two'.
     """
     if torch.compiler.is_compiling():
         return fn
@@ -81,12 +82,33 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def check_fields(config: Any) -> None:
+    """Raise for a field of a dataclass that its annotation does not take, in the class's name.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from funcrl.arguments import check_fields
+        >>> @dataclass
+        ... class Loop:
+        ...     steps: int = 3
+        >>> check_fields(Loop(steps="many"))
+        Traceback (most recent call last):
+        TypeError: Loop expects steps to be an integer of 64 bits, got 'many'.
+    """
+    for field in dataclasses.fields(config):
+        kind, value = _kind(field.type), getattr(config, field.name)
+        if not kind.takes(value):
+            _refuse(type(config).__name__, field.name, kind, value)
+
+
 def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
     """Raise for the value, or for the part of it that is wrong."""
     for suffix, part, of_part in kind.parts(value):
         if not of_part.takes(part):
             _refuse(function, argument + suffix, of_part, part)
-    raise TypeError(f"{function} expects {argument} to be {kind.words}, got {_shown(value)}.")
+    # NaN, and an integer of more than 64 bits, are of the right type.
+    error = ValueError if is_number(value) and not abs(value) < 2**63 else TypeError
+    raise error(f"{function} expects {argument} to be {kind.words}, got {_shown(value)}.")
 
 
 def _shown(value: Any) -> str:
@@ -245,7 +267,9 @@ _SIMPLE: dict[Any, Kind] = {
     Tensor: Kind("a tensor", lambda value: isinstance(value, Tensor)),
     Callable: Kind("a function", callable),
     float: Kind("a number", lambda value: is_number(value) and value == value),
-    int: Kind("an integer", is_integer),
+    int: Kind(
+        "an integer of 64 bits", lambda value: is_integer(value) and -(2**63) <= value < 2**63
+    ),
     SupportsIndex: Kind(
         "an integer",
         lambda value: (

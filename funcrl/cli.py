@@ -5,14 +5,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import yaml
 from tyro.conf import OmitArgPrefixes, arg
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 from tyro.extras import SubcommandApp
 
 from funcrl import memory, report, runs, sources
@@ -40,6 +41,7 @@ from funcrl.logging import printable, view_for
 from funcrl.models import SHAPES
 from funcrl.parity import ParityConfig, format_parity, parity
 from funcrl.parts import build, defaults, estimate_memory
+from funcrl.plain import read_integer, read_number
 from funcrl.record import free_folder
 from funcrl.rollouts import RewardError
 from funcrl.train import train as run_training
@@ -49,6 +51,28 @@ from funcrl.watch import ForkedError
 _EXPECTED = (
     ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
 )  # fmt: skip
+
+
+NUMBERS = ConstructorRegistry()
+"""How the commands read integers and numbers."""
+
+
+@NUMBERS.primitive_rule
+def _number_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    if kind.type not in (int, float):
+        return None
+    read = read_integer if kind.type is int else read_number
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT" if kind.type is int else "FLOAT",
+        instance_from_str=lambda texts: read(texts[0]),
+        is_instance=lambda value: isinstance(value, int if kind.type is int else int | float),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+class UsageError(ValueError):
+    """The line is not one that the command takes."""
 
 
 class _Stop:
@@ -78,10 +102,12 @@ def main(args: Sequence[str] | None = None) -> None:
     # vLLM says a great deal of itself, on the screen that a run is shown on.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
+        _check_flags(args)
         _app(_base_config(args), args).cli(
             prog="funcrl",
             description="RL post-training of language models as pure functions.",
             args=args,
+            registry=NUMBERS,
         )
     except KeyboardInterrupt:
         sys.exit(130)
@@ -91,7 +117,31 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:
         explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
         _print(f"funcrl: {error}" if explained else traceback.format_exc(), sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _check_flags(args: Sequence[str]) -> None:
+    """Refuse a value after an option that takes none, by name: the parser names the value alone."""
+    options = {"train": TrainConfig, "parity": ParityConfig, "bench loop": LoopBenchConfig}
+    command = " ".join(args[: 2 if args[:1] == ["bench"] else 1])
+    flags = set(_flags(options[command])) if command in options else set()
+    flags |= {"--dry-run", "--no-dry-run"} if command == "train" else set()
+    for text, following in zip(args, [*args[1:], "--"], strict=True):
+        name, equals, value = text.partition("=")
+        if (name := name.replace("_", "-")) in flags and (equals or not following.startswith("--")):
+            raise UsageError(
+                f"{command} expects {name} without a value, got {value if equals else following!r}."
+            )
+
+
+def _flags(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    """The options of a dataclass that take no value: each bool, and its opposite."""
+    for field in fields(kind):
+        name = field.name.replace("_", "-")
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            yield from _flags(field.type, f"{prefix}{name}.")
+        elif field.type is bool:
+            yield from (f"--{prefix}{name}", f"--{prefix}no-{name}")
 
 
 def _print(text: object, stream: TextIO | None = None) -> None:

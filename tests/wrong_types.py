@@ -273,5 +273,5 @@ def names(call: Call, message: str) -> bool:
     own = inspect.unwrap(call.fn).__qualname__.replace(".<locals>.", "'s ").split(".__")[0]
     names = {own, own.partition("'s ")[0], call.name, call.name.rpartition(".")[2]}
     if call.name.startswith(("checks.", "rows.", "ops.choose", "tasks.check", "tree.check")):
-        names.add(call.required().get("function", VALUES["name"]))
+        names |= {VALUES["function"], VALUES["name"]}
     return any(message.startswith(f"{name} expects ") for name in names)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import checks, numerics, rng
-from funcrl.arguments import checked
+from funcrl.arguments import check_fields, checked
 from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
 from funcrl.types import Params
 
@@ -58,6 +58,7 @@ class TransformerConfig:
     context_length: int = 4096
 
     def __post_init__(self) -> None:
+        check_fields(self)
         counts = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width")
         for name in (*counts, "mlp_width", "context_length"):
             checks.check_count("TransformerConfig", name, getattr(self, name))
