@@ -77,7 +77,7 @@ def grpo(
         "grpo",
         advantage=checks.choose("grpo", "scale_rewards", scale_rewards, _SCALES),
         ratio=checks.choose("grpo", "level", level, _RATIOS),
-        surrogate=surrogates.clipped(*_pair("grpo", "clip", clip), dual_clip=dual_clip),
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
@@ -111,7 +111,7 @@ def dr_grpo(
         "dr_grpo",
         advantage=_SCALES["none"],
         ratio=ratios.token,
-        surrogate=surrogates.clipped(*_pair("dr_grpo", "clip", clip)),
+        surrogate=surrogates.clipped(*clip),
         weight=partial(aggregation.constant, length=length),
         tunables=tunables,
     )
@@ -147,7 +147,7 @@ def dapo(
         "dapo",
         advantage=checks.choose("dapo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.clipped(*_pair("dapo", "clip", clip), dual_clip=dual_clip),
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
         weight=aggregation.token_mean,
         tunables=tunables,
     )
@@ -179,7 +179,7 @@ def gspo(
         "gspo",
         advantage=checks.choose("gspo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.sequence,
-        surrogate=surrogates.clipped(*_pair("gspo", "clip", clip)),
+        surrogate=surrogates.clipped(*clip),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
@@ -212,7 +212,7 @@ def cispo(
         "cispo",
         advantage=checks.choose("cispo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.clipped_weight(*_pair("cispo", "clip", clip)),
+        surrogate=surrogates.clipped_weight(*clip),
         weight=aggregation.token_mean,
         tunables=tunables,
     )
@@ -244,7 +244,7 @@ def sapo(
         "sapo",
         advantage=checks.choose("sapo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.soft_gate(*_pair("sapo", "temperature", temperature)),
+        surrogate=surrogates.soft_gate(*temperature),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
@@ -305,12 +305,6 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
     )
 
 
-def _pair(function: str, name: str, value: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{function} expects {name} to be a pair of numbers, got {value!r}.")
-    return value[0], value[1]
-
-
 def _compose(
     name: str,
     *,
@@ -327,9 +321,6 @@ def _compose(
             f"{name} expects the arguments of its signature or {known}, got {unknown[0]!r}."
         )
     correction = tunables.get("correction")
-    if correction is not None:
-        kind = "a function such as funcrl.ratios.truncated(3.0)"
-        checks.check_callable(name, "correction", correction, kind)
     return Algorithm(
         advantage=advantage,
         ratio=ratio if correction is None else ratios.corrected(ratio, correction),

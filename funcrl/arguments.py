@@ -116,6 +116,8 @@ def _shown(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if inspect.isfunction(value):
+        return f"the function {value.__name__}"
     if isinstance(value, bool | int | float | str | None) or value in ([], {}, ()):
         return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
     return type(value).__name__
@@ -171,9 +173,9 @@ def _tuple(hints: Sequence[Any]) -> Kind:
     kinds = [_kind(hint) for hint in hints]
     inner = ", ".join(kind.words for kind in kinds)
     return Kind(
-        f"a tuple of {len(kinds)} ({inner})" if kinds else "()",
+        f"a {'pair' if len(kinds) == 2 else f'tuple of {len(kinds)}'} ({inner})" if kinds else "()",
         lambda value: (
-            isinstance(value, tuple)
+            isinstance(value, tuple | list if kinds else tuple)
             and len(value) == len(kinds)
             and all(kind.takes(part) for kind, part in zip(kinds, value, strict=True))
         ),

@@ -75,8 +75,6 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         Traceback (most recent call last):
         ValueError: functional expects all parameters of Linear, got none for 'bias'.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"functional expects an nn.Module, got {module!r}.")
     _refuse_impure(module)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, buffer in buffers.items():

@@ -80,8 +80,6 @@ def logprob_fn(
     checks.check_positive("logprob_fn", "temperature", temperature)
     if chunk is not None:
         checks.check_count("logprob_fn", "chunk", chunk)
-    if attend is not None:
-        checks.check_callable("logprob_fn", "attend", attend, "a function of q, k and v")
     apply = functional(model)
 
     @checked

@@ -55,10 +55,8 @@ def lora(
         9728
         >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
     """
-    checks.check_callable("lora", "model_fn", model_fn, "a function of parameters and a sample")
     checks.check_count("lora", "rank", rank)
     checks.check_positive("lora", "alpha", alpha)
-    checks.check_callable("lora", "targets", targets, "a function of a parameter's name")
     base = dict(base)  # what happens to the caller's later does not matter
     adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
     if not adapted:

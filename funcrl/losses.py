@@ -279,11 +279,6 @@ def _token_metrics(
 
 
 def _check_sample(scores: TokenScores, sample: Any) -> None:
-    if not isinstance(scores, TokenScores):
-        raise TypeError(
-            "policy_loss expects scores to be TokenScores(logprobs, entropy), as a model_fn "
-            f"returns them, got {type(scores).__name__}."
-        )
     read = ("mask", "behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
     missing = [name for name in read if not hasattr(sample, name)]
     if missing:

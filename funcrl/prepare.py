@@ -79,8 +79,6 @@ def recenter(correction: CorrectionFn) -> PrepareFn:
         >>> corrected.advantages, corrected.behavior_logprobs
         (tensor([[0., 2.]]), tensor([[ 0., -1.]]))
     """
-    kind = "a function such as funcrl.ratios.truncated(3.0)"
-    checks.check_callable("recenter", "correction", correction, kind)
 
     @checked
     def prepare(scores: TokenScores, batch: Rows) -> Rows:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from funcrl.arguments import checked
-
 Params: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = Any
 Absent: TypeAlias = tuple[()]
@@ -170,7 +168,6 @@ class Step(NamedTuple):
     init: Callable[..., TrainState]
     update: Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
 
-    @checked
     def __call__(self, state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         """Return `self.update(state, batch)`."""
         return self.update(state, batch)

@@ -125,7 +125,7 @@ def test_the_part_that_is_wrong_is_named():
     broken = state._replace(params=state.params | {"norm.weight": 3})
     with pytest.raises(TypeError, match=r"state\.params\['norm\.weight'\] to be a tensor, got 3"):
         step(broken, wrong_types.VALUES["batch"])
-    with pytest.raises(TypeError, match="Step expects batch to be a Batch or a PackedBatch"):
+    with pytest.raises(TypeError, match="update expects batch to be a Batch or a PackedBatch"):
         step(state, state)
 
 

@@ -224,8 +224,6 @@ def returned(call: Call) -> Iterator[Call]:
         part = getattr(result, field)
         if inspect.isfunction(part) and part.__module__.startswith("funcrl"):
             yield Call(f"{call.name}().{field}", part, own)
-    if isinstance(result, funcrl.Step):
-        yield Call(f"{call.name}()", result.__call__, own)
 
 
 RETURNED: dict[str, dict[str, Any]] = {

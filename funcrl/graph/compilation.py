@@ -85,6 +85,7 @@ def compile_step(
         _check_graph(graph, state, batch)
     programs = {_shapes(state, batch): _program(graph, config, pool)}
 
+    @checked
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = tree.map(_contiguous, batch)
         shapes = _shapes(state, batch)
@@ -95,10 +96,10 @@ def compile_step(
                 warnings.warn(
                     f"compile_step runs a step uncompiled: {what}, and {config.max_shapes} shapes "
                     f"are compiled (max_shapes).",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return _counted(step.update(state, batch), len(programs) - 1)
-            warnings.warn(f"compile_step compiles again: {what}.", stacklevel=3)
+            warnings.warn(f"compile_step compiles again: {what}.", stacklevel=4)
             again = step_graph(step, state, batch, config)
             run = programs[shapes] = _program(again, config, pool)
         return _counted(run(state, batch), len(programs) - 1)
@@ -126,6 +127,7 @@ def compile_at_first(step: Step, config: CompileConfig) -> Step:
     """
     compiled: list[Step] = []
 
+    @checked
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         if not compiled:
             compiled.append(compile_step(step, state, batch, config))

@@ -83,10 +83,6 @@ def _check(
     model: Transformer, params: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, Any]
 ) -> torch.dtype:
     """Return the dtype of parameters that can be written."""
-    if not isinstance(model, Transformer):
-        raise TypeError(
-            f"save_params expects a funcrl.models.Transformer, got {type(model).__name__}."
-        )
     check_params(model, params, "save_params")
     found = {leaf.dtype for leaf in params.values()}
     if len(found) != 1:
