@@ -59,11 +59,14 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     if torch.compiler.is_compiling():
         return fn
     name = fn.__qualname__.replace(".<locals>.", "'s ").removesuffix(".__call__")
-    names, rest, options = inspect.getargs(fn.__code__)
+    code = inspect.unwrap(fn).__code__
+    names, rest, options = inspect.getargs(code)
     kinds = {argument: _kind(hint) for argument, hint in fn.__annotations__.items()}
     if options is not None:
         kinds |= _kinds_of_options(fn.__annotations__.get(options))
-    places = [(place, kinds.get(place, _ANYTHING)) for place in names[: fn.__code__.co_argcount]]
+    if all(kind is _ANYTHING for argument, kind in kinds.items() if argument != "return"):
+        return fn
+    places = [(place, kinds.get(place, _ANYTHING)) for place in names[: code.co_argcount]]
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,9 +74,10 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
             for (argument, kind), value in zip(places, args, strict=False):
                 if not kind.takes(value):
                     _refuse(name, argument, kind, value)
-            for number, value in enumerate(args[len(places) :]):
-                if rest in kinds and not kinds[rest].takes(value):
-                    _refuse(name, f"{rest}[{number}]", kinds[rest], value)
+            if len(args) > len(places) and rest in kinds:
+                for number, value in enumerate(args[len(places) :]):
+                    if not kinds[rest].takes(value):
+                        _refuse(name, f"{rest}[{number}]", kinds[rest], value)
             for argument, value in kwargs.items():
                 if argument in kinds and not kinds[argument].takes(value):
                     _refuse(name, argument, kinds[argument], value)
@@ -96,7 +100,8 @@ def check_fields(config: Any) -> None:
         TypeError: Loop expects steps to be an integer of 64 bits, got 'many'.
     """
     for field in dataclasses.fields(config):
-        kind, value = _kind(field.type), getattr(config, field.name)
+        hint: Any = field.type
+        kind, value = _kind(hint), getattr(config, field.name)
         if not kind.takes(value):
             _refuse(type(config).__name__, field.name, kind, value)
 

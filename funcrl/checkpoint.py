@@ -88,7 +88,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """
     path = Path(path)
     if not (path / _MANIFEST).exists() and _numbered(path):
-        found = _newest(path, like, on_skip=lambda reason: warnings.warn(reason, stacklevel=4))
+        found = _newest(path, like, on_skip=lambda reason: warnings.warn(reason, stacklevel=5))
         return found.state, found.extra
     return _read(path, like)
 

@@ -79,11 +79,7 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
-    if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
-        raise TypeError(
-            "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
-            f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
-        )
+    model_fn = _scoring(model_fn)
     if microbatch is not None:
         checks.check_count("grpo_step", "microbatch", microbatch)
     algorithm = grpo() if algorithm is None else algorithm
@@ -92,13 +88,7 @@ def grpo_step(
     transformation = optim.skip_nonfinite(_checked(optimizer))
 
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        scores = model_fn(params, sample)
-        if not isinstance(scores, TokenScores):
-            raise TypeError(
-                f"grpo_step expects model_fn to return TokenScores(logprobs, entropy), "
-                f"got {type(scores).__name__}."
-            )
-        return policy_loss(algorithm, scores, sample)
+        return policy_loss(algorithm, model_fn(params, sample), sample)
 
     gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
 
@@ -150,6 +140,26 @@ def _report(
     means = token_means(token_sums, num_tokens)
     counts = {"loss": loss, "num_tokens": num_tokens, "num_nonfinite_logprobs": (~finite).sum()}
     return Metrics(means.sums | counts, means.maxes | replicated)
+
+
+def _scoring(model_fn: ModelFn) -> ModelFn:
+    """Return the model function; a module, and what does not return `TokenScores`, are refused."""
+    if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
+        raise TypeError(
+            "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
+            f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
+        )
+
+    def scores_of(params: Params, sample: Any) -> TokenScores:
+        scores = model_fn(params, sample)
+        if not isinstance(scores, TokenScores):
+            raise TypeError(
+                f"grpo_step expects model_fn to return TokenScores(logprobs, entropy), "
+                f"got {type(scores).__name__}."
+            )
+        return scores
+
+    return scores_of
 
 
 def _checked(optimizer: GradientTransformation) -> GradientTransformation:

@@ -339,7 +339,7 @@ def test_tunables_are_refused_by_name():
         funcrl.grpo(clip=(-0.1, 0.2))
     with pytest.raises(TypeError, match="grpo expects clip to be a pair .*, got 0.2"):
         funcrl.grpo(clip=0.2)
-    with pytest.raises(TypeError, match="sapo expects temperature to be a pair of numbers"):
+    with pytest.raises(TypeError, match="sapo expects temperature to be a pair"):
         funcrl.sapo(temperature=(1.0, 2.0, 3.0))
     with pytest.raises(TypeError, match="rloo expects correction to be a function such as"):
         funcrl.rloo(correction=3.0)

@@ -467,7 +467,7 @@ def test_bad_batches_are_refused_by_name():
         step(state, BATCH._replace(mask=BATCH.mask.long()))
     with pytest.raises(TypeError, match="update expects batch to be a Batch or a PackedBatch"):
         step(state, BATCH._asdict())
-    with pytest.raises(TypeError, match="batch.advantages to be a tensor, got tuple"):
+    with pytest.raises(TypeError, match="batch.advantages to be a tensor, got"):
         step(state, BATCH._replace(advantages=()))
     with pytest.raises(ValueError, match="init expects a non-empty dict of tensors"):
         step.init({})

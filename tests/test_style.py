@@ -11,6 +11,7 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
+    {"arguments"},
     {"types", "tree", "checks", "rng", "numerics", "arrays"},
     {"plain", "config_generation", "rows"},
     {"config"},
