@@ -341,7 +341,7 @@ def test_tunables_are_refused_by_name():
         funcrl.grpo(clip=0.2)
     with pytest.raises(TypeError, match="sapo expects temperature to be a pair"):
         funcrl.sapo(temperature=(1.0, 2.0, 3.0))
-    with pytest.raises(TypeError, match="rloo expects correction to be a function such as"):
+    with pytest.raises(TypeError, match="rloo expects correction to be a function or None"):
         funcrl.rloo(correction=3.0)
     case, algorithm = random_case(), funcrl.grpo(kl=0.1)
     batch = funcrl.collate(case.rollout, algorithm)
