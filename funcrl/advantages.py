@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 
 
+@checked
 def raw(rewards: Tensor) -> Tensor:
     """Return the rewards themselves: no baseline (Williams 1992).
 
@@ -24,6 +26,7 @@ def raw(rewards: Tensor) -> Tensor:
     return rewards
 
 
+@checked
 def center(rewards: Tensor) -> Tensor:
     """Return `r - mean(r)`, exactly 0 where all rewards of the group are equal.
 
@@ -46,6 +49,7 @@ def center(rewards: Tensor) -> Tensor:
     return torch.where(constant.all(), torch.zeros_like(rewards), (scaled - scaled.mean()) * unit)
 
 
+@checked
 def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """Return `(r - mean(r)) / (std(r) + eps)` with the unbiased deviation; 0 for equal rewards.
 
@@ -67,6 +71,7 @@ def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     return _divide(centered, _deviation(centered), eps, unit)
 
 
+@checked
 def leave_one_out(rewards: Tensor) -> Tensor:
     """Return `r_i - mean of the other rewards of the group`.
 
@@ -87,6 +92,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return center(rewards) * (size / (size - 1))
 
 
+@checked
 def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return `(rewards [B], group [B]) -> [B]` that applies `fn` to each group by itself.
 
@@ -99,6 +105,7 @@ def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tenso
         tensor([-1.,  1.,  0.,  0.])
     """
 
+    @checked
     def advantage(rewards: Tensor, group: Tensor) -> Tensor:
         _check_groups("by_group", rewards, group)
         order = torch.argsort(group, stable=True)
@@ -109,6 +116,7 @@ def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tenso
     return advantage
 
 
+@checked
 def standardize_by_batch(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
     """Return `(r - mean of its group) / (std of all rewards + eps)`.
 

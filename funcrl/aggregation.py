@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 
 
+@checked
 def token_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `1 / (all sampled tokens)` for each sampled token: DAPO's rule (arXiv:2503.14476).
 
@@ -29,6 +31,7 @@ def token_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return weights / weights.sum().clamp(min=1)
 
 
+@checked
 def sequence_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `1 / (sequences * sampled tokens of this sequence)`: GRPO's rule (arXiv:2402.03300).
 
@@ -50,6 +53,7 @@ def sequence_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return weights / (tokens * _num_sequences(weights))
 
 
+@checked
 def constant(mask: Tensor, length: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `1 / (sequences * length)` for each sampled token: Dr. GRPO's (arXiv:2503.20783).
 

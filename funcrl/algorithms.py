@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from funcrl import advantages, aggregation, checks, losses, ratios, surrogates
+from funcrl.arguments import checked
 from funcrl.types import AdvantageFn, Algorithm, CorrectionFn, RatioFn, SurrogateFn, WeightFn
 
 
@@ -42,6 +43,7 @@ _SCALES: dict[str, AdvantageFn] = {
 _RATIOS: dict[str, RatioFn] = {"token": ratios.token, "sequence": ratios.sequence}
 
 
+@checked
 def grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
@@ -75,12 +77,13 @@ def grpo(
         "grpo",
         advantage=checks.choose("grpo", "scale_rewards", scale_rewards, _SCALES),
         ratio=checks.choose("grpo", "level", level, _RATIOS),
-        surrogate=surrogates.clipped(*_pair("grpo", "clip", clip), dual_clip=dual_clip),
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
 
 
+@checked
 def dr_grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
@@ -108,12 +111,13 @@ def dr_grpo(
         "dr_grpo",
         advantage=_SCALES["none"],
         ratio=ratios.token,
-        surrogate=surrogates.clipped(*_pair("dr_grpo", "clip", clip)),
+        surrogate=surrogates.clipped(*clip),
         weight=partial(aggregation.constant, length=length),
         tunables=tunables,
     )
 
 
+@checked
 def dapo(
     *,
     clip: tuple[float, float] = (0.2, 0.28),
@@ -143,12 +147,13 @@ def dapo(
         "dapo",
         advantage=checks.choose("dapo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.clipped(*_pair("dapo", "clip", clip), dual_clip=dual_clip),
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
         weight=aggregation.token_mean,
         tunables=tunables,
     )
 
 
+@checked
 def gspo(
     *,
     clip: tuple[float, float] = (3e-4, 4e-4),
@@ -174,12 +179,13 @@ def gspo(
         "gspo",
         advantage=checks.choose("gspo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.sequence,
-        surrogate=surrogates.clipped(*_pair("gspo", "clip", clip)),
+        surrogate=surrogates.clipped(*clip),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
 
 
+@checked
 def cispo(
     *,
     clip: tuple[float, float] = (1.0, 4.0),
@@ -206,12 +212,13 @@ def cispo(
         "cispo",
         advantage=checks.choose("cispo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.clipped_weight(*_pair("cispo", "clip", clip)),
+        surrogate=surrogates.clipped_weight(*clip),
         weight=aggregation.token_mean,
         tunables=tunables,
     )
 
 
+@checked
 def sapo(
     *,
     temperature: tuple[float, float] = (1.0, 1.05),
@@ -237,12 +244,13 @@ def sapo(
         "sapo",
         advantage=checks.choose("sapo", "scale_rewards", scale_rewards, _SCALES),
         ratio=ratios.token,
-        surrogate=surrogates.soft_gate(*_pair("sapo", "temperature", temperature)),
+        surrogate=surrogates.soft_gate(*temperature),
         weight=aggregation.sequence_mean,
         tunables=tunables,
     )
 
 
+@checked
 def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
     """Return RLOO (arXiv:2402.14740): REINFORCE with the other samples' mean as the baseline.
 
@@ -269,6 +277,7 @@ def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
     )
 
 
+@checked
 def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunables]) -> Algorithm:
     """Return REINFORCE (Williams 1992).
 
@@ -296,12 +305,6 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
     )
 
 
-def _pair(function: str, name: str, value: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{function} expects {name} to be a pair of numbers, got {value!r}.")
-    return value[0], value[1]
-
-
 def _compose(
     name: str,
     *,
@@ -318,9 +321,6 @@ def _compose(
             f"{name} expects the arguments of its signature or {known}, got {unknown[0]!r}."
         )
     correction = tunables.get("correction")
-    if correction is not None:
-        kind = "a function such as funcrl.ratios.truncated(3.0)"
-        checks.check_callable(name, "correction", correction, kind)
     return Algorithm(
         advantage=advantage,
         ratio=ratio if correction is None else ratios.corrected(ratio, correction),

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funcrl.arguments import checked
+
 # Which dtypes have arrays of their own is a part of the format of checkpoints: written down here,
 # not asked of the numpy and the torch that are installed. bfloat16's are of ml_dtypes.
 _NUMPY_DTYPES = frozenset({
@@ -16,6 +18,7 @@ _NUMPY_DTYPES = frozenset({
 })  # fmt: skip
 
 
+@checked
 def to_array(tensor: Tensor) -> Any:
     """Return a dense tensor as an array: of its own dtype and shape, or else of its bytes in a row.
 
@@ -38,7 +41,8 @@ def to_array(tensor: Tensor) -> Any:
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
-def to_tensor(array: Any, like: Tensor) -> Tensor:
+@checked
+def to_tensor(array: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     """Return what `to_array` made an array of, on the device of `like`.
 
     Args:

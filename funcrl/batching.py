@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics, rng, tree
+from funcrl.arguments import checked
 from funcrl.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
 
 RowsT = TypeVar("RowsT", Batch, PackedBatch)
 
 
+@checked
 def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
     """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
 
@@ -89,6 +91,7 @@ def pad_rows(
     )
 
 
+@checked
 def pack(
     rollout: Rollout, algorithm: Algorithm, length: int, ref_logprobs: Tensor | Absent = ()
 ) -> PackedBatch:
@@ -156,6 +159,7 @@ def pack(
     )
 
 
+@checked
 def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
     """Return the batch's rows in `count` shares, in an order drawn from the seed.
 
@@ -220,6 +224,7 @@ def pad_length(rollout: Rollout, multiple: int) -> Rollout:
     return rollout._replace(**padded)
 
 
+@checked
 def drop_zero_variance(rollout: Rollout) -> Rollout:
     """Return the rollout without the groups whose rewards are all equal: they teach nothing.
 
@@ -243,6 +248,7 @@ def drop_zero_variance(rollout: Rollout) -> Rollout:
     return Rollout(*(field[keep] for field in rollout))
 
 
+@checked
 def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
     """Return the rollout with cut-off completions out of the mask: they are not trained on.
 

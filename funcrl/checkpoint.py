@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from funcrl import checks, tree
+from funcrl.arguments import TensorTree, checked
 from funcrl.arrays import to_array, to_tensor
 from funcrl.manifest import file_checksum, is_manifest
 from funcrl.reading import brief, read_text
@@ -52,7 +53,8 @@ class Restored(NamedTuple):
     extra: dict[str, Any]
 
 
-def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
+@checked
+def save(path: Path | str, state: TensorTree, extra: Extra = None) -> None:
     """Write a checkpoint; when this returns it is on disk, and when it fails nothing is harmed.
 
     Args:
@@ -70,6 +72,7 @@ def save(path: Path | str, state: Tree, extra: Extra = None) -> None:
     _write(Path(path), _describe(state, extra, None), _to_arrays(state))
 
 
+@checked
 def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """Return the state and the extra facts of a checkpoint, equal to the bit to what was saved.
 
@@ -89,7 +92,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """
     path = Path(path)
     if not (path / _MANIFEST).exists() and _numbered(path):
-        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=5))
+        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=6))
         return found.state, found.extra
     return _read(path, like)
 

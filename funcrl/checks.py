@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcrl.arguments import checked, is_integer, is_number
+
 Choice = TypeVar("Choice")
 
 
-def check_tensor(function: str, name: str, value: object) -> None:
+@checked
+def check_tensor(function: str, name: str, value: Any) -> None:
     """Raise unless `value` is a tensor.
 
     Example:
@@ -28,7 +31,8 @@ def check_tensor(function: str, name: str, value: object) -> None:
         raise TypeError(f"{function} expects {name} to be a tensor, got {type(value).__name__}.")
 
 
-def check_rank(function: str, name: str, value: Tensor, axes: str) -> None:
+@checked
+def check_rank(function: str, name: str, value: Any, axes: str) -> None:
     """Raise unless `value` is a tensor with one dimension for each letter of `axes`.
 
     Example:
@@ -45,7 +49,8 @@ def check_rank(function: str, name: str, value: Tensor, axes: str) -> None:
         )
 
 
-def check_shape(function: str, name: str, value: Tensor, like: str, shape: torch.Size) -> None:
+@checked
+def check_shape(function: str, name: str, value: Any, like: str, shape: torch.Size) -> None:
     """Raise unless `value` is a tensor of `shape`, which is that of the argument `like`.
 
     Example:
@@ -63,7 +68,8 @@ def check_shape(function: str, name: str, value: Tensor, like: str, shape: torch
         )
 
 
-def check_dtype(function: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
+@checked
+def check_dtype(function: str, name: str, value: Any, dtype: torch.dtype) -> None:
     """Raise unless `value` has `dtype`.
 
     Example:
@@ -73,11 +79,13 @@ def check_dtype(function: str, name: str, value: Tensor, dtype: torch.dtype) -> 
         Traceback (most recent call last):
         TypeError: token_mean expects mask of torch.bool, got torch.float32.
     """
+    check_tensor(function, name, value)
     if value.dtype != dtype:
         raise TypeError(f"{function} expects {name} of {dtype}, got {value.dtype}.")
 
 
-def check_floating(function: str, name: str, value: Tensor) -> None:
+@checked
+def check_floating(function: str, name: str, value: Any) -> None:
     """Raise unless `value` has a floating-point dtype.
 
     Example:
@@ -87,11 +95,13 @@ def check_floating(function: str, name: str, value: Tensor) -> None:
         Traceback (most recent call last):
         TypeError: center expects rewards of a floating-point dtype, got torch.int64.
     """
+    check_tensor(function, name, value)
     if not value.is_floating_point():
         raise TypeError(f"{function} expects {name} of a floating-point dtype, got {value.dtype}.")
 
 
-def check_finite(function: str, name: str, value: float) -> None:
+@checked
+def check_finite(function: str, name: str, value: Any) -> None:
     """Raise unless `value` is a finite number.
 
     Example:
@@ -100,11 +110,18 @@ def check_finite(function: str, name: str, value: float) -> None:
         Traceback (most recent call last):
         ValueError: penalty expects a finite entropy, got nan.
     """
+    _check_number(function, name, value)
     if not math.isfinite(value):
         raise ValueError(f"{function} expects a finite {name}, got {value}.")
 
 
-def check_count(function: str, name: str, value: int) -> None:
+def _check_number(function: str, name: str, value: Any) -> None:
+    if not is_number(value):
+        raise TypeError(f"{function} expects {name} to be a number, got {value!r}.")
+
+
+@checked
+def check_count(function: str, name: str, value: Any) -> None:
     """Raise unless `value` is an integer above 0.
 
     Example:
@@ -113,11 +130,12 @@ def check_count(function: str, name: str, value: int) -> None:
         Traceback (most recent call last):
         ValueError: grpo_step expects microbatch to be an integer above 0, got 2.5.
     """
-    if not isinstance(value, int) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{function} expects {name} to be an integer above 0, got {value!r}.")
 
 
-def check_integer(function: str, name: str, value: object) -> None:
+@checked
+def check_integer(function: str, name: str, value: Any) -> None:
     """Raise unless `value` is an integer.
 
     Example:
@@ -126,10 +144,11 @@ def check_integer(function: str, name: str, value: object) -> None:
         Traceback (most recent call last):
         TypeError: Sampling expects top_k to be an integer, got 2.5.
     """
-    if not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{function} expects {name} to be an integer, got {value!r}.")
 
 
+@checked
 def import_extra(function: str, module: str, why: str, install: str) -> Any:
     """Return a module that funcrl does not depend on, or say how to get it.
 
@@ -149,7 +168,8 @@ pip install such.
         ) from error
 
 
-def check_callable(function: str, name: str, value: object, kind: str) -> None:
+@checked
+def check_callable(function: str, name: str, value: Any, kind: str) -> None:
     """Raise unless `value` can be called; `kind` says what it should be.
 
     Example:
@@ -162,7 +182,8 @@ def check_callable(function: str, name: str, value: object, kind: str) -> None:
         raise TypeError(f"{function} expects {name} to be {kind}, got {value!r}.")
 
 
-def check_positive(function: str, name: str, value: float) -> None:
+@checked
+def check_positive(function: str, name: str, value: Any) -> None:
     """Raise unless `value > 0`.
 
     Example:
@@ -171,11 +192,13 @@ def check_positive(function: str, name: str, value: float) -> None:
         Traceback (most recent call last):
         ValueError: clip_by_global_norm expects max_norm > 0, got 0.0.
     """
+    _check_number(function, name, value)
     if not value > 0:
         raise ValueError(f"{function} expects {name} > 0, got {value}.")
 
 
-def check_range(function: str, name: str, value: float, low: float, high: float) -> None:
+@checked
+def check_range(function: str, name: str, value: Any, low: float, high: float) -> None:
     """Raise unless `low <= value <= high`.
 
     Example:
@@ -184,10 +207,12 @@ def check_range(function: str, name: str, value: float, low: float, high: float)
         Traceback (most recent call last):
         ValueError: top_entropy expects 0.0 <= fraction <= 1.0, got 1.5.
     """
+    _check_number(function, name, value)
     if not low <= value <= high:
         raise ValueError(f"{function} expects {low} <= {name} <= {high}, got {value}.")
 
 
+@checked
 def check_choice(function: str, name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise unless `value` is one of `choices`.
 
@@ -197,11 +222,13 @@ def check_choice(function: str, name: str, value: Any, choices: Collection[Any])
         Traceback (most recent call last):
         ValueError: grpo expects level to be one of 'token', 'sequence', got 'word'.
     """
-    if value not in choices:
+    # `in` would compare a tensor element by element, and take True for 1.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{function} expects {name} to be one of {listed}, got {value!r}.")
 
 
+@checked
 def choose(function: str, name: str, value: Any, choices: Mapping[str, Choice]) -> Choice:
     """Return `choices[value]`, or `value` itself where a function is passed instead of a name.
 

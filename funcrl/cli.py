@@ -33,6 +33,7 @@ from funcrl.bench import (
     format_vllm_rows,
 )
 from funcrl.checkpoint import CheckpointError
+from funcrl.command_line import NUMBERS, UsageError, check_flags
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.evaluate import evaluate, format_evaluation
 from funcrl.export import export
@@ -83,10 +84,12 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         with safe_warnings(sys.stderr):
+            check_flags(args)
             _app(_base_config(args), args).cli(
                 prog="funcrl",
                 description="RL post-training of language models as pure functions.",
                 args=args,
+                registry=NUMBERS,
             )
     except KeyboardInterrupt:
         sys.exit(130)
@@ -96,7 +99,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:
         explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
         print_safely(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _explanation(error: Exception) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from funcrl import checks
+from funcrl.arguments import check_fields
 from funcrl.config_generation import CompileConfig, Sampling, ServerConfig, VLLMConfig
 from funcrl.plain import from_plain, read_config, to_plain
 
@@ -48,8 +49,10 @@ class AlgorithmConfig:
     quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_range("AlgorithmConfig", "kl", self.kl, 0.0, float("inf"))
-        checks.check_finite("AlgorithmConfig", "entropy", self.entropy)
+        for name in ("kl", "entropy"):
+            checks.check_finite("AlgorithmConfig", name, getattr(self, name))
         if self.max_importance is not None:
             checks.check_positive("AlgorithmConfig", "max_importance", self.max_importance)
 
@@ -70,10 +73,13 @@ class OptimizerConfig:
     """The gradient is scaled down to this norm."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("learning_rate", "max_grad_norm"):
             checks.check_positive("OptimizerConfig", name, getattr(self, name))
         for name in ("warmup", "weight_decay"):
             checks.check_range("OptimizerConfig", name, getattr(self, name), 0, float("inf"))
+        for name in ("learning_rate", "weight_decay"):
+            checks.check_finite("OptimizerConfig", name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,10 @@ class LoraConfig:
     """Matrices whose names hold one of these get an adapter."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_range("LoraConfig", "rank", self.rank, 0, float("inf"))
         checks.check_positive("LoraConfig", "alpha", self.alpha)
+        checks.check_finite("LoraConfig", "alpha", self.alpha)
         if self.rank and not self.targets:
             raise ValueError("LoraConfig expects targets for its adapters, got none.")
 
@@ -114,11 +122,13 @@ class WarmStartConfig:
     """Of AdamW."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_range("WarmStartConfig", "steps", self.steps, 0, float("inf"))
         checks.check_range("WarmStartConfig", "accuracy", self.accuracy, 0.0, 1.0)
         for name in ("every", "num_prompts"):
             checks.check_count("WarmStartConfig", name, getattr(self, name))
         checks.check_positive("WarmStartConfig", "learning_rate", self.learning_rate)
+        checks.check_finite("WarmStartConfig", "learning_rate", self.learning_rate)
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,11 @@ class EvaluationConfig:
     """0 takes the most likely tokens."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_range("EvaluationConfig", "every", self.every, 0, float("inf"))
         checks.check_count("EvaluationConfig", "num_prompts", self.num_prompts)
-        checks.check_range("EvaluationConfig", "temperature", self.temperature, 0.0, float("inf"))
+        if self.temperature != 0:  # as in Sampling
+            checks.check_range("EvaluationConfig", "temperature", self.temperature, 1e-6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,7 @@ class CheckpointConfig:
     """How many of the checkpoints with the highest accuracy stay besides."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("every", "keep_last"):
             checks.check_count("CheckpointConfig", name, getattr(self, name))
         checks.check_range("CheckpointConfig", "keep_best", self.keep_best, 0, float("inf"))
@@ -167,6 +180,7 @@ class LogConfig:
     """Where metrics go as well; each must be installed."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("completions_every", "num_completions"):
             checks.check_count("LogConfig", name, getattr(self, name))
 
@@ -241,6 +255,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("steps", "num_prompts", "num_generations", "num_iterations",
                      "num_minibatches", "logprob_chunk", "length_multiple",
                      "slots"):  # fmt: skip
@@ -249,7 +264,6 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 checks.check_count("train", f"--{name}", getattr(self, name))
         checks.check_range("train", "--seed", self.seed, 0, 2**63 - 1)
-        checks.check_choice("train", "--attend", self.attend, ("native", "flash"))
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
@@ -336,15 +350,12 @@ class EvalConfig:
     """Write the result here as well."""
 
     def __post_init__(self) -> None:
-        for name in ("run", "out", "json"):
-            if not isinstance(getattr(self, name), Path | None):
-                raise TypeError(f"evaluate expects {name} as a Path, got {getattr(self, name)!r}.")
+        check_fields(self)
         if self.run is not None and self.model is not None:
             raise ValueError(f"evaluate expects --run or --model, got both ({self.model}).")
         for name in ("num_prompts", "num_samples", "slots", "threads", "max_tokens"):
             if getattr(self, name) is not None:
                 checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
-        checks.check_integer("evaluate", "--seed", self.seed)
         checks.check_range("evaluate", "--seed", self.seed, 0, 2**63 - 1)
         if self.temperature != 0:  # as in Sampling
             checks.check_range("evaluate", "--temperature", self.temperature, 1e-6, 1e6)
@@ -352,7 +363,6 @@ class EvalConfig:
             checks.check_positive("evaluate", "--top-p", self.top_p)
             checks.check_range("evaluate", "--top-p", self.top_p, 0.0, 1.0)
         if self.top_k is not None:
-            checks.check_integer("evaluate", "--top-k", self.top_k)
             checks.check_range("evaluate", "--top-k", self.top_k, 0, float("inf"))
         for k in self.ks:
             checks.check_range("evaluate", "--ks", k, 1, self.num_samples)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from funcrl import checks
+from funcrl.arguments import check_fields
 
 Form: TypeAlias = Literal["native", "unified", "server"]
 
@@ -33,10 +34,9 @@ class Sampling:
     """A completion ends as soon as its text contains one of these strings, wherever that began."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("num_samples", "max_tokens"):
             checks.check_count("Sampling", name, getattr(self, name))
-        for name in ("min_tokens", "top_k"):
-            checks.check_integer("Sampling", name, getattr(self, name))
         checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
         checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
         if self.temperature != 0:  # smaller ones overflow float32
@@ -44,12 +44,8 @@ class Sampling:
         checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
         checks.check_positive("Sampling", "top_p", self.top_p)
         checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
-        for name, kind in (("stop_tokens", int), ("stop", str)):
-            values = getattr(self, name)
-            if not (isinstance(values, tuple) and all(isinstance(each, kind) for each in values)):
-                raise TypeError(
-                    f"Sampling expects {name} to be a tuple of {kind.__name__}, got {values!r}."
-                )
+        for token in self.stop_tokens:
+            checks.check_range("Sampling", "stop_tokens", token, 0, float("inf"))
         if "" in self.stop:
             raise ValueError("Sampling expects stop strings of at least one character, got ''.")
 
@@ -83,8 +79,9 @@ class CompileConfig:
     fast."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_count("CompileConfig", "max_shapes", self.max_shapes)
-        checks.check_integer("CompileConfig", "remat_budget", self.remat_budget)
+        checks.check_range("CompileConfig", "remat_budget", self.remat_budget, 0, float("inf"))
         if self.backend != "inductor" and self.cudagraph == "piecewise":
             raise ValueError(
                 f"CompileConfig expects backend inductor with cudagraph piecewise, whose pieces "
@@ -118,9 +115,8 @@ class ServerConfig:
     """A server that does not answer after so long is given up."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks.check_count("ServerConfig", "start_seconds", self.start_seconds)
-        for device in self.devices:
-            checks.check_integer("ServerConfig", "devices", device)
         if len(set(self.devices)) < len(self.devices) or min(self.devices, default=0) < 0:
             raise ValueError(
                 f"ServerConfig expects devices to be different GPUs from 0 on, got {self.devices}."
@@ -168,9 +164,9 @@ class VLLMConfig:
         return self.server.network if self.form == "server" else self.form
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("context_length", "slots", "batched_tokens"):
             checks.check_count("VLLMConfig", name, getattr(self, name))
-        checks.check_integer("VLLMConfig", "cache_bytes", self.cache_bytes)
         checks.check_range("VLLMConfig", "cache_bytes", self.cache_bytes, 0, float("inf"))
         if self.sleep and self.form == "server":
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl import rng, runs
+from funcrl.arguments import checked
 from funcrl.config import CompileConfig, EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.episodes import Failure
 from funcrl.estimates import interval, majority, pass_at
@@ -45,6 +46,7 @@ class Evaluation(NamedTuple):
     num_errors: int = 0  # samples without a reward: their prompts are left out
 
 
+@checked
 def evaluate(
     config: EvalConfig,
     *,

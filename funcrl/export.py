@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from funcrl import runs
+from funcrl.arguments import checked
 from funcrl.config import CompileConfig, TrainConfig, read_config
 from funcrl.models import SHAPES
 from funcrl.parts import learner, trained_params
@@ -12,6 +13,7 @@ from funcrl.tasks import is_built_in, load
 from funcrl.weights import save_params
 
 
+@checked
 def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 

@@ -12,6 +12,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call
 
 from funcrl import checks, tree
+from funcrl.arguments import checked
 from funcrl.types import Params
 
 _DROPOUTS = (
@@ -42,6 +43,7 @@ _ADVICE = (
 )
 
 
+@checked
 def functional(module: nn.Module) -> Callable[..., Any]:
     """Return `apply(params, *args, **kwargs)`, the module's forward as a function of `params`.
 
@@ -73,8 +75,6 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         Traceback (most recent call last):
         ValueError: functional expects all parameters of Linear, got none for 'bias'.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"functional expects an nn.Module, got {module!r}.")
     _refuse_impure(module)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, buffer in buffers.items():
@@ -95,6 +95,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     attributes = _attributes(skeleton)
     buffer_shapes = {name: buffer.shape for name, buffer in buffers.items()}
 
+    @checked
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_params("functional", kind, params, shapes)
         _check_extra("functional", kind, params, {*shapes, *buffers}, tied)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from funcrl import checks, numerics, tree
+from funcrl.arguments import TensorTree, checked
 from funcrl.rows import num_rows, over_rows, split_rows
 from funcrl.types import LossFn, Metrics, Params, Tree
 
@@ -24,7 +25,7 @@ AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
 class Gradient(NamedTuple):
     """A summed gradient, and the summed loss and metrics of the samples it came from."""
 
-    grads: Tree
+    grads: TensorTree
     loss: Tensor
     metrics: Metrics
 
@@ -45,6 +46,7 @@ class NoiseScale(NamedTuple):
     scale: Tensor  # [] noise / signal, infinite where the signal is not positive
 
 
+@checked
 def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Params, Tree], Tree]:
     """Return `(params, batch) -> grads` with a leading axis B on every leaf: `vmap(grad(loss_fn))`.
 
@@ -65,20 +67,21 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
         checks.check_count("per_sample_grad", "chunk", chunk)
 
     no_metrics = Metrics({}, {})
-    checked = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
+    scalar_loss = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
 
     def gradient(params: Params, sample: Any) -> Tree:
-        return _value_and_grad(lambda p: checked(p, sample), params)[1]
+        return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
 
     mapped = over_rows("per_sample_grad", gradient, chunk)
 
+    @checked
     def per_sample(params: Params, batch: Tree) -> Tree:
-        num_rows("per_sample_grad", batch)
         return mapped(params, batch)
 
     return per_sample
 
 
+@checked
 def summed_gradient(
     loss_fn: AuxLossFn,
     per_sample: PerSampleTransform | None = None,
@@ -114,6 +117,7 @@ def summed_gradient(
     else:
         of_chunk = _transformed(loss_fn, _checked(function, per_sample))
 
+    @checked
     def gradient(params: Params, batch: Tree) -> Gradient:
         chunks = split_rows(function, batch, microbatch)
         return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
@@ -121,6 +125,7 @@ def summed_gradient(
     return gradient
 
 
+@checked
 def clip_per_sample(max_norm: float) -> PerSampleTransform:
     """Return the transform that scales each sample's gradient down to at most `max_norm`.
 
@@ -140,7 +145,8 @@ def clip_per_sample(max_norm: float) -> PerSampleTransform:
     """
     checks.check_positive("clip_per_sample", "max_norm", max_norm)
 
-    def clip(grads: Tree) -> Tree:
+    @checked
+    def clip(grads: TensorTree) -> Tree:
         norms = per_sample_norms(grads)
         # A zero gradient has no direction to keep: the quotient is infinite and the factor 1.
         factors = (max_norm / norms).clamp(max=1.0)
@@ -150,7 +156,8 @@ def clip_per_sample(max_norm: float) -> PerSampleTransform:
     return clip
 
 
-def per_sample_norms(grads: Tree) -> Tensor:
+@checked
+def per_sample_norms(grads: TensorTree) -> Tensor:
     """Return [B], the norm of each sample's gradient over all leaves, in at least float32.
 
     Args:
@@ -166,6 +173,7 @@ def per_sample_norms(grads: Tree) -> Tensor:
     return vmap(tree.global_norm)(grads)
 
 
+@checked
 def gradient_moments(
     loss_fn: LossFn, chunk: int | None = None
 ) -> Callable[[Params, Tree], GradientMoments]:
@@ -188,10 +196,11 @@ def gradient_moments(
     def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return loss_fn(params, sample), Metrics({}, {})
 
+    @checked
     def moments(params: Params, batch: Tree) -> GradientMoments:
         square_norms: list[Tensor] = []
 
-        def record(grads: Tree) -> Tree:
+        def record(grads: TensorTree) -> Tree:
             square_norms.append(per_sample_norms(grads).square().sum())
             return grads
 
@@ -204,6 +213,7 @@ def gradient_moments(
     return moments
 
 
+@checked
 def noise_scale(moments: GradientMoments) -> NoiseScale:
     """Return the simple gradient noise scale, the batch size beyond which returns diminish.
 
@@ -251,12 +261,12 @@ def _value_and_grad(
 def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
     """Return the loss function, which must return one number: of several the sum is trained on."""
 
-    def checked(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+    def scalar_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         loss, metrics = loss_fn(params, sample)
         checks.check_rank(function, "the loss of a sample", loss, "")
         return loss, metrics
 
-    return checked
+    return scalar_loss
 
 
 def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
@@ -264,7 +274,7 @@ def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransfor
 
     name = f"{function}'s per_sample"
 
-    def transform(grads: Tree) -> Tree:
+    def transform(grads: TensorTree) -> Tree:
         transformed = per_sample(grads)
         tree.check_same_structure(name, grads, transformed)
         pairs = zip(tree.leaves(grads), tree.leaves(transformed), strict=True)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import checks, numerics, ops, tree
+from funcrl.arguments import checked
 from funcrl.functional import functional
 from funcrl.rows import over_rows, split_rows
-from funcrl.types import ModelFn, Params, TokenScores
+from funcrl.types import ModelFn, Params, Row, TokenScores
 
 
+@checked
 def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenScores:
     """Return the log-probability of each token under the logits before it, and their entropy.
 
@@ -42,6 +44,7 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     return TokenScores(torch.cat([start, chosen]), torch.cat([start, ops.entropy(log_softmax)]))
 
 
+@checked
 def logprob_fn(
     model: nn.Module,
     temperature: float = 1.0,
@@ -77,11 +80,10 @@ def logprob_fn(
     checks.check_positive("logprob_fn", "temperature", temperature)
     if chunk is not None:
         checks.check_count("logprob_fn", "chunk", chunk)
-    if attend is not None:
-        checks.check_callable("logprob_fn", "attend", attend, "a function of q, k and v")
     apply = functional(model)
 
-    def model_fn(params: Params, sample: Any) -> TokenScores:
+    @checked
+    def model_fn(params: Params, sample: Row) -> TokenScores:
         options: dict[str, Any] = {} if attend is None else {"attend": attend}
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
@@ -109,6 +111,7 @@ def logprob_fn(
     return model_fn
 
 
+@checked
 def score(
     model_fn: ModelFn, params: Params, batch: Any, microbatch: int | None = None
 ) -> TokenScores:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from funcrl import checks, rng
-from funcrl.types import ModelFn, Params, Sample, TokenScores
+from funcrl.arguments import checked
+from funcrl.types import ModelFn, Params, TokenScores
 
 _DOWN, _UP = ".lora_down", ".lora_up"
 
@@ -20,6 +21,7 @@ class Lora(NamedTuple):
     merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
 
 
+@checked
 def lora(
     model_fn: ModelFn,
     base: Params,
@@ -53,10 +55,8 @@ def lora(
         9728
         >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
     """
-    checks.check_callable("lora", "model_fn", model_fn, "a function of parameters and a sample")
     checks.check_count("lora", "rank", rank)
     checks.check_positive("lora", "alpha", alpha)
-    checks.check_callable("lora", "targets", targets, "a function of a parameter's name")
     base = dict(base)  # what happens to the caller's later does not matter
     adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
     if not adapted:
@@ -71,6 +71,7 @@ def lora(
                 f"{list(leaf.shape)}, got {rank}."
             )
 
+    @checked
     def init(seed: int) -> Params:
         adapters = {}
         for index, (name, leaf) in enumerate(sorted(adapted.items())):
@@ -85,6 +86,7 @@ def lora(
             adapters[name + _UP] = leaf.new_zeros(rows, rank)
         return dict(sorted(adapters.items()))
 
+    @checked
     def merge(adapters: Params) -> Params:
         _check_adapters(adapters, adapted, rank)
         changed = {
@@ -93,7 +95,8 @@ def lora(
         }
         return {**base, **changed}
 
-    def scores(adapters: Params, sample: Sample) -> TokenScores:
+    @checked
+    def scores(adapters: Params, sample: Any) -> TokenScores:
         return model_fn(merge(adapters), sample)
 
     return Lora(scores, init, merge)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 from funcrl.types import (
     Absent,
     Algorithm,
@@ -35,6 +36,7 @@ EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@checked
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `log pi - log ref` per token; as a loss its expected gradient is 0.
 
@@ -50,6 +52,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return _log_ratio("k1", logprobs, ref_logprobs)
 
 
+@checked
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `(log pi - log ref)^2 / 2` per token; as a loss its gradient is that of KL(pi, ref).
 
@@ -65,6 +68,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return _log_ratio("k2", logprobs, ref_logprobs).square() / 2
 
 
+@checked
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `ref/pi - 1 - log(ref/pi)` per token, never negative: the KL of the GRPO paper.
 
@@ -85,6 +89,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1((-log_ratio).clamp(max=numerics.MAX_LOG_RATIO)) + log_ratio
 
 
+@checked
 def as_loss(estimator: EstimatorFn) -> KLCostFn:
     """Return the estimator as a per-token cost, differentiated as it stands.
 
@@ -95,6 +100,7 @@ def as_loss(estimator: EstimatorFn) -> KLCostFn:
         tensor([2.])
     """
 
+    @checked
     def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         del behavior_logprobs
         return estimator(logprobs, ref_logprobs)
@@ -102,6 +108,7 @@ def as_loss(estimator: EstimatorFn) -> KLCostFn:
     return cost
 
 
+@checked
 def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     """Return a cost with the estimator's expected value and the gradient of KL(pi, ref).
 
@@ -117,6 +124,7 @@ def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
         tensor([2.])
     """
 
+    @checked
     def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         checks.check_shape(
             "with_kl_gradient", "behavior_logprobs", behavior_logprobs, "logprobs", logprobs.shape
@@ -138,6 +146,7 @@ _KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
 }
 
 
+@checked
 def penalty(
     kl: float = 0.0, kl_estimator: str | EstimatorFn = "k3", entropy: float = 0.0
 ) -> PenaltyFn:
@@ -165,6 +174,7 @@ def penalty(
         checks.check_choice("penalty", "kl_estimator", kl_estimator, _KL_COSTS)
         estimator, kl_cost = _KL_COSTS[kl_estimator]
 
+    @checked
     def penalty_fn(
         scores: TokenScores, behavior_logprobs: Tensor, ref_logprobs: Tensor | Absent
     ) -> Penalty:
@@ -180,6 +190,7 @@ def penalty(
     return penalty_fn
 
 
+@checked
 def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple[Tensor, Metrics]:
     """Return one sample's loss and its metrics; the caller vmaps and sums.
 
@@ -268,10 +279,12 @@ def _token_metrics(
 
 
 def _check_sample(scores: TokenScores, sample: Any) -> None:
-    if not isinstance(scores, TokenScores):
+    read = ("mask", "behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
+    missing = [name for name in read if not hasattr(sample, name)]
+    if missing:
         raise TypeError(
-            "policy_loss expects scores to be TokenScores(logprobs, entropy), as a model_fn "
-            f"returns them, got {type(scores).__name__}."
+            f"policy_loss expects sample to be a row of a Batch or PackedBatch, got "
+            f"{type(sample).__name__} without {missing[0]}."
         )
     checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
     values = {f"scores.{name}": value for name, value in scores._asdict().items()}

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from funcrl.arguments import checked
 from funcrl.config import TrainConfig
 from funcrl.models import Transformer, TransformerConfig
 
@@ -44,6 +45,7 @@ class MemoryEstimate(NamedTuple):
         return self.resident + max(self.cache, self.training)
 
 
+@checked
 def num_params(config: TransformerConfig) -> int:
     """Return the number of parameters of a shape.
 
@@ -63,6 +65,7 @@ def num_params(config: TransformerConfig) -> int:
     return c.num_layers * block + c.width + c.vocab_size * c.width * (1 if c.tied else 2)
 
 
+@checked
 def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     """Return how many numbers are trained: all parameters, or those of adapters.
 
@@ -83,6 +86,7 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     )
 
 
+@checked
 def estimate_memory(
     config: TrainConfig, shape: TransformerConfig, prompt_tokens: int, num_turns: int = 1
 ) -> MemoryEstimate:

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 from funcrl.types import Metrics, NamedRewards, Rollout
 
 
+@checked
 def token_means(metrics: Metrics, num_tokens: Tensor) -> Metrics:
     """Return the metrics with each sum over tokens divided by their number; 0 without tokens.
 
@@ -24,6 +26,7 @@ def token_means(metrics: Metrics, num_tokens: Tensor) -> Metrics:
     return metrics._replace(sums={name: value / count for name, value in metrics.sums.items()})
 
 
+@checked
 def to_floats(metrics: Metrics) -> dict[str, float]:
     """Return every metric as a Python number, for a log line; it waits for the device.
 
@@ -36,6 +39,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
     return {name: value.item() for name, value in (metrics.sums | metrics.maxes).items()}
 
 
+@checked
 def describe_rollout(
     rollout: Rollout, rewards: NamedRewards | None = None, truncated: Tensor | None = None
 ) -> dict[str, float]:

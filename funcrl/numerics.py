@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
+from funcrl.arguments import checked
+
 MAX_LOG_RATIO = 20.0
 
 
+@checked
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums and small differences are safe: `dtype`, or float32.
 
@@ -18,6 +21,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@checked
 def exp_ratio(log_ratio: Tensor) -> Tensor:
     """Return `exp(log_ratio)` with the exponent held in [-20, 20], as verl holds it.
 
@@ -35,6 +39,7 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@checked
 def power_of_two(values: Tensor) -> Tensor:
     """Return the power of two that brings the largest magnitude of `values` to between 1 and 2.
 

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl import checks, rng
+from funcrl.arguments import check_fields, checked
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.generators import VLLM, Sampler
 from funcrl.logprobs import logprob_fn, score
@@ -49,8 +50,10 @@ class ParityConfig:
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("num_prompts", "num_samples", "prompt_tokens", "max_tokens"):
             checks.check_count("parity", f"--{name.replace('_', '-')}", getattr(self, name))
+        checks.check_range("parity", "--seed", self.seed, 0, 2**63 - 1)
         if self.tolerance is not None:
             checks.check_range("parity", "--tolerance", self.tolerance, 0.0, float("inf"))
 
@@ -70,6 +73,7 @@ class Parity(NamedTuple):
     bitwise: bool
 
 
+@checked
 def parity(config: ParityConfig) -> Parity:
     """Return how far a generator's log-probabilities are from the trainer's.
 

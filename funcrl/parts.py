@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl import algorithms, memory, optim, ratios, rng, runs
+from funcrl.arguments import checked
 from funcrl.checkpoint import restore
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
 from funcrl.config_generation import CompileConfig
@@ -67,6 +68,7 @@ class Parts(NamedTuple):
         return trained if self.lora is None else self.lora.merge(trained)
 
 
+@checked
 def build(
     config: TrainConfig,
     task: Task | Environment | None = None,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +14,9 @@ from funcrl import checks
 from funcrl.reading import brief, read_yaml
 
 Config = TypeVar("Config")
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf)")
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -113,8 +118,48 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
+def read_integer(text: str) -> int:
+    """Return the integer that a text writes in the digits 0 to 9; Python's own reads others too.
+
+    Example:
+        >>> from funcrl import plain
+        >>> plain.read_integer("12"), plain.read_integer("-3")
+        (12, -3)
+        >>> plain.read_integer("1_000")
+        Traceback (most recent call last):
+        ValueError: expects an integer in the digits 0 to 9, got '1_000'.
+    """
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"expects an integer in the digits 0 to 9, got {_start(text)}.")
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+        raise ValueError(f"expects an integer of 64 bits, got {_start(text)}.")
+    return int(text)
+
+
+def read_number(text: str) -> float:
+    """Return the number that a text writes in the digits 0 to 9, or `inf`.
+
+    Example:
+        >>> from funcrl import plain
+        >>> plain.read_number("1e-6"), plain.read_number("-.5"), plain.read_number("inf")
+        (1e-06, -0.5, inf)
+        >>> plain.read_number("nan")
+        Traceback (most recent call last):
+        ValueError: expects a number in the digits 0 to 9, got 'nan'.
+    """
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"expects a number in the digits 0 to 9, got {_start(text)}.")
+    if math.isinf(float(text)) and "inf" not in text:
+        raise ValueError(f"expects a number that float64 holds, got {_start(text)}.")
+    return float(text)
+
+
+def _start(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
+
+
 def _number(text: str, path: str) -> float:
     try:
-        return float(text)
+        return read_number(text)
     except ValueError:
         raise ValueError(f"train expects {path} to be a number, got {text!r}.") from None

@@ -9,9 +9,11 @@ import torch
 from torch.func import vmap
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.types import CorrectionFn, PrepareFn, Rows, TokenScores
 
 
+@checked
 def top_entropy(fraction: float) -> PrepareFn:
     """Return the function that keeps the policy gradient of the most uncertain tokens alone.
 
@@ -34,6 +36,7 @@ def top_entropy(fraction: float) -> PrepareFn:
     """
     checks.check_range("top_entropy", "fraction", fraction, 0.0, 1.0)
 
+    @checked
     def prepare(scores: TokenScores, batch: Rows) -> Rows:
         checks.check_shape(
             "top_entropy", "scores.entropy", scores.entropy, "batch.mask", batch.mask.shape
@@ -50,6 +53,7 @@ def top_entropy(fraction: float) -> PrepareFn:
     return prepare
 
 
+@checked
 def recenter(correction: CorrectionFn) -> PrepareFn:
     """Return the function that makes the current policy the one the ratio is taken against.
 
@@ -75,9 +79,8 @@ def recenter(correction: CorrectionFn) -> PrepareFn:
         >>> corrected.advantages, corrected.behavior_logprobs
         (tensor([[0., 2.]]), tensor([[ 0., -1.]]))
     """
-    kind = "a function such as funcrl.ratios.truncated(3.0)"
-    checks.check_callable("recenter", "correction", correction, kind)
 
+    @checked
     def prepare(scores: TokenScores, batch: Rows) -> Rows:
         behavior = batch.behavior_logprobs
         checks.check_shape(

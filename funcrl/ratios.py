@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 from funcrl.types import Absent, CorrectionFn, Ratio, RatioFn
 
 _LEVELS = ("token", "sequence")
 
 
+@checked
 def token(
     logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()
 ) -> Ratio:
@@ -29,6 +31,7 @@ def token(
     return Ratio(ratio, torch.ones_like(ratio))
 
 
+@checked
 def sequence(
     logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()
 ) -> Ratio:
@@ -50,6 +53,7 @@ def sequence(
     return Ratio(ratio, torch.ones_like(ratio))
 
 
+@checked
 def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
     """Return `ratio_fn` around the current policy, and the generator's mismatch as a constant.
 
@@ -67,6 +71,7 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
         Ratio(ratio=tensor([1., 1.]), correction=tensor([2., 1.]))
     """
 
+    @checked
     def ratio(
         logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent
     ) -> Ratio:
@@ -80,6 +85,7 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
     return ratio
 
 
+@checked
 def truncated(cap: float = 3.0, level: str = "token") -> CorrectionFn:
     """Return the correction `min(pi / pi_behavior, cap)`: truncated importance sampling.
 
@@ -96,12 +102,14 @@ def truncated(cap: float = 3.0, level: str = "token") -> CorrectionFn:
     checks.check_positive("truncated", "cap", cap)
     weight_fn = _importance("truncated", level)
 
+    @checked
     def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
         return weight_fn(log_ratio, mask, segment_ids).clamp(max=cap)
 
     return correction
 
 
+@checked
 def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> CorrectionFn:
     """Return the correction `pi / pi_behavior` where it lies in `[floor, cap]`, and 0 elsewhere.
 
@@ -122,6 +130,7 @@ def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> Cor
     checks.check_range("masked", "floor", floor, 0.0, cap)
     weight_fn = _importance("masked", level)
 
+    @checked
     def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
         weight = weight_fn(log_ratio, mask, segment_ids)
         return torch.where((weight >= floor) & (weight <= cap), weight, torch.zeros_like(weight))

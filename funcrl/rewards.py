@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.types import NamedRewards
 
 
+@checked
 def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None) -> Tensor:
     """Return `sum_k weight_k * reward_k`, the "sum then normalize" of several reward functions.
 
@@ -25,6 +27,7 @@ def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None)
     return torch.stack(weighted).sum(dim=0)
 
 
+@checked
 def soft_overlong(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """Return DAPO's soft overlong punishment of each completion (arXiv:2503.14476, eq. 13).
 

@@ -6,10 +6,13 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from funcrl.arguments import checked
+
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
+@checked
 def fold_in(seed: SupportsIndex, *data: SupportsIndex) -> int:
     """Return a new seed in `[0, 2**63)` from a seed and any number of integers.
 
@@ -35,6 +38,7 @@ def fold_in(seed: SupportsIndex, *data: SupportsIndex) -> int:
     return state
 
 
+@checked
 def generator(
     seed: SupportsIndex, *data: SupportsIndex, device: str | torch.device = "cpu"
 ) -> torch.Generator:
@@ -50,6 +54,7 @@ def generator(
     return torch.Generator(device=device).manual_seed(fold_in(seed, *data))
 
 
+@checked
 def uniform(seeds: Tensor, count: int) -> Tensor:
     """Return numbers in [0, 1), [B, count]: row b's t-th is made from `fold_in(seeds[b], t)`.
 

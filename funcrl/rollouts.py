@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, rewards
+from funcrl.arguments import checked
 from funcrl.episodes import Completed, Failure, complete
 from funcrl.protocols import Environment, Prompt, Task
 from funcrl.runs import Completion
@@ -42,6 +43,7 @@ class Graded(NamedTuple):
     errors: list[str]  # what went wrong, one for each NaN of `total`
 
 
+@checked
 def grade(
     task: Task | Environment,
     prompts: Sequence[Prompt],
@@ -97,6 +99,7 @@ def grade(
     return Graded(parts, total, errors)
 
 
+@checked
 def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int) -> Graded:
     """Return the rewards with DAPO's soft overlong punishment, `overlong`, among them.
 
@@ -120,6 +123,7 @@ def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int
     return graded._replace(rewards=named, total=graded.total + punishment)
 
 
+@checked
 def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
     """Return the reward [B] that a task names as its accuracy; NaN where there is none.
 
@@ -139,6 +143,7 @@ def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
     return graded.rewards[name]
 
 
+@checked
 def to_completions(completed: Completed, graded: Graded, step: int, count: int) -> list[Completion]:
     """Return the first `count` completions as lines of completions.jsonl.
 
@@ -170,6 +175,7 @@ def to_completions(completed: Completed, graded: Graded, step: int, count: int) 
     ]
 
 
+@checked
 def comparable(total: Tensor, group_size: int) -> Tensor:
     """Return the totals [B] with NaN for a sample that is the only one of its group with a total.
 
@@ -185,6 +191,7 @@ def comparable(total: Tensor, group_size: int) -> Tensor:
     return total.masked_fill(graded < min(2, group_size), torch.nan)
 
 
+@checked
 def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     """Return the rollout of graded completions; those without a reward are left out.
 

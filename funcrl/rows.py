@@ -7,6 +7,7 @@ from typing import Any
 from torch.func import vmap
 
 from funcrl import checks, tree
+from funcrl.arguments import checked
 from funcrl.types import Params, Tree
 
 # What torch says where `vmap` cannot run an operator, and where one writes in place what has the
@@ -15,6 +16,7 @@ _NO_BATCHING_RULE = re.compile(r"Batching rule not implemented for (\w+::\w+)")
 _NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast shape")
 
 
+@checked
 def num_rows(function: str, batch: Tree) -> int:
     """Return B, the length of every leaf's leading axis, or raise in the name of `function`.
 
@@ -37,6 +39,7 @@ def num_rows(function: str, batch: Tree) -> int:
     return next(iter(sizes.values()))
 
 
+@checked
 def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
     """Return the batch in consecutive parts of at most `size` rows, in order.
 
@@ -53,6 +56,7 @@ def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
     )
 
 
+@checked
 def over_rows(
     function: str, fn: Callable[[Params, Any], Any], chunk: int | None = None
 ) -> Callable[[Params, Tree], Any]:
@@ -73,7 +77,9 @@ def over_rows(
     """
     mapped = vmap(fn, in_dims=(None, 0), chunk_size=chunk)
 
+    @checked
     def rows(params: Params, batch: Tree) -> Any:
+        num_rows(function, batch)
         try:
             return mapped(params, batch)
         except RuntimeError as error:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcrl import checks, grads, optim, tree
 from funcrl.algorithms import grpo
+from funcrl.arguments import checked
 from funcrl.logprobs import score
 from funcrl.losses import policy_loss
 from funcrl.metrics import token_means
@@ -21,11 +22,13 @@ from funcrl.types import (
     PrepareFn,
     Rows,
     Step,
+    TokenScores,
     TrainState,
     Tree,
 )
 
 
+@checked
 def grpo_step(
     model_fn: ModelFn,
     *,
@@ -76,7 +79,7 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
-    _check_arguments(model_fn, algorithm, optimizer, per_sample, prepare)
+    model_fn = _scoring(model_fn)
     if microbatch is not None:
         checks.check_count("grpo_step", "microbatch", microbatch)
     algorithm = grpo() if algorithm is None else algorithm
@@ -89,6 +92,7 @@ def grpo_step(
 
     gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
 
+    @checked
     def init(params: Params, seed: int = 0) -> TrainState:
         _check_params(params)
         # A copy, so that nobody else's update of a module changes the state; detached, because
@@ -104,6 +108,7 @@ def grpo_step(
             seed=torch.full((), seed, dtype=torch.int64, device=device),
         )
 
+    @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         _check_batch("grpo_step", batch, per_sample)
@@ -137,29 +142,24 @@ def _report(
     return Metrics(means.sums | counts, means.maxes | replicated)
 
 
-def _check_arguments(
-    model_fn: Any, algorithm: Any, optimizer: Any, per_sample: Any, prepare: Any
-) -> None:
-    """Refuse what would fail only in the first update, or not at all."""
-    if isinstance(model_fn, torch.nn.Module):
+def _scoring(model_fn: ModelFn) -> ModelFn:
+    """Return the model function; a module, and what does not return `TokenScores`, are refused."""
+    if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
         raise TypeError(
             "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
             f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
         )
-    checks.check_callable("grpo_step", "model_fn", model_fn, "a function (params, sample)")
-    if not isinstance(algorithm, Algorithm | None):
-        raise TypeError(
-            f"grpo_step expects algorithm to be an Algorithm such as funcrl.grpo(), "
-            f"got {algorithm!r}."
-        )
-    if not isinstance(optimizer, GradientTransformation | None):
-        raise TypeError(
-            f"grpo_step expects optimizer to be a GradientTransformation such as "
-            f"funcrl.optim.adamw(1e-6), got {optimizer!r}."
-        )
-    for name, value in (("per_sample", per_sample), ("prepare", prepare)):
-        if value is not None:
-            checks.check_callable("grpo_step", name, value, "a function")
+
+    def scores_of(params: Params, sample: Any) -> TokenScores:
+        scores = model_fn(params, sample)
+        if not isinstance(scores, TokenScores):
+            raise TypeError(
+                f"grpo_step expects model_fn to return TokenScores(logprobs, entropy), "
+                f"got {type(scores).__name__}."
+            )
+        return scores
+
+    return scores_of
 
 
 def _checked(optimizer: GradientTransformation) -> GradientTransformation:
@@ -175,13 +175,9 @@ def _checked(optimizer: GradientTransformation) -> GradientTransformation:
 
 
 def _check_params(params: Params) -> None:
-    if not isinstance(params, dict) or not params:
-        raise ValueError(
-            f"grpo_step's init expects a non-empty dict of tensors, got {type(params).__name__} "
-            f"with {len(tree.leaves(params))} leaves."
-        )
+    if not params:
+        raise ValueError("grpo_step's init expects a non-empty dict of tensors, got {}.")
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-        checks.check_tensor("grpo_step's init", path, leaf)
         if not leaf.is_floating_point() or leaf.is_meta:
             raise TypeError(
                 f"grpo_step's init expects floating-point parameters with values, got {path!r} of "

@@ -8,6 +8,7 @@ does, and what looking after each character would find.
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from funcrl.arguments import checked
 from funcrl.config_generation import Sampling
 
 DecodeFn: TypeAlias = Callable[[list[int]], str]
@@ -16,6 +17,7 @@ DecodeFn: TypeAlias = Callable[[list[int]], str]
 _CUT_CHARACTERS = 3
 
 
+@checked
 def find_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | None:
     """Return where the first stop string to end after `start` begins, and which one it is.
 
@@ -40,6 +42,7 @@ def find_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | N
     return at, stop[order]
 
 
+@checked
 def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
     """Return whether the last token finished a stop string.
 
@@ -66,6 +69,7 @@ def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | No
     return find_stop(text, _num_settled(before, text), sampling.stop) is not None
 
 
+@checked
 def cut_at_stop(tokens: list[int], sampling: Sampling, decode: DecodeFn) -> tuple[str, str]:
     """Return a completion's text before the stop string that ends it, and that string.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from funcrl import algorithms, optim
+from funcrl.arguments import checked
 from funcrl.batching import collate, pad_rows
 from funcrl.config import WarmStartConfig
 from funcrl.episodes import Demonstration, demonstration
@@ -14,6 +15,7 @@ from funcrl.step import grpo_step
 from funcrl.types import ModelFn, Params, Rollout
 
 
+@checked
 def warm_start(
     model_fn: ModelFn,
     params: Params,

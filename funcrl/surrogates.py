@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.types import Surrogate, SurrogateFn
 
 
+@checked
 def clipped(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> SurrogateFn:
     """Return PPO's pessimistic clipped objective (arXiv:1707.06347), at `1 - low` and `1 + high`.
 
@@ -33,6 +35,7 @@ def clipped(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None)
     if dual_clip is not None and not dual_clip > 1 + high:
         raise ValueError(f"clipped expects dual_clip > 1 + high = {1 + high}, got {dual_clip}.")
 
+    @checked
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
         del logprobs
         checks.check_shape("clipped", "advantages", advantages, "ratio", ratio.shape)
@@ -49,6 +52,7 @@ def clipped(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None)
     return surrogate
 
 
+@checked
 def clipped_weight(low: float = 1.0, high: float = 4.0) -> SurrogateFn:
     """Return CISPO's objective (arXiv:2506.13585): a clipped, constant weight on the log-prob.
 
@@ -69,6 +73,7 @@ def clipped_weight(low: float = 1.0, high: float = 4.0) -> SurrogateFn:
     """
     _check_clip("clipped_weight", low, high)
 
+    @checked
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
         checks.check_shape("clipped_weight", "logprobs", logprobs, "ratio", ratio.shape)
         checks.check_shape("clipped_weight", "advantages", advantages, "ratio", ratio.shape)
@@ -79,6 +84,7 @@ def clipped_weight(low: float = 1.0, high: float = 4.0) -> SurrogateFn:
     return surrogate
 
 
+@checked
 def soft_gate(positive: float = 1.0, negative: float = 1.05) -> SurrogateFn:
     """Return SAPO's objective (arXiv:2511.20347): a sigmoid in place of the clip.
 
@@ -99,6 +105,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05) -> SurrogateFn:
     checks.check_positive("soft_gate", "positive", positive)
     checks.check_positive("soft_gate", "negative", negative)
 
+    @checked
     def surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
         del logprobs
         checks.check_shape("soft_gate", "advantages", advantages, "ratio", ratio.shape)
@@ -110,6 +117,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05) -> SurrogateFn:
     return surrogate
 
 
+@checked
 def score_function(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
     """Return REINFORCE's objective `A log pi` (Williams 1992); the ratio is not used.
 

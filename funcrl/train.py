@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl import metrics, rng, runs, tree
+from funcrl.arguments import checked
 from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.config import TrainConfig
 from funcrl.logging import SilentView, View
@@ -61,6 +62,7 @@ class Trained(NamedTuple):
     history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
 
 
+@checked
 def train(
     config: TrainConfig,
     *,

@@ -7,9 +7,12 @@ import optree
 import torch
 from torch import Tensor
 
+from funcrl.arguments import NumberTree, TensorTree, checked
+
 Tree: TypeAlias = Any
 
 
+@checked
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Return the tree of `fn(leaf, *leaves of rest)`; every tree must have the same structure.
 
@@ -24,6 +27,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
 
 
+@checked
 def map_with_path(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
     """Return the tree of `fn(path, leaf)`, the path joined by dots.
 
@@ -35,6 +39,7 @@ def map_with_path(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
     return optree.tree_map_with_accessor(lambda at, leaf: fn(_dotted(at), leaf), tree)
 
 
+@checked
 def leaves(tree: Tree) -> list[Any]:
     """Return the leaves, dictionaries in sorted order of their keys.
 
@@ -46,6 +51,7 @@ def leaves(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
+@checked
 def paths(tree: Tree) -> list[str]:
     """Return each leaf's path joined by dots, in the order of `leaves`.
 
@@ -57,6 +63,7 @@ def paths(tree: Tree) -> list[str]:
     return [_dotted(accessor) for accessor in optree.tree_accessors(tree)]
 
 
+@checked
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return the leaves and the function that puts leaves back into this structure.
 
@@ -70,6 +77,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     return values, spec.unflatten
 
 
+@checked
 def structure(tree: Tree) -> Any:
     """Return what is left without leaves; equal for trees of one form, in any order of keys.
 
@@ -81,7 +89,8 @@ def structure(tree: Tree) -> Any:
     return optree.tree_structure(tree)
 
 
-def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
+@checked
+def zeros_like(tree: TensorTree, dtype: torch.dtype | None = None) -> Tree:
     """Return a tree of zeros with the shapes of `tree`, in its dtypes unless one is given.
 
     Example:
@@ -93,6 +102,7 @@ def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
     return map(lambda leaf: torch.zeros_like(leaf, dtype=dtype), tree)
 
 
+@checked
 def add(a: Tree, b: Tree) -> Tree:
     """Return `a + b`, leaf by leaf; tensors must have equal shapes.
 
@@ -105,7 +115,8 @@ def add(a: Tree, b: Tree) -> Tree:
     return optree.tree_map(lambda x, y: x + y, a, b)
 
 
-def scale(tree: Tree, factor: float | Tensor) -> Tree:
+@checked
+def scale(tree: NumberTree, factor: float | Tensor) -> Tree:
     """Return `factor * tree`, leaf by leaf and in each leaf's dtype; the factor is one number.
 
     Example:
@@ -121,7 +132,8 @@ def scale(tree: Tree, factor: float | Tensor) -> Tree:
     return map(lambda leaf: _like(leaf * factor, leaf), tree)
 
 
-def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+@checked
+def cast(tree: TensorTree, dtype: torch.dtype) -> Tree:
     """Return the tree with its floating-point leaves in `dtype`; the others are left as they are.
 
     Example:
@@ -133,7 +145,8 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
 
-def global_norm(tree: Tree) -> Tensor:
+@checked
+def global_norm(tree: TensorTree) -> Tensor:
     """Return the Euclidean norm of all leaves taken as one vector, summed in at least float32.
 
     Example:
@@ -148,6 +161,7 @@ def global_norm(tree: Tree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([leaf_norm(leaf) for leaf in tensors]))
 
 
+@checked
 def leaf_norm(leaf: Tensor) -> Tensor:
     """Return one leaf's Euclidean norm in at least float32.
 
@@ -161,6 +175,7 @@ def leaf_norm(leaf: Tensor) -> Tensor:
     return torch.linalg.vector_norm(leaf, dtype=wide)
 
 
+@checked
 def check_same_structure(name: str, a: Tree, b: Tree) -> None:
     """Raise an error in the name of `name` that names the first path at which two trees differ.
 
@@ -187,6 +202,7 @@ def check_same_structure(name: str, a: Tree, b: Tree) -> None:
     )
 
 
+@checked
 def check_tensors(name: str, what: str, tree: Tree) -> None:
     """Raise an error in the name of `name` that names the first leaf of `what` that is no tensor.
 
@@ -205,6 +221,7 @@ torch.tensor(...) makes one of it.
             )
 
 
+@checked
 def check_same_shapes(name: str, what: str, values: Tree, like: str, expected: Tree) -> None:
     """Raise an error in the name of `name` unless two trees have one structure and equal shapes.
 

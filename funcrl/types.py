@@ -5,7 +5,7 @@ to the token that it describes. An absent field is the empty tuple, a node witho
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -31,6 +31,18 @@ class Sample(NamedTuple):
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
+
+
+class Row(Protocol):
+    """What `funcrl.logprob_fn` reads of a sample: a `Sample`, a row of a `Batch`, or your own."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the tokens, [T] int64."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the position of each, [T] int64."""
 
 
 class Samples(NamedTuple):

@@ -337,11 +337,11 @@ def test_tunables_are_refused_by_name():
         funcrl.grpo(dual_clip=1.0)
     with pytest.raises(ValueError, match="0.0 <= low <= 1.0, got -0.1"):
         funcrl.grpo(clip=(-0.1, 0.2))
-    with pytest.raises(TypeError, match="grpo expects clip to be a pair of numbers, got 0.2"):
+    with pytest.raises(TypeError, match="grpo expects clip to be a pair .*, got 0.2"):
         funcrl.grpo(clip=0.2)
-    with pytest.raises(TypeError, match="sapo expects temperature to be a pair of numbers"):
+    with pytest.raises(TypeError, match="sapo expects temperature to be a pair"):
         funcrl.sapo(temperature=(1.0, 2.0, 3.0))
-    with pytest.raises(TypeError, match="rloo expects correction to be a function such as"):
+    with pytest.raises(TypeError, match="rloo expects correction to be a function or None"):
         funcrl.rloo(correction=3.0)
     case, algorithm = random_case(), funcrl.grpo(kl=0.1)
     batch = funcrl.collate(case.rollout, algorithm)

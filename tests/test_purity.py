@@ -394,7 +394,7 @@ TABLE_OF_CALLS = {
     "runs.read_lines": (lambda: runs.read_lines(Path("no/such")), ()),
     "tasks.boxed_answer": (lambda: tasks.boxed_answer("\\boxed{5}"), ()),
     "tasks.check_task": (lambda: tasks.check_task("f", TASK), ()),
-    "tasks.matches": (lambda: tasks.matches("5")(None, "5"), ()),
+    "tasks.matches": (lambda: tasks.matches("5")(PROMPT, "5"), ()),
     "tasks.with_rewards": (lambda: with_more_rewards().reward(PROMPT, "5"), ()),
     "rollouts.punish_overlong": (
         lambda x: rollouts.punish_overlong(roll()[1], x, 4, 2).total, (torch.arange(4),)),

@@ -127,7 +127,7 @@ def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
         (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "save_params expects .*float8"),
         (model, {**params, "norm.weight": norm.to("meta")}, "got a meta tensor for 'norm.weight'"),
         (both, funcrl.init_params(both, seed=0), "qk_norm and qkv_bias together"),
-        (torch.nn.Linear(1, 1), {}, "save_params expects a funcrl.models.Transformer, got Linear"),
+        (torch.nn.Linear(1, 1), {}, "save_params expects model to be a Transformer, got Linear"),
     ]
     for name in ("x", "x.gguf"):
         for network, given, message in cases:

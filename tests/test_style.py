@@ -11,6 +11,7 @@ PACKAGE = ROOT / "funcrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
+    {"arguments"},
     {"types", "tree", "checks", "rng", "numerics", "arrays", "storage", "terminal", "reading",
      "manifest"},
     {"plain", "config_generation", "rows"},
@@ -27,6 +28,7 @@ LAYERS = [
     {"record", "parts", "supervised", "trust"},
     {"train", "evaluate", "export", "parity"},
     {"bench"},
+    {"command_line"},
     {"cli"},
 ]  # fmt: skip
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl import rng
+from funcrl import checks, rng
+from funcrl.arguments import check_fields
 from funcrl.bench.measure import describe_machine, seconds_of, write_rows
 from funcrl.generators import Sampler, Sampling
 from funcrl.memory import num_params
@@ -42,6 +43,15 @@ class GenerateBenchConfig:
     """CPU threads; torch's default when left out."""
     json: Path | None = None
     """Also write every row here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("prompt_tokens", "max_tokens", "repeats"):
+            checks.check_count("bench generate", name, getattr(self, name))
+        for batch in self.batches:
+            checks.check_count("bench generate", "batches", batch)
+        if self.threads is not None:
+            checks.check_count("bench generate", "threads", self.threads)
 
 
 class GenerateRow(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcrl import checks, rng, tree
 from funcrl.algorithms import grpo
+from funcrl.arguments import check_fields
 from funcrl.bench.ordinary import attend_fused
 from funcrl.config_generation import CompileConfig
 from funcrl.grads import AuxLossFn
@@ -77,8 +78,14 @@ class StepBenchConfig:
     """Also write every row here."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "rows", "length", "chunk", "repeats"):
+        check_fields(self)
+        for name in ("width", "vocab_size", "rows", "length", "chunk", "repeats"):
             checks.check_count("bench step", name, getattr(self, name))
+        for name in ("logprob_chunk", "threads"):
+            if getattr(self, name) is not None:
+                checks.check_count("bench step", name, getattr(self, name))
+        for depth in self.num_layers:
+            checks.check_count("bench step", "num_layers", depth)
         if self.model is not None:
             shape(self.model, self.vocab_size)
             if (self.num_layers, self.width) != ((2, 12), 128):

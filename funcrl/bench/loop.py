@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from funcrl import checks
+from funcrl.arguments import check_fields
 from funcrl.bench.measure import describe_machine, write_rows
 from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
 from funcrl.train import train
@@ -24,6 +26,10 @@ class LoopBenchConfig:
     benchmark's own."""
     json: Path | None = None
     """Also write every row here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_count("bench loop", "steps", self.steps)
 
 
 class LoopRow(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from funcrl import rng
+from funcrl import checks, rng
+from funcrl.arguments import check_fields
 from funcrl.bench.measure import describe_machine, seconds_of, write_rows
 from funcrl.config import CompileConfig, Sampling, ServerConfig, VLLMConfig
 from funcrl.config_generation import Form
@@ -59,6 +60,13 @@ class VLLMBenchConfig:
     """Measured generations, after one to warm up."""
     json: Path | None = None
     """Also write every row here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("sequences", "prompt_tokens", "max_tokens", "repeats"):
+            checks.check_count("bench vllm", name, getattr(self, name))
+        for device in self.server_devices:
+            checks.check_range("bench vllm", "server_devices", device, 0, float("inf"))
 
 
 class VLLMRow(NamedTuple):

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 from funcrl.config import Sampling
 
 # Sorting a vocabulary is slow, and the nucleus is nearly always within the most likely few.
 _LIKELY = 1024
 
 
+@checked
 def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities [B, V] of the distribution that `sampling` draws from.
 
@@ -46,6 +48,7 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     return logprobs
 
 
+@checked
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Return a token a row [B], by inverting the cumulative distribution.
 
@@ -70,6 +73,7 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only where they are not numbers
 
 
+@checked
 def draw_tokens(
     logits: Tensor, counts: Tensor, uniform: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:

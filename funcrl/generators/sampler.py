@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from funcrl import checks, numerics, tree
+from funcrl.arguments import checked
 from funcrl.batching import pad_rows
 from funcrl.config import Sampling
 from funcrl.functional import check_params
@@ -14,6 +15,7 @@ from funcrl.stops import DecodeFn
 from funcrl.types import Params, Samples
 
 
+@checked
 def sample(
     model: nn.Module,
     params: Params,

@@ -15,6 +15,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_unflatten
 
 from funcrl import checks, tree
+from funcrl.arguments import checked
 from funcrl.config_generation import CompileConfig
 from funcrl.graph.aliases import writes
 from funcrl.graph.capture import Program, capture
@@ -34,6 +35,7 @@ Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
 _Shapes: TypeAlias = tuple[Any, tuple[tuple[Any, ...], ...]]
 
 
+@checked
 def compile_step(
     step: Step,
     state: TrainState,
@@ -83,6 +85,7 @@ def compile_step(
         _check_graph(graph, state, batch)
     programs = {_shapes(state, batch): _program(graph, config, pool)}
 
+    @checked
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = tree.map(_contiguous, batch)
         shapes = _shapes(state, batch)
@@ -93,10 +96,10 @@ def compile_step(
                 warnings.warn(
                     f"compile_step runs a step uncompiled: {what}, and {config.max_shapes} shapes "
                     f"are compiled (max_shapes).",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return _counted(step.update(state, batch), len(programs) - 1)
-            warnings.warn(f"compile_step compiles again: {what}.", stacklevel=3)
+            warnings.warn(f"compile_step compiles again: {what}.", stacklevel=4)
             again = step_graph(step, state, batch, config)
             run = programs[shapes] = _program(again, config, pool)
         return _counted(run(state, batch), len(programs) - 1)
@@ -104,6 +107,7 @@ def compile_step(
     return Step(step.init, update)
 
 
+@checked
 def compile_at_first(step: Step, config: CompileConfig) -> Step:
     """Return `compile_step` of the first state and batch that come.
 
@@ -123,6 +127,7 @@ def compile_at_first(step: Step, config: CompileConfig) -> Step:
     """
     compiled: list[Step] = []
 
+    @checked
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         if not compiled:
             compiled.append(compile_step(step, state, batch, config))
@@ -131,6 +136,7 @@ def compile_at_first(step: Step, config: CompileConfig) -> Step:
     return Step(step.init, update)
 
 
+@checked
 def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> GraphModule:
     """Return the graph that `compile_step` compiles: traced, and rewritten by all passes.
 

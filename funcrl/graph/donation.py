@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from funcrl import tree
+from funcrl.arguments import checked
 from funcrl.types import Metrics, Rows, Step, TrainState, Tree
 
 
+@checked
 def donate(step: Step) -> Step:
     """Return the step that consumes its state: the same bits, in the memory of the state it got.
 
@@ -37,6 +39,7 @@ def donate(step: Step) -> Step:
     if not isinstance(step, Step):
         raise TypeError(f"donate expects a Step, got {step!r}.")
 
+    @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         new, metrics = step.update(state, batch)

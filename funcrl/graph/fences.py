@@ -11,6 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor, fx
 
+from funcrl.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
 from funcrl.graph.phases import descendants, find_seeds, late_nodes
 
@@ -25,6 +26,7 @@ def _(kept: Sequence[Tensor], gradient: Tensor) -> None:
     """Return nothing."""
 
 
+@checked
 def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a graph in which nothing that `remat` computes again can run before its place.
 

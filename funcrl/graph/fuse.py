@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from funcrl.arguments import checked
 from funcrl.graph import recognise
 from funcrl.graph.edit import arguments, copied
 from funcrl.graph.outer import Writer, shape_of, write_norm, write_sum
@@ -24,6 +25,7 @@ class _Use(NamedTuple):
     write: Callable[[Writer], Node]  # the same value, made otherwise
 
 
+@checked
 def fuse_per_sample(module: GraphModule) -> GraphModule:
     """Return the graph with no per-sample gradient in it that is only summed, scaled or normed.
 

@@ -9,9 +9,11 @@ from itertools import accumulate
 
 from torch import fx
 
+from funcrl.arguments import checked
 from funcrl.graph.aliases import find_storages
 
 
+@checked
 def predict_peak(gm: fx.GraphModule) -> int:
     """Return the most bytes alive at once while a graph runs, its inputs and outputs included.
 
@@ -28,6 +30,7 @@ def predict_peak(gm: fx.GraphModule) -> int:
     return max(live_bytes(gm))
 
 
+@checked
 def live_bytes(gm: fx.GraphModule) -> list[int]:
     """Return the bytes alive while each node runs, in the order of `gm.graph.nodes`.
 

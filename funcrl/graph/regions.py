@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from funcrl.arguments import checked
 from funcrl.graph.aliases import writes, written_by
 from funcrl.graph.labels import GATHERED, Label, behind, find_labels, is_free
 from funcrl.graph.phases import draws
@@ -29,6 +30,7 @@ class _Piece(NamedTuple):
     outputs: list[Node]
 
 
+@checked
 def split_repeated(module: GraphModule) -> GraphModule:
     """Return the graph as calls of submodules, of which repeated layers share one.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
 from funcrl.graph.liveness import predict_peak
 from funcrl.graph.phases import count_flops, draws, find_layers, has_flops, late_nodes
@@ -41,6 +42,7 @@ class _Step(NamedTuple):
     makers: dict[int, fx.Node]  # of each storage: the node that allocates it
 
 
+@checked
 def remat(gm: fx.GraphModule, policy: RematPolicy, budget: int | None = None) -> fx.GraphModule:
     """Return a graph that computes anew in its backward pass what the policy tags.
 
@@ -90,6 +92,7 @@ def remat(gm: fx.GraphModule, policy: RematPolicy, budget: int | None = None) ->
     return _rewrite(step, step.inner if policy == "full" else step.inner - step.heavy)
 
 
+@checked
 def recomputed_cost(gm: fx.GraphModule) -> int:
     """Return the work that `remat` added, in bytes that could be moved in the same time.
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.functional import reads_a_value
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
@@ -30,6 +30,7 @@ aten = torch.ops.aten
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
+@checked
 def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     """Return `fn` as one flat graph that takes and returns the same trees of tensors.
 
@@ -52,7 +53,6 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
         >>> graph({"a": torch.tensor([1.0, 2.0, 3.0])})
         {'y': tensor(12.)}
     """
-    checks.check_callable("trace", "fn", fn, "a function")
     paths = _input_paths(args)
     args = _told_apart(args)
     recorder = _Recorder()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.models.transformer import TransformerConfig
 
 SHAPES: dict[str, TransformerConfig] = {
@@ -28,6 +29,7 @@ SHAPES: dict[str, TransformerConfig] = {
 }  # fmt: skip
 
 
+@checked
 def shape(name: str, vocab_size: int) -> TransformerConfig:
     """Return the named shape for a vocabulary.
 

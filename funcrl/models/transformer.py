@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import checks, numerics, rng
+from funcrl.arguments import check_fields, checked
 from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
 from funcrl.types import Params
 
@@ -68,6 +69,7 @@ class TransformerConfig:
     context_length: int = 4096
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, largest in LARGEST.items():
             checks.check_count("TransformerConfig", name, getattr(self, name))
             checks.check_range("TransformerConfig", name, getattr(self, name), 1, largest)
@@ -230,6 +232,7 @@ class Transformer(nn.Module):
         return self.unembed(x) if head is None else head(x, self.unembed.weight)
 
 
+@checked
 def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
     """Return `position * theta^(-2 i / C)` for each pair i, in float32: [..., T, C / 2].
 
@@ -244,6 +247,7 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
     return positions[..., None].to(torch.float32) * frequencies
 
 
+@checked
 def rotary_factors(angles: Tensor) -> Tensor:
     """Return what `rotate` multiplies with, [2, ..., C]: cosines, and sines with their signs.
 
@@ -260,6 +264,7 @@ def rotary_factors(angles: Tensor) -> Tensor:
     return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
 
 
+@checked
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return `x` [..., T, C] with each pair (i, i + C/2) turned by its angle (arXiv:2104.09864).
 
@@ -278,6 +283,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+@checked
 def init_params(
     model: nn.Module, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Params:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
@@ -21,6 +22,7 @@ class Ops(NamedTuple):
     swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
 
 
+@checked
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight`, the mean in at least float32.
 
@@ -34,6 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.to(x.dtype) * weight
 
 
+@checked
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` (arXiv:2002.05202).
 
@@ -45,6 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
+@checked
 def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
     """Return the linear maps of one input, one for each (weight, bias).
 
@@ -60,6 +64,7 @@ def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
 NATIVE = Ops(linear=nn.functional.linear, project=project, rms_norm=rms_norm, swiglu=swiglu)
 
 
+@checked
 def choose_ops(function: str, ops: str | Ops) -> Ops:
     """Return the named choice, or `ops` itself where functions are passed instead of a name.
 

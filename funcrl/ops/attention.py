@@ -8,11 +8,13 @@ from einops import rearrange
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@checked
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return softmax attention in which a token sees itself and what came before.
 
@@ -33,6 +35,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend_hidden(q, k, v, _future(q))
 
 
+@checked
 def attend_segments(segment_ids: Tensor) -> AttendFn:
     """Return causal attention within segments, for a row that packs many samples.
 
@@ -48,9 +51,15 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
     """
     checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
     others = segment_ids[:, None] != segment_ids[None, :]
-    return lambda q, k, v: attend_hidden(q, k, v, _future(q) | others)
+
+    @checked
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_hidden(q, k, v, _future(q) | others)
+
+    return attend
 
 
+@checked
 def attend_hidden(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     """Return softmax attention in which query t does not see key s where `hidden[t, s]`.
 

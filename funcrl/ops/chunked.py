@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, numerics
+from funcrl.arguments import checked
 
 # Rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
@@ -16,6 +17,7 @@ _FIRST = (
 )
 
 
+@checked
 def linear_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:

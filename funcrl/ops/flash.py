@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 
 aten = torch.ops.aten
 
@@ -22,6 +23,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 
 
+@checked
 def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return what `attend_causal` returns, up to rounding, in memory that grows with T, not T^2.
 

@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrl.arguments import checked
 
+
+@checked
 def entropy(log_softmax: Tensor) -> Tensor:
     """Return `-sum p log p` over the last axis, given `log p`; a token of probability 0 adds 0.
 

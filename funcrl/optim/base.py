@@ -1,16 +1,14 @@
 """How transformations combine: chained, restricted to some leaves, guarded, and applied."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrl import checks, numerics, tree
+from funcrl.arguments import Mask, TensorTree, checked
 from funcrl.types import GradientTransformation, Params, Tree
-
-# Either a tree of bools like the parameters, or a function of a leaf's path and the leaf.
-Mask: TypeAlias = Tree | Callable[[str, Tensor], bool]
 
 
 class EmptyState(NamedTuple):
@@ -30,6 +28,7 @@ class SkipNonfiniteState(NamedTuple):
     num_skipped: Tensor  # [] int64
 
 
+@checked
 def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
     """Return a transformation without state from `(grads, params) -> updates`.
 
@@ -41,16 +40,19 @@ def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
         {'w': tensor([2.])}
     """
 
+    @checked
     def init(params: Params) -> EmptyState:
         del params
         return EmptyState()
 
-    def update_fn(grads: Tree, state: EmptyState, params: Params) -> tuple[Tree, EmptyState]:
+    @checked
+    def update_fn(grads: TensorTree, state: EmptyState, params: Params) -> tuple[Tree, EmptyState]:
         return update(grads, params), state
 
     return GradientTransformation(init, update_fn)
 
 
+@checked
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Return the transformation that feeds each one's updates to the next.
 
@@ -64,10 +66,12 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         {'w': tensor([-0.3000, -0.4000])}
     """
 
+    @checked
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(tx.init(params) for tx in transformations)
 
-    def update(grads: Tree, state: tuple[Any, ...], params: Params) -> tuple[Tree, Any]:
+    @checked
+    def update(grads: TensorTree, state: tuple[Any, ...], params: Params) -> tuple[Tree, Any]:
         new_state = []
         updates = grads
         for number, (tx, tx_state) in enumerate(zip(transformations, state, strict=True)):
@@ -80,6 +84,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@checked
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Return `inner` restricted to the leaves that the mask selects; the others pass unchanged.
 
@@ -98,10 +103,13 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         {'b': tensor([1.]), 'w': tensor([[-0.5000]])}
     """
 
+    @checked
     def init(params: Params) -> MaskedState:
         return MaskedState(inner.init(_selected(params, _resolve(mask, params))))
 
-    def update(grads: Tree, state: MaskedState, params: Params) -> tuple[Tree, MaskedState]:
+    @checked
+    def update(grads: TensorTree, state: MaskedState, params: Params) -> tuple[Tree, MaskedState]:
+        tree.check_same_structure("masked", params, grads)
         keep = _resolve(mask, params)
         selected = _selected(grads, keep)
         updates, inner_state = inner.update(selected, state.inner, _selected(params, keep))
@@ -114,6 +122,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@checked
 def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
     """Return `inner` that changes nothing when a gradient or its result is not finite, and counts.
 
@@ -130,11 +139,13 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         ({'w': tensor([0.])}, tensor(1))
     """
 
+    @checked
     def init(params: Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), zero_count(params))
 
+    @checked
     def update(
-        grads: Tree, state: SkipNonfiniteState, params: Params
+        grads: TensorTree, state: SkipNonfiniteState, params: Params
     ) -> tuple[Tree, SkipNonfiniteState]:
         updates, inner_state = inner.update(grads, state.inner, params)
         tree.check_tensors("skip_nonfinite", "inner's updates", updates)
@@ -154,6 +165,7 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@checked
 def apply_updates(params: Params, updates: Tree) -> Params:
     """Return `params + updates`, added in the wider dtype and kept in that of the parameters.
 
@@ -167,6 +179,7 @@ def apply_updates(params: Params, updates: Tree) -> Params:
     return result
 
 
+@checked
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Return the transformation that scales gradients to a global norm of at most `max_norm`.
 
@@ -180,7 +193,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """
     checks.check_positive("clip_by_global_norm", "max_norm", max_norm)
 
-    def clip(grads: Tree, params: Params) -> Tree:
+    def clip(grads: TensorTree, params: Params) -> Tree:
         del params
         factor = (max_norm / tree.global_norm(grads)).clamp(max=1.0)
         return tree.scale(grads, factor)
@@ -188,6 +201,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return stateless(clip)
 
 
+@checked
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
     """Return the transformation `g + weight_decay * p`, on the leaves that the mask selects.
 
@@ -200,7 +214,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     """
     checks.check_range("add_decayed_weights", "weight_decay", weight_decay, 0.0, float("inf"))
 
-    def decay(grads: Tree, params: Params) -> Tree:
+    def decay(grads: TensorTree, params: Params) -> Tree:
         tree.check_same_shapes("add_decayed_weights", "gradients", grads, "params", params)
         # Converted first: a bf16 parameter must not narrow an update that is kept in fp32.
         return tree.map(lambda grad, leaf: grad + weight_decay * leaf.to(grad.dtype), grads, params)
@@ -208,6 +222,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     return stateless(decay) if mask is None else masked(stateless(decay), mask)
 
 
+@checked
 def freeze(mask: Mask) -> GradientTransformation:
     """Return the transformation that sets the updates of the selected leaves to 0.
 
@@ -224,6 +239,7 @@ def freeze(mask: Mask) -> GradientTransformation:
     return masked(stateless(lambda grads, _: tree.zeros_like(grads)), mask)
 
 
+@checked
 def zero_count(params: Params) -> Tensor:
     """Return a 0-d int64 zero on the device of the parameters, which must have a leaf.
 
@@ -238,7 +254,7 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
 
 
-def _check_result(updates: Tree, grads: Tree, state: Any, before: Any) -> None:
+def _check_result(updates: Tree, grads: TensorTree, state: Any, before: Any) -> None:
     """Refuse what `where` would broadcast: the choice is between leaves of one shape."""
     name = "skip_nonfinite"
     tree.check_same_shapes(name, "inner's updates", updates, "the gradients", grads)

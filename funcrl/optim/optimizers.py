@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, tree
-from funcrl.optim.base import Mask, add_decayed_weights, chain, zero_count
+from funcrl.arguments import Mask, TensorTree, checked
+from funcrl.optim.base import add_decayed_weights, chain, zero_count
 from funcrl.optim.rates import LearningRate, scale_by_learning_rate
 from funcrl.types import GradientTransformation, Params, Tree
 
@@ -33,6 +34,7 @@ class ScaleByMuonState(NamedTuple):
     mean: Tree
 
 
+@checked
 def adamw(
     learning_rate: LearningRate,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -69,6 +71,7 @@ def adamw(
     )
 
 
+@checked
 def sgd(
     learning_rate: LearningRate,
     momentum: float = 0.0,
@@ -102,6 +105,7 @@ def sgd(
     return chain(*links, scale_by_learning_rate(learning_rate))
 
 
+@checked
 def muon(
     learning_rate: LearningRate,
     momentum: float = 0.95,
@@ -147,6 +151,7 @@ def muon(
     )
 
 
+@checked
 def scale_by_adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -166,12 +171,14 @@ def scale_by_adam(
     checks.check_range("scale_by_adam", "eps", eps, 0.0, float("inf"))
     b1, b2 = betas
 
+    @checked
     def init(params: Params) -> ScaleByAdamState:
         mean, square = (tree.zeros_like(params, moment_dtype) for _ in range(2))
         return ScaleByAdamState(zero_count(params), mean, square)
 
+    @checked
     def update(
-        grads: Tree, state: ScaleByAdamState, params: Params
+        grads: TensorTree, state: ScaleByAdamState, params: Params
     ) -> tuple[Tree, ScaleByAdamState]:
         del params
         grads = _like_moments("scale_by_adam", grads, state.mean)
@@ -191,6 +198,7 @@ def scale_by_adam(
     return GradientTransformation(init, update)
 
 
+@checked
 def trace(
     momentum: float, nesterov: bool = False, moment_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
@@ -206,10 +214,12 @@ def trace(
 
     checks.check_range("trace", "momentum", momentum, 0.0, 1.0)
 
+    @checked
     def init(params: Params) -> TraceState:
         return TraceState(tree.zeros_like(params, moment_dtype))
 
-    def update(grads: Tree, state: TraceState, params: Params) -> tuple[Tree, TraceState]:
+    @checked
+    def update(grads: TensorTree, state: TraceState, params: Params) -> tuple[Tree, TraceState]:
         del params
         grads = _like_moments("trace", grads, state.trace)
         running = tree.map(lambda t, g: momentum * t + g, state.trace, grads)
@@ -230,6 +240,7 @@ def _original_scale(rows: int, columns: int) -> float:
 _SHAPE_SCALES = {"original": _original_scale, "match_rms_adamw": _rms_of_adamw}
 
 
+@checked
 def scale_by_muon(
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -252,6 +263,7 @@ def scale_by_muon(
     checks.check_count("scale_by_muon", "steps", steps)
     shape_scale = checks.choose("scale_by_muon", "adjust", adjust, _SHAPE_SCALES)
 
+    @checked
     def init(params: Params) -> ScaleByMuonState:
         for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
             if leaf.ndim != 2:
@@ -265,8 +277,9 @@ def scale_by_muon(
         update = newton_schulz(matrix.to(compute_dtype), steps)
         return update.to(matrix.dtype) * shape_scale(*matrix.shape)
 
+    @checked
     def update(
-        grads: Tree, state: ScaleByMuonState, params: Params
+        grads: TensorTree, state: ScaleByMuonState, params: Params
     ) -> tuple[Tree, ScaleByMuonState]:
         del params
         grads = _like_moments("scale_by_muon", grads, state.mean)
@@ -277,6 +290,7 @@ def scale_by_muon(
     return GradientTransformation(init, update)
 
 
+@checked
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     """Return about `U V^T` for `matrix = U S V^T`: singular values pushed to between 0.7 and 1.2.
 
@@ -301,7 +315,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _like_moments(function: str, grads: Tree, moments: Tree) -> Tree:
+def _like_moments(function: str, grads: TensorTree, moments: Tree) -> Tree:
     tree.check_same_shapes(function, "gradients", grads, "the parameters of init", moments)
     return tree.map(lambda grad, moment: grad.to(moment.dtype), grads, moments)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks, tree
+from funcrl.arguments import TensorTree, checked
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import Schedule
 from funcrl.types import Absent, GradientTransformation, Params, Tree
@@ -31,6 +32,7 @@ class ScaleByScheduleState(NamedTuple):
     learning_rate: Tensor  # [] float64
 
 
+@checked
 def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
     """Return the transformation `-learning_rate * g`.
 
@@ -52,13 +54,15 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         return _scale_by_schedule(learning_rate)
     checks.check_range("scale_by_learning_rate", "learning_rate", learning_rate, 0.0, float("inf"))
 
+    @checked
     def init(params: Params) -> ScaleByLearningRateState:
         none_yet = zero_count(params)
         rate = torch.full_like(none_yet, learning_rate, dtype=torch.float64)
         return ScaleByLearningRateState(none_yet, rate)
 
+    @checked
     def update(
-        grads: Tree, state: ScaleByLearningRateState, params: Params
+        grads: TensorTree, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Tree, ScaleByLearningRateState]:
         del params
         updates = tree.scale(grads, -state.learning_rate)
@@ -67,7 +71,8 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     return GradientTransformation(init, update)
 
 
-def current_learning_rate(opt_state: Any) -> Tensor | Absent:
+@checked
+def current_learning_rate(opt_state: TensorTree) -> Tensor | Absent:
     """Return the rate of the last update, before any that of the first; of the first optimizer.
 
     A rate that `with_learning_rate` has put there is returned from then on. It is `()` where no
@@ -84,7 +89,8 @@ def current_learning_rate(opt_state: Any) -> Tensor | Absent:
     return rates[0] if rates else ()
 
 
-def with_learning_rate(opt_state: Tree, learning_rate: float | Tensor) -> Tree:
+@checked
+def with_learning_rate(opt_state: TensorTree, learning_rate: float | Tensor) -> Tree:
     """Return the state of an optimizer whose learning rate is a number with another number.
 
     It is for a rate that changes while a compiled step runs, which it does not compile again, and
@@ -127,7 +133,7 @@ def _scale_by_schedule(schedule: Schedule) -> GradientTransformation:
         return ScaleByScheduleState(none_yet, _as_rate(schedule(none_yet), none_yet))
 
     def update(
-        grads: Tree, state: ScaleByScheduleState, params: Params
+        grads: TensorTree, state: ScaleByScheduleState, params: Params
     ) -> tuple[Tree, ScaleByScheduleState]:
         del params
         rate = _as_rate(schedule(state.num_updates), state.num_updates)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@checked
 def constant(value: float) -> Schedule:
     """Return the schedule that is always `value`.
 
@@ -21,9 +23,15 @@ def constant(value: float) -> Schedule:
         tensor(0.5000, dtype=torch.float64)
     """
     checks.check_range("constant", "value", value, 0.0, math.inf)
-    return lambda count: torch.full_like(count, value, dtype=torch.float64)
+
+    @checked
+    def schedule(count: Tensor) -> Tensor:
+        return torch.full_like(count, value, dtype=torch.float64)
+
+    return schedule
 
 
+@checked
 def linear(initial: float, final: float, steps: int) -> Schedule:
     """Return the schedule from `initial` to `final` on a line of `steps`, then `final`.
 
@@ -33,9 +41,15 @@ def linear(initial: float, final: float, steps: int) -> Schedule:
         tensor(0.7500, dtype=torch.float64)
     """
     _check_line("linear", initial, final, steps)
-    return lambda count: initial + (final - initial) * _progress(count, steps)
+
+    @checked
+    def schedule(count: Tensor) -> Tensor:
+        return initial + (final - initial) * _progress(count, steps)
+
+    return schedule
 
 
+@checked
 def cosine(initial: float, final: float, steps: int) -> Schedule:
     """Return the schedule from `initial` to `final` on half a cosine, then `final`.
 
@@ -48,12 +62,14 @@ def cosine(initial: float, final: float, steps: int) -> Schedule:
     """
     _check_line("cosine", initial, final, steps)
 
+    @checked
     def schedule(count: Tensor) -> Tensor:
         return final + (initial - final) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
 
     return schedule
 
 
+@checked
 def warmup(steps: int, then: Schedule) -> Schedule:
     """Return `then`, preceded by `steps` updates that rise on a line to its first value.
 
@@ -67,6 +83,7 @@ def warmup(steps: int, then: Schedule) -> Schedule:
     """
     checks.check_count("warmup", "steps", steps)
 
+    @checked
     def schedule(count: Tensor) -> Tensor:
         rising = then(torch.zeros_like(count)) * _progress(count + 1, steps + 1)
         return torch.where(count < steps, rising, then((count - steps).clamp(min=0)))

@@ -3,6 +3,8 @@
 import re
 from decimal import Decimal
 
+from funcrl.arguments import checked
+
 # 1234, 1,234, -12.50 and .5, with a dollar sign or without; a full stop may end the sentence.
 _NUMBER = re.compile(r"([-+]?)\$?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)\.?")
 # Digits with nothing on them: no letter, sign, point or per cent. The - of 2-3 is no sign.
@@ -13,6 +15,7 @@ _WHOLE = re.compile(
 _MARK = "####"
 
 
+@checked
 def marked_answer(text: str) -> str:
     """Return what stands after the last `####`, "" when there is none.
 
@@ -26,6 +29,7 @@ def marked_answer(text: str) -> str:
     return after.strip() if mark else ""
 
 
+@checked
 def tagged_answer(text: str) -> str:
     """Return what stands in the last `<answer>...</answer>`, "" when there is none.
 
@@ -38,6 +42,7 @@ def tagged_answer(text: str) -> str:
     return found[-1].strip() if found else ""
 
 
+@checked
 def boxed_answer(text: str) -> str:
     r"""Return what stands in the last `\boxed{...}`, "" when there is none, or no end of it.
 
@@ -56,6 +61,7 @@ def boxed_answer(text: str) -> str:
     return ""
 
 
+@checked
 def last_number(text: str) -> str:
     """Return the last whole number that a text names, "" when there is none.
 
@@ -70,6 +76,7 @@ def last_number(text: str) -> str:
     return found[-1].replace(",", "") if found else ""
 
 
+@checked
 def same_number(answer: str, gold: str) -> bool:
     """Return whether an answer is a number, nothing but a number, and equal to `gold`.
 
@@ -90,6 +97,7 @@ def same_number(answer: str, gold: str) -> bool:
     return found is not None and found == wanted
 
 
+@checked
 def number_of(text: str) -> Decimal | None:
     """Return the value of a text that is one number, as `same_number` reads it; None otherwise.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.reading import brief, read_json
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
@@ -119,6 +120,7 @@ def _end_of_turn(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
+@checked
 def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 

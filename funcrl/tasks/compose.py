@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.protocols import Environment, Prompt, Task
 
 RewardFn: TypeAlias = Callable[[Prompt, Any], float]
@@ -38,6 +39,7 @@ class WithRewards:
         return {**own, **{name: fn(prompt, outcome) for name, fn in self._more.items()}}
 
 
+@checked
 def with_rewards(
     task: Task | Environment,
     more: Mapping[str, RewardFn],
@@ -69,6 +71,7 @@ def with_rewards(
     return WithRewards(task, more, weights or {})
 
 
+@checked
 def matches(pattern: str) -> RewardFn:
     """Return the reward that is 1 for a completion that a regular expression matches whole.
 
@@ -82,6 +85,7 @@ def matches(pattern: str) -> RewardFn:
     """
     compiled = re.compile(pattern, re.DOTALL)
 
+    @checked
     def reward(prompt: Prompt, completion: str) -> float:
         del prompt
         return float(compiled.fullmatch(completion) is not None)

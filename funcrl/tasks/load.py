@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from funcrl import sources
+from funcrl.arguments import checked
 from funcrl.protocols import Environment, Task, Tokenizer
 from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.competition import Math
@@ -66,6 +67,7 @@ TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
 }
 
 
+@checked
 def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
     """Return the task of a name.
 
@@ -132,6 +134,7 @@ def source_file(name: str) -> Path | None:
     return _module_file(place) or Path(f"the module {place}")
 
 
+@checked
 def check_task(function: str, task: Any) -> None:
     """Raise if an object is neither a task nor, where it acts, an environment.
 
@@ -144,6 +147,8 @@ def check_task(function: str, task: Any) -> None:
         >>> from funcrl.tasks import check_task
         >>> check_task("train", funcrl.tasks.SumDigits())
     """
+    if isinstance(task, type):
+        raise TypeError(f"{function} expects a task, got the class {task.__name__}.")
     acts = hasattr(task, "act")
     needed = _NEEDED + (_NEEDED_TO_ACT if acts else ())
     missing = [part for part in needed if not hasattr(task, part)]

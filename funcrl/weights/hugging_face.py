@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from funcrl.arguments import checked
 from funcrl.models import TransformerConfig
 from funcrl.reading import brief
 from funcrl.weights.described import Described
@@ -30,6 +31,7 @@ _PLAIN_ROPE: dict[str, tuple[Any, ...]] = {
 }
 
 
+@checked
 def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfig:
     """Return the shape that a config.json describes.
 
@@ -80,6 +82,7 @@ got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformer
     )
 
 
+@checked
 def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """Return a config.json that transformers reads as the same network.
 

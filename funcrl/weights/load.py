@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.reading import brief, read_json
 from funcrl.types import Params
@@ -26,6 +27,7 @@ _FIRST = "blocks.0."
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
 
+@checked
 def load_params(
     path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Transformer, Params]:
@@ -60,6 +62,7 @@ def load_params(
     return Transformer(config), params
 
 
+@checked
 def load_config(path: str | Path) -> TransformerConfig:
     """Return the shape of the model in a folder or a file, which `load_params` would load.
 
@@ -78,6 +81,7 @@ def load_config(path: str | Path) -> TransformerConfig:
     return _look(Path(path))[0]
 
 
+@checked
 def find_model(path: str | Path) -> Path:
     """Return the model in a folder: itself, or the only one that is somewhere inside.
 

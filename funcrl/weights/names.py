@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from funcrl.arguments import checked
+
 
 class Name(NamedTuple):
     """One parameter in the three vocabularies; `{}` stands for the number of the block."""
@@ -31,6 +33,7 @@ _MODULES = (
 )
 
 
+@checked
 def translate(name: str) -> Name:
     """Return a parameter of `Transformer` in all vocabularies.
 

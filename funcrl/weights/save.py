@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrl import checks
+from funcrl.arguments import checked
 from funcrl.functional import check_params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.reading import read_json
@@ -23,6 +24,7 @@ from funcrl.weights.tensors import LONGEST_HEADER
 from funcrl.weights.tokenizer import tokenizer_files, tokenizer_metadata
 
 
+@checked
 def save_params(
     path: str | Path,
     model: Transformer,
@@ -82,10 +84,6 @@ def _check(
     model: Transformer, params: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, Any]
 ) -> torch.dtype:
     """Return the dtype of parameters that can be written."""
-    if not isinstance(model, Transformer):
-        raise TypeError(
-            f"save_params expects a funcrl.models.Transformer, got {type(model).__name__}."
-        )
     check_params(model, params, "save_params")
     found = {leaf.dtype for leaf in params.values()}
     if len(found) != 1:
