@@ -271,6 +271,7 @@ def _known_logprobs(samples: Samples) -> Tensor:
     return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
 
 
+@checked
 def named_rewards(
     task: Task | Environment, prompt: Prompt, outcome: Any
 ) -> tuple[Mapping[str, float], str]:

@@ -23,6 +23,7 @@ from wrong_types import WRONG, calls, outcome, takes
 import funcrl
 from funcrl import cli, config
 from funcrl.bench import GenerateBenchConfig, LoopBenchConfig, StepBenchConfig, VLLMBenchConfig
+from funcrl.command_line import NUMBERS
 from funcrl.parity import ParityConfig
 
 EMPTY, TENSOR = {"[]", "{}"}, {"a tensor"}
@@ -64,6 +65,7 @@ SILENT: dict[tuple[str, str], tuple[set[str], str]] = {
     ("checks.check_shape", "value"): (TENSOR, "what the check is for"),
     ("checks.check_tensor", "value"): (TENSOR, "what the check is for"),
     ("checks.choose", "value"): (FUNCTIONS, "a function is taken in place of a name"),
+    ("rollouts.named_rewards", "outcome"): (ALL, "an environment's state is of any kind"),
     ("trace", "args"): (TENSOR, "what the traced function takes"),
 }  # fmt: skip
 

@@ -95,6 +95,7 @@ def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
     return task
 
 
+@checked
 def is_built_in(name: str) -> bool:
     """Return whether the task of a name is funcrl's own, and not the user's.
 
@@ -113,6 +114,7 @@ def is_built_in(name: str) -> bool:
     )
 
 
+@checked
 def source_file(name: str) -> Path | None:
     """Return the file that `load` would run for a name, None for a task of funcrl's own.
 
