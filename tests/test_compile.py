@@ -325,7 +325,7 @@ def test_states_that_cannot_be_written_are_refused():
     narrower = lambda state, batch: (tree.cast(state, torch.float32), funcrl.Metrics({}, {}))  # noqa: E731 (short)
     with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
         funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
-    with pytest.raises(TypeError, match="donate expects a Step"):
+    with pytest.raises(TypeError, match="donate expects step to be a Step"):
         funcrl.donate(step.update)
 
 
@@ -352,7 +352,7 @@ def test_what_a_step_cannot_do_is_refused():
         funcrl.compile_step(step, state, BATCH, piecewise)
     with pytest.raises(ValueError, match="compile_step expects a state on a CUDA device .* cpu"):
         funcrl.compile_step(step, state, BATCH, CompileConfig(cudagraph="full"))
-    with pytest.raises(TypeError, match="compile_step expects a Step"):
+    with pytest.raises(TypeError, match="compile_step expects step to be a Step"):
         funcrl.compile_step(step.update, state, BATCH)
 
 

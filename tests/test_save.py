@@ -122,7 +122,7 @@ def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
     norm = params["norm.weight"]
     cases = [
         (model, {}, "save_params expects all parameters of Transformer"),
-        (model, [1], "save_params expects parameters of Transformer by name"),
+        (model, [1], "save_params expects params to be a mapping"),
         (model, {**params, "norm.weight": norm.double()}, "parameters of one dtype"),
         (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "save_params expects .*float8"),
         (model, {**params, "norm.weight": norm.to("meta")}, "got a meta tensor for 'norm.weight'"),

@@ -76,7 +76,7 @@ def compile_step(
         True
     """
     config = CompileConfig() if config is None else config
-    _check(step, state, config)
+    _check(state, config)
     batch = tree.map(_contiguous, batch)
     pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
     if graph is None:
@@ -166,9 +166,7 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
     return remat(graph, config.remat, config.remat_budget or None)
 
 
-def _check(step: Any, state: TrainState, config: CompileConfig) -> None:
-    if not isinstance(step, Step):
-        raise TypeError(f"compile_step expects a Step, got {step!r}.")
+def _check(state: TrainState, config: CompileConfig) -> None:
     checks.check_choice("compile_step", "cudagraph", config.cudagraph, ("none", "full"))
     device = tree.leaves(state)[0].device
     if config.cudagraph == "full" and device.type != "cuda":

@@ -36,8 +36,6 @@ def donate(step: Step) -> Step:
         >>> new.params["embed.weight"] is state.params["embed.weight"], new.step
         (True, tensor(1))
     """
-    if not isinstance(step, Step):
-        raise TypeError(f"donate expects a Step, got {step!r}.")
 
     @checked
     @torch.no_grad()
