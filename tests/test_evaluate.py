@@ -113,9 +113,7 @@ def test_what_it_cannot_do_is_said_in_its_own_name(run, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             funcrl.evaluate(EvalConfig(**options))
-    with pytest.raises(
-        TypeError, match="EvalConfig expects run to be a Path or None, got 'runs/a'"
-    ):
+    with pytest.raises(TypeError, match="EvalConfig expects run to be a Path .* got 'runs/a'"):
         EvalConfig(run="runs/a")
     with pytest.raises(ValueError, match="evaluate expects task= or --task, got both"):
         funcrl.evaluate(EvalConfig(run=run[0], task="countdown"), task=SumDigits())
