@@ -220,7 +220,7 @@ def test_an_impossible_budget_names_the_least_which_is_possible(flats):
 @pytest.mark.parametrize(
     ("policy", "budget", "message"),
     [
-        ("most", None, "remat expects policy to be one of"),
+        ("most", None, "remat expects policy to be 'none' or"),
         ("full", 5, "remat expects a budget with policy 'budget', and only with it"),
         ("budget", None, "remat expects a budget with policy 'budget', and only with it"),
         ("budget", -1, "remat expects budget"),

@@ -202,7 +202,7 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int64, torch.float8_e4m3fn])
 def test_a_dtype_that_is_none_is_refused(tmp_path, dtype):
-    with pytest.raises(ValueError, match=r"load_params expects dtype to be one of torch.float64"):
+    with pytest.raises((TypeError, ValueError), match="load_params expects dtype to be"):
         funcrl.load_params(tmp_path, dtype)
 
 
