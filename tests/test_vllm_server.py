@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from test_vllm import DEVICE, PROMPTS, make, scored, with_infinite_values
@@ -190,6 +189,8 @@ class TestServer:
             assert samples.finish_reasons == ("stop",)
 
     def test_it_is_compatible_with_openais_api(self, running):
+        import httpx
+
         vllm, *_ = running
         content = {"model": vllm._engine._servers[0].model, "prompt": [1, 2], "max_tokens": 3}
         through = httpx.HTTPTransport(uds=vllm.addresses[0])
