@@ -69,13 +69,13 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
     no_metrics = Metrics({}, {})
     scalar_loss = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
 
-    def gradient(params: Params, sample: Any) -> Tree:
+    def gradient(params: TensorTree, sample: Any) -> Tree:
         return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
 
     mapped = over_rows("per_sample_grad", gradient, chunk)
 
     @checked
-    def per_sample(params: Params, batch: Tree) -> Tree:
+    def per_sample(params: TensorTree, batch: Tree) -> Tree:
         return mapped(params, batch)
 
     return per_sample
@@ -118,7 +118,7 @@ def summed_gradient(
         of_chunk = _transformed(loss_fn, _checked(function, per_sample))
 
     @checked
-    def gradient(params: Params, batch: Tree) -> Gradient:
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
         chunks = split_rows(function, batch, microbatch)
         return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
 
@@ -197,7 +197,7 @@ def gradient_moments(
         return loss_fn(params, sample), Metrics({}, {})
 
     @checked
-    def moments(params: Params, batch: Tree) -> GradientMoments:
+    def moments(params: TensorTree, batch: Tree) -> GradientMoments:
         square_norms: list[Tensor] = []
 
         def record(grads: TensorTree) -> Tree:
@@ -295,7 +295,7 @@ def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
 
     mapped = over_rows("summed_gradient", loss_fn)
 
-    def gradient(params: Params, batch: Tree) -> Gradient:
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
         def total_loss(params: Params) -> tuple[Tensor, Metrics]:
             losses, metrics = mapped(params, batch)
             return losses.sum(), _reduce_rows(metrics)
@@ -316,7 +316,7 @@ def _transformed(
 
     mapped = over_rows("summed_gradient", of_sample)
 
-    def gradient(params: Params, batch: Tree) -> Gradient:
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
         losses, grads, metrics = mapped(params, batch)
         summed = tree.map(lambda leaf: leaf.sum(dim=0), per_sample(grads))
         return Gradient(summed, losses.sum(), _reduce_rows(metrics))

