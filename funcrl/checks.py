@@ -135,20 +135,6 @@ def check_count(function: str, name: str, value: Any) -> None:
 
 
 @checked
-def check_integer(function: str, name: str, value: Any) -> None:
-    """Raise unless `value` is an integer.
-
-    Example:
-        >>> from funcrl import checks
-        >>> checks.check_integer("Sampling", "top_k", 2.5)
-        Traceback (most recent call last):
-        TypeError: Sampling expects top_k to be an integer, got 2.5.
-    """
-    if not is_integer(value):
-        raise TypeError(f"{function} expects {name} to be an integer, got {value!r}.")
-
-
-@checked
 def import_extra(function: str, module: str, why: str, install: str) -> Any:
     """Return a module that funcrl does not depend on, or say how to get it.
 

@@ -47,7 +47,7 @@ from funcrl.rollouts import RewardError
 from funcrl.tasks import is_built_in
 from funcrl.terminal import print_safely, safe_warnings
 from funcrl.train import train as run_training
-from funcrl.trust import cache_code, check_trusted, describe, task_code
+from funcrl.trust import cache_code, check_trusted, task_code
 from funcrl.watch import ForkedError
 
 # What a user can mend; anything else is a bug, and keeps its traceback.
@@ -318,10 +318,8 @@ def _say_what_runs(
     ]
     codes = [code for code in named if code is not None]
     recorded = None if run is None else runs.read_facts(run, "train")
-    if not trust:
-        check_trusted("train", codes, file, recorded)
-    for code in codes:
-        print_safely(describe(code, file), sys.stderr)
+    for line in check_trusted("train", codes, file, recorded, trust):
+        print_safely(line, sys.stderr)
 
 
 def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:

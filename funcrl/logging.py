@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from funcrl.runs import Completion, Row
-from funcrl.terminal import print_safely, printable
+from funcrl.terminal import escaped, print_safely, printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = {
@@ -232,5 +232,5 @@ def _number(value: Any) -> str:
 
 def _visible(text: str, room: int) -> str:
     """Return text with control characters escaped, cut to its room."""
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    shown = escaped(text)
     return shown if len(shown) <= room else shown[: room - 1] + "…"

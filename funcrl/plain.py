@@ -130,9 +130,9 @@ def read_integer(text: str) -> int:
         ValueError: expects an integer in the digits 0 to 9, got '1_000'.
     """
     if not _INTEGER.fullmatch(text):
-        raise ValueError(f"expects an integer in the digits 0 to 9, got {_start(text)}.")
+        raise ValueError(f"expects an integer in the digits 0 to 9, got {brief(text)}.")
     if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
-        raise ValueError(f"expects an integer of 64 bits, got {_start(text)}.")
+        raise ValueError(f"expects an integer of 64 bits, got {brief(text)}.")
     return int(text)
 
 
@@ -148,14 +148,10 @@ def read_number(text: str) -> float:
         ValueError: expects a number in the digits 0 to 9, got 'nan'.
     """
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"expects a number in the digits 0 to 9, got {_start(text)}.")
+        raise ValueError(f"expects a number in the digits 0 to 9, got {brief(text)}.")
     if math.isinf(float(text)) and "inf" not in text:
-        raise ValueError(f"expects a number that float64 holds, got {_start(text)}.")
+        raise ValueError(f"expects a number that float64 holds, got {brief(text)}.")
     return float(text)
-
-
-def _start(text: str) -> str:
-    return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
 
 
 def _number(text: str, path: str) -> float:

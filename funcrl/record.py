@@ -278,7 +278,7 @@ def free_folder(parent: Path, name: str) -> Path:
 def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
     step, metrics = found.step, found.extra.get("metrics")
-    if not isinstance(metrics, str) or not _has_row(metrics, step):
+    if not isinstance(metrics, str) or _last_row(metrics).get("step") != step:
         raise ValueError(
             f"train expects a run's checkpoint with its metrics up to step {step} in "
             f"{folder / runs.CHECKPOINTS}, got {brief(metrics)}."
@@ -310,13 +310,13 @@ def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSE
     )
 
 
-def _has_row(metrics: str, step: int) -> bool:
-    """Return whether lines of metrics end with those of a step."""
-    try:
-        row = parse_json(metrics.splitlines()[-1])
-    except (ValueError, IndexError):
-        return False
-    return isinstance(row, dict) and row.get("step") == step
+def _last_row(metrics: str) -> dict[str, Any]:
+    """Return what the last of some lines of metrics says, nothing if it says none."""
+    try:  # only at the end of a line: a name may hold other marks of one
+        row = parse_json(metrics.removesuffix("\n").rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def _write_again(folder: Path, step: int, metrics: str) -> dict[str, Any]:

@@ -25,6 +25,22 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def escaped(text: str, keep: str = "") -> str:
+    """Return text with each character that cannot be seen as its Python escape.
+
+    Args:
+        text: of anybody.
+        keep: characters to leave, such as the end of a line.
+
+    Example:
+        >>> from funcrl.terminal import escaped
+        >>> text = chr(7) + chr(10)
+        >>> print(escaped(text))
+        \\x07\\n
+    """
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 def print_safely(text: str, file: TextIO | None = None) -> None:
     """Print a text so that it drives no terminal.
 

@@ -71,7 +71,11 @@ def cache_code(folder: Path | None) -> Code | None:
 
 
 def check_trusted(
-    function: str, codes: Sequence[Code], file: Path, recorded: Mapping[str, str] | None = None
+    function: str,
+    codes: Sequence[Code],
+    file: Path,
+    recorded: Mapping[str, str] | None = None,
+    trust: bool = False,
 ) -> list[str]:
     """Return a line about each code that a file names; raise a `TrustError` if one must not run.
 
@@ -80,6 +84,7 @@ def check_trusted(
         codes: what the file names.
         file: the configuration.
         recorded: what a run's environment.json holds, where the file is a run's configuration.
+        trust: let all of it run.
 
     Example:
         >>> import pathlib, tempfile
@@ -92,7 +97,7 @@ def check_trusted(
         train expects --trust (
     """
     for code in codes:
-        reason = _reason(code, recorded)
+        reason = "" if trust else _reason(code, recorded)
         if reason:
             raise TrustError(
                 f"{function} expects --trust (trust=True in Python) to run {code.path}, which "
@@ -123,10 +128,8 @@ def check_run(
     named = [None if task is not None else task_code(config.task)]
     named.append(cache_code(config.compile.cache_dir))
     codes = [code for code in named if code is not None]
-    file = run / runs.CONFIG
-    if trust:
-        return [describe(code, file) for code in codes]
-    return check_trusted(function, codes, file, runs.read_facts(run, function))
+    recorded = runs.read_facts(run, function) if codes and not trust else None
+    return check_trusted(function, codes, run / runs.CONFIG, recorded, trust)
 
 
 def describe(code: Code, file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Random rollouts and a model that is a table, shared by the tests."""
+"""Random rollouts, a model that is a table, and a command's end: what several tests share."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import funcrl
+from funcrl import cli
 
 
 class Case(NamedTuple):
@@ -129,3 +130,22 @@ def tiny_pretrained(folder, template=None):
     model = funcrl.models.Transformer(shape)  # its vocabulary is padded, as is often the case
     params = funcrl.init_params(model, seed=5)
     return funcrl.save_params(folder, model, params), params
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_command(args, capsys) -> Ended:
+    """Run a command in this process."""
+    try:
+        cli.main([str(arg) for arg in args])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr()
+    return Ended(code, printed.out, printed.err)

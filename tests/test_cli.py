@@ -10,9 +10,10 @@ import pytest
 import torch
 import yaml
 from cases import equal
+from cases import run_command as run
 
 import funcrl
-from funcrl import bench, cli, config, memory, runs, terminal
+from funcrl import bench, config, memory, runs, terminal
 from funcrl.bench.generate import _peer
 from funcrl.bench.measure import peak_bytes
 from funcrl.config import Sampling, TrainConfig
@@ -21,17 +22,6 @@ SMALL = [
     "--steps", "3", "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "2",
     "--evaluation.num-prompts", "5", "--sampling.max-tokens", "3",
 ]  # fmt: skip
-
-
-def run(args, capsys):
-    """Run a command in this process; return its exit code and what it printed."""
-    try:
-        cli.main([str(arg) for arg in args])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 def test_train_report_and_resume(tmp_path, capsys):

@@ -442,7 +442,6 @@ TABLE_OF_CALLS = {
     "rollouts.accuracies": (lambda: rollouts.accuracies(TASK, roll()[1]), ()),
     "rollouts.named_rewards": (lambda: rollouts.named_rewards(TASK, PROMPT, "3"), ()),
     "rollouts.to_completions": (lambda: rollouts.to_completions(*roll(), 1, 1)[0][:5], ()),
-    "checks.check_integer": (lambda: checks.check_integer("f", "x", 1), ()),
     "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),
     "checks.check_positive": (lambda: checks.check_positive("f", "x", 1.0), ()),
     "checks.check_range": (lambda: checks.check_range("f", "x", 1.0, 0.0, 2.0), ()),

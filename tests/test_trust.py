@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from cases import run_command
 
 import funcrl
 from funcrl import cli, runs, trust
@@ -28,13 +29,7 @@ class S(SumDigits):
 
 
 def run(capsys, *args):
-    try:
-        cli.main([str(arg) for arg in args])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    return SimpleNamespace(code=code, out=printed.out, err=printed.err)
+    return run_command(args, capsys)
 
 
 def make_run(folder, task="evil.py"):

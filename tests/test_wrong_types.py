@@ -58,7 +58,6 @@ SILENT: dict[tuple[str, str], tuple[set[str], str]] = {
     ("checks.check_dtype", "value"): (TENSOR, "what the check is for"),
     ("checks.check_finite", "value"): ({"3", "-1", "1.5"}, "what the check is for"),
     ("checks.check_floating", "value"): (TENSOR, "what the check is for"),
-    ("checks.check_integer", "value"): ({"3", "-1"}, "what the check is for"),
     ("checks.check_positive", "value"): ({"3", "1.5"}, "what the check is for"),
     ("checks.check_range", "value"): ({"1.5"}, "what the check is for"),
     ("checks.check_rank", "value"): (TENSOR, "what the check is for"),

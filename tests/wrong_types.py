@@ -90,7 +90,6 @@ OWN: dict[str, dict[str, Any]] = {
     "checks.check_choice": {"value": 1, "choices": (1, 2)},
     "checks.check_count": {"value": 1},
     "checks.check_finite": {"value": 1.0},
-    "checks.check_integer": {"value": 1},
     "checks.check_positive": {"value": 1.0},
     "checks.check_range": {"value": 1.0, "low": 0.0, "high": 2.0},
     "checks.check_rank": {"axes": "T"},

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from funcrl import runs as files
-from funcrl.report.plots import GROUPS, MOST_LINES, Run, draw, rewards, series, to_svg, visible
+from funcrl.report.plots import GROUPS, MOST_LINES, Run, draw, rewards, series, to_svg
 from funcrl.report.run import read_run
+from funcrl.terminal import escaped
 
 _STYLE = """
 :root { --ink: #1c2430; --soft: #5d6878; --line: #dfe3e9; --page: #fff; --card: #f6f7f9; }
@@ -280,4 +281,4 @@ def _plain(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(visible(str(value)))
+    return html.escape(escaped(str(value), keep="\n"))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funcrl.terminal import escaped
+
 # matplotlib takes a second to import, which only a report should pay.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
 _SMOOTH = 0.9
@@ -103,17 +105,6 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list
     return [steps[place] for place in kept], [values[place] for place in kept]
 
 
-def visible(text: str) -> str:
-    """Return text with all that is neither printable nor the end of a line as its escape.
-
-    Example:
-        >>> from funcrl.report.plots import visible
-        >>> print(visible("a\\x07b"))
-        a\\x07b
-    """
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def draw(group: str, runs: Sequence[Run]) -> Any:
     """Return the figure of a group, None when no run has any of its metrics.
 
@@ -167,7 +158,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
         handles.append(_draw_line(axes, run, name, dashes, color))
         label = _label(name) if not several else f"{run.name}: {_label(name)}"
         label = label.replace("\n", " ").lstrip("_")  # matplotlib hides what begins so
-        labels.append(visible(label[:_LONGEST_LABEL]))
+        labels.append(escaped(label[:_LONGEST_LABEL]))
     if panel.logarithmic and all(
         value > 0 for run, name in lines for value in series(run, name)[1]
     ):
