@@ -25,6 +25,7 @@ import torch
 from funcrl import checks, tree
 from funcrl.arguments import TensorTree, checked
 from funcrl.arrays import to_array, to_tensor
+from funcrl.files import sync
 from funcrl.manifest import file_checksum, is_manifest
 from funcrl.reading import brief, read_text
 from funcrl.storage import read_arrays, write_arrays
@@ -36,7 +37,7 @@ OnSkip: TypeAlias = Callable[[str], None] | None
 _Manifest: TypeAlias = dict[str, Any]
 
 _FORMAT, _STATE, _MANIFEST = "funcrl checkpoint 2", "state", "manifest.json"
-_MOST_BYTES = 1 << 30  # of a manifest, which holds a run's metrics
+_MOST_BYTES = 1 << 30  # of a manifest, with whatever facts its maker put there
 # What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
 _LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
 
@@ -265,7 +266,7 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         (draft / _MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
         for written in [*draft.rglob("*"), draft]:
-            _sync(written)
+            sync(written)
         _replace(path, draft)
     except Exception as error:
         raise OSError(
@@ -288,7 +289,7 @@ def _replace(path: Path, draft: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     draft.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -386,11 +387,3 @@ def _file_checksums(path: Path) -> dict[str, int]:
     """Return the checksum of each file that orbax wrote into a checkpoint."""
     files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
     return {str(each.relative_to(path)): file_checksum(each) for each in files}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

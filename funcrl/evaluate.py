@@ -13,6 +13,7 @@ from funcrl.arguments import checked
 from funcrl.config import CompileConfig, EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.episodes import Failure
 from funcrl.estimates import interval, majority, pass_at
+from funcrl.files import write_whole
 from funcrl.parts import build, defaults, first_params, trained_params
 from funcrl.protocols import Environment, Task
 from funcrl.rollouts import (
@@ -112,7 +113,7 @@ def evaluate(
     graded = _grade(out, step, parts.task, completed, weights, options.on_reward_error)
     result = _summarise(config, parts.task, completed, graded)
     if json_file is not None:
-        runs.write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
+        write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
     return result
 
 

@@ -17,12 +17,13 @@ from funcrl import config as configs
 from funcrl import runs
 from funcrl.checkpoint import Checkpoints, Restored, restore, save
 from funcrl.config import TrainConfig
+from funcrl.files import write_whole
 from funcrl.logging import View
-from funcrl.reading import brief, parse_json
+from funcrl.reading import brief
 from funcrl.runs import Completion
 from funcrl.trackers import Tracker, tracker
 from funcrl.types import Params, TrainState
-from funcrl.watch import ForkedError
+from funcrl.watch import ForkedError, Note
 
 _REFERENCE = "reference"
 
@@ -124,9 +125,9 @@ class Record:
         if found is None:
             self._empty = True
             return None
-        row = _write_again(self.folder, found.step, found.extra["metrics"])
+        _drop_lines_after(self.folder, found.extra["row"], self.note)
         self._display.start(self.folder, self._config, found.step)
-        self._progress = Progress(found.step, found.state, row)
+        self._progress = Progress(found.step, found.state, found.extra["row"])
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -160,8 +161,9 @@ class Record:
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
         step, state, row = self.progress
-        extra = {"step": step, "metrics": (self.folder / runs.METRICS).read_text(encoding="utf-8")}
-        self._checkpoints.save(step, state, extra, row.get("eval/accuracy"))
+        runs.sync_lines(self.folder)  # before what goes on from them
+        facts = {"step": step, "row": row}
+        self._checkpoints.save(step, state, facts, row.get("eval/accuracy"))
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose; say what is saved, and how to go on.
@@ -277,11 +279,11 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
-    step, metrics = found.step, found.extra.get("metrics")
-    if not isinstance(metrics, str) or _last_row(metrics).get("step") != step:
+    step, row = found.step, found.extra.get("row")
+    if not isinstance(row, dict) or row.get("step") != step:
         raise ValueError(
-            f"train expects a run's checkpoint with its metrics up to step {step} in "
-            f"{folder / runs.CHECKPOINTS}, got {brief(metrics)}."
+            f"train expects a run's checkpoint with the metrics of step {step} in "
+            f"{folder / runs.CHECKPOINTS}, got {brief(row)}."
         )
     if step > config.steps:
         raise ValueError(
@@ -310,27 +312,24 @@ def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSE
     )
 
 
-def _last_row(metrics: str) -> dict[str, Any]:
-    """Return what the last of some lines of metrics says, nothing if it says none."""
-    try:  # only at the end of a line: a name may hold other marks of one
-        row = parse_json(metrics.removesuffix("\n").rpartition("\n")[2])
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def _write_again(folder: Path, step: int, metrics: str) -> dict[str, Any]:
-    """Make the lines of a run's files those of what it goes on from; return the last metrics."""
-    runs.write_whole(folder / runs.METRICS, metrics)
+def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
+    """Drop the lines of the steps after that of `row`, which will be done again."""
+    path, step = folder / runs.METRICS, row["step"]
+    last = runs.keep_until(path, step)
     runs.keep_until(folder / runs.COMPLETIONS, step)
-    return runs.read_lines(folder / runs.METRICS)[-1]
+    if last != step:
+        runs.append_lines(path, [row])
+        note(
+            f"{path} ended at step {last}, before the checkpoint of step {step}: somebody has "
+            "changed it. The steps between are missing there."
+        )
 
 
 def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
     plain = configs.to_plain(config)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    runs.write_whole(folder / runs.CONFIG, text)
-    runs.write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
+    write_whole(folder / runs.CONFIG, text)
+    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
 
 
 def open_folder(folder: Path | None, resume: bool) -> Path:

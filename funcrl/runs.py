@@ -12,10 +12,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from funcrl.files import ENCODING, sync, whole_file
 from funcrl.reading import brief, open_file, parse_json, read_json
 
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
@@ -26,11 +26,9 @@ METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 CHECKPOINTS = "checkpoints"
 
-# A lone surrogate, which a tokenizer may give and UTF-8 does not have, becomes JSON's own escape.
 _LONGEST_LINE = 1 << 24  # in bytes; a completion of a million tokens has a third of that
 _MOST_FACTS = 1 << 20  # in bytes
 _LAST_STEP = 1 << 53  # what a float, and so a plot, tells from its neighbours
-_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 class Completion(NamedTuple):
@@ -132,10 +130,25 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         # A link would have lines written wherever it leads.
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        with open(handle, "a", **_TEXT) as file:
+        with open(handle, "a", **ENCODING) as file:
             file.write(text)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_lines(folder: Path) -> None:
+    """Return when the lines of a run are on disk.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> runs.append_lines(folder / runs.METRICS, [{"step": 1}])
+        >>> runs.sync_lines(folder)
+    """
+    for path in (folder / METRICS, folder / COMPLETIONS):
+        if path.exists():
+            sync(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -240,63 +253,27 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
 
 
-def keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: int) -> int | None:
     """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
+
+    Returns the step of the last row that is kept, None if there is none.
 
     Example:
         >>> import pathlib, tempfile
         >>> from funcrl import runs
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
         >>> runs.append_lines(path, [{"step": 1}, {"step": 2}])
-        >>> runs.keep_until(path, 1)
-        >>> runs.read_lines(path)
-        [{'step': 1}]
+        >>> runs.keep_until(path, 1), runs.read_lines(path)
+        (1, [{'step': 1}])
     """
+    last = None
     if path.exists() or path.is_symlink():  # a link to nothing would be written through
         with whole_file(path) as file:
             for number, row in each_line("train", path):
-                if step_of("train", path, number, row) <= step:
-                    file.write(bytes(_line(row), **_TEXT))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old text or the new one, never a part.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> runs.write_whole(path, "steps: 3")
-        >>> path.read_text()
-        'steps: 3'
-    """
-    with whole_file(path) as file:
-        file.write(bytes(text, **_TEXT))
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to that becomes `path` at the end, or nothing if an error ends it.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-        >>> with runs.whole_file(path) as file:
-        ...     _ = file.write(b"123")
-        >>> path.read_bytes()
-        b'123'
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:  # never through a link that somebody left there
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+                if (own := step_of("train", path, number, row)) <= step:
+                    file.write(bytes(_line(row), **ENCODING))
+                    last = own
+    return last
 
 
 def _line(row: Mapping[str, Any]) -> str:

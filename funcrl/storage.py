@@ -33,7 +33,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
         >>> read_arrays(folder)
         {'w': array([0, 1, 2])}
     """
-    with _raised_and_not_logged(), _checkpointer() as checkpointer:
+    with _without_logs(), _checkpointer() as checkpointer:
         try:
             checkpointer.save(folder.absolute(), dict(arrays))
         except Exception as error:
@@ -58,14 +58,14 @@ def read_arrays(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _raised_and_not_logged() -> Iterator[None]:
-    """Keep orbax from printing the tracebacks of errors that it raises as well."""
+def _without_logs() -> Iterator[None]:
+    """Keep orbax from printing how it writes, and the tracebacks of errors that it raises."""
 
     # Imported here, as orbax is, whose logger this makes of the right class.
     from absl import logging as absl_logging
 
     def is_kept(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and "orbax" in record.pathname)
+        return "orbax" not in record.pathname
 
     logger = absl_logging.get_absl_logger()
     logger.addFilter(is_kept)
@@ -89,7 +89,10 @@ def _checkpointer() -> Any:
     registry = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, _patient_handler()()), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    # A folder for each array. orbax's default, one database for all of them, holds on to memory
+    # at each save, and takes longer to write (docs/benchmarks.md).
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False)
+    return ocp.Checkpointer(handler)
 
 
 @cache

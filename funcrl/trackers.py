@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from funcrl import checks
-from funcrl.runs import Completion, Row, write_whole
+from funcrl.files import write_whole
+from funcrl.runs import Completion, Row
 from funcrl.terminal import print_safely
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]

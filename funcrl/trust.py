@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from funcrl import runs
 from funcrl.config import TrainConfig
-from funcrl.runs import write_whole
+from funcrl.files import write_whole
 from funcrl.tasks import source_file
 
 # Where a run's environment.json says which file its task came from.

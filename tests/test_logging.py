@@ -11,7 +11,7 @@ import warnings
 import pytest
 from rich.console import Console
 
-from funcrl import logging, runs, trackers
+from funcrl import files, logging, runs, trackers
 from funcrl.logging import LiveView, PlainView, view_for
 from funcrl.runs import Completion
 from funcrl.terminal import print_safely, printable, safe_warnings, warn_safely
@@ -186,11 +186,11 @@ def test_lines_survive_a_crash(tmp_path):
 
 def test_whole_files_replace_and_leave_no_draft(tmp_path):
     path = tmp_path / "x"
-    runs.write_whole(path, "one")
-    runs.write_whole(path, "two")
+    files.write_whole(path, "one")
+    files.write_whole(path, "two")
     assert path.read_text() == "two"
     with pytest.raises(TypeError):
-        runs.write_whole(path, None)
+        files.write_whole(path, None)
     assert path.read_text() == "two"
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 

@@ -73,3 +73,11 @@ def test_a_disk_that_is_full_from_the_start_says_that_nothing_is_saved(tmp_path)
     assert last.endswith(f"funcrl train --resume {folder}")
     cli.main(["train", "--resume", str(folder)])
     assert restored(folder)[1]["step"] == 5
+
+
+def test_a_checkpoint_does_not_grow_with_the_run(tmp_path):
+    options = ["--steps", "30", "--checkpoint.keep-last", "40"]
+    cli.main(["train", "--run-dir", str(tmp_path / "run"), *OPTIONS, *options])
+    sizes = [(tmp_path / "run/checkpoints" / step / "manifest.json").stat().st_size
+             for step in ("10", "30")]  # fmt: skip
+    assert abs(sizes[0] - sizes[1]) < 100  # digits

@@ -38,3 +38,12 @@ def test_an_error_that_is_not_the_systems_keeps_its_words(tmp_path):
     with pytest.raises(OSError, match=r"(?i)already|exist"):
         write_arrays(tmp_path / "x", {"w": np.ones(2)})
     assert read_arrays(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+
+
+def test_arrays_in_one_database_as_they_were_once_written_can_be_read(tmp_path):
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+        checkpointer.save(tmp_path / "old", {"w": np.arange(3.0)})
+    assert (tmp_path / "old" / "manifest.ocdbt").exists()
+    assert read_arrays(tmp_path / "old")["w"].tolist() == [0.0, 1.0, 2.0]

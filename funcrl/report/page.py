@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrl import runs as files
+from funcrl.files import whole_file
 from funcrl.report.plots import GROUPS, MOST_LINES, Run, draw, rewards, series, to_svg
 from funcrl.report.run import read_run
+from funcrl.runs import COMPLETIONS, CONFIG, ENVIRONMENT
 from funcrl.terminal import escaped
 
 _STYLE = """
@@ -60,8 +61,8 @@ def write_report(run: Path) -> Path:
         _curves([read], run / "plots"),
         "<h2>Completions</h2>", _completions(read.completions),
         "<h2>Time</h2>", _timings(read),
-        "<h2>Configuration</h2>", _facts(flat(read.config), files.CONFIG),
-        "<h2>Environment</h2>", _facts(read.environment, files.ENVIRONMENT),
+        "<h2>Configuration</h2>", _facts(flat(read.config), CONFIG),
+        "<h2>Environment</h2>", _facts(read.environment, ENVIRONMENT),
     ]  # fmt: skip
     return _write(run / "report.html", read.name, parts)
 
@@ -166,7 +167,7 @@ def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
 def _save(path: Path, content: bytes) -> None:
     """Write a file in place of what is there: a link is replaced, and what it leads to stays."""
     try:
-        with files.whole_file(path) as file:
+        with whole_file(path) as file:
             file.write(content)
     except OSError as error:
         raise OSError(f"report expects to write {path}, got: {error.strerror}.") from error
@@ -208,7 +209,7 @@ def _curves(runs: Sequence[Run], folder: Path) -> str:
 
 def _completions(rows: list[dict[str, Any]]) -> str:
     if not rows:
-        return f"<p>No {files.COMPLETIONS} here.</p>"
+        return f"<p>No {COMPLETIONS} here.</p>"
     table = [
         [str(row["step"]), _Code(row["prompt"]), _Code(row["completion"]), _Code(row["answer"]),
          _plain(row["reward"]), row["finish_reason"]]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrl.files import whole_file
 from funcrl.models import TransformerConfig
-from funcrl.runs import whole_file
 from funcrl.weights.gguf import BY_NEIGHBOURS
 from funcrl.weights.hugging_face import architecture
 from funcrl.weights.load import is_rotated, regrouped

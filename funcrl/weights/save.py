@@ -11,10 +11,10 @@ from torch import Tensor
 
 from funcrl import checks
 from funcrl.arguments import checked
+from funcrl.files import whole_file, write_whole
 from funcrl.functional import check_params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.reading import read_json
-from funcrl.runs import whole_file, write_whole
 from funcrl.weights.gguf_write import GGUF_DTYPES, write_gguf
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
 from funcrl.weights.load import CONFIG, INDEX, SINGLE
