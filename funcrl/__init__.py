@@ -5,61 +5,10 @@ state = step.init(params, seed=0)
 state, metrics = step(state, batch)
 """
 
-from funcrl import (
-    advantages,
-    aggregation,
-    checks,
-    config,
-    generators,
-    grads,
-    graph,
-    losses,
-    memory,
-    metrics,
-    models,
-    numerics,
-    ops,
-    optim,
-    prepare,
-    ratios,
-    rewards,
-    rng,
-    rollouts,
-    runs,
-    surrogates,
-    tasks,
-    tree,
-    types,
-    weights,
-)
-from funcrl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
-from funcrl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
-from funcrl.checkpoint import restore, save
-from funcrl.config_generation import CompileConfig
-from funcrl.evaluate import evaluate
-from funcrl.export import export
-from funcrl.functional import functional
-from funcrl.grads import (
-    GradientMoments,
-    NoiseScale,
-    clip_per_sample,
-    gradient_moments,
-    noise_scale,
-    per_sample_grad,
-    per_sample_norms,
-)
-from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
-from funcrl.logprobs import logprob_fn, score, token_scores
-from funcrl.lora import Lora, lora
-from funcrl.losses import policy_loss
-from funcrl.models import init_params
-from funcrl.parity import parity
-from funcrl.parts import build
-from funcrl.prepare import recenter, top_entropy
-from funcrl.step import grpo_step
-from funcrl.supervised import warm_start
-from funcrl.train import train
-from funcrl.types import (
+from funcrl import config, generators, graph, models, ops, optim, tasks, weights
+from funcrl.config.generation import CompileConfig
+from funcrl.core import checks, numerics, rng, tree, types
+from funcrl.core.types import (
     Algorithm,
     Batch,
     GradientTransformation,
@@ -71,6 +20,46 @@ from funcrl.types import (
     TokenScores,
     TrainState,
 )
+from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
+from funcrl.loop import memory, rollouts
+from funcrl.loop.evaluate import evaluate
+from funcrl.loop.export import export
+from funcrl.loop.parity import parity
+from funcrl.loop.parts import build
+from funcrl.loop.supervised import warm_start
+from funcrl.loop.train import train
+from funcrl.models import init_params
+from funcrl.models.functional import functional
+from funcrl.models.logprobs import logprob_fn, score, token_scores
+from funcrl.models.lora import Lora, lora
+from funcrl.rl import (
+    advantages,
+    aggregation,
+    batching,
+    grads,
+    losses,
+    metrics,
+    prepare,
+    ratios,
+    rewards,
+    surrogates,
+)
+from funcrl.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
+from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
+from funcrl.rl.grads import (
+    GradientMoments,
+    NoiseScale,
+    clip_per_sample,
+    gradient_moments,
+    noise_scale,
+    per_sample_grad,
+    per_sample_norms,
+)
+from funcrl.rl.losses import policy_loss
+from funcrl.rl.prepare import recenter, top_entropy
+from funcrl.rl.step import grpo_step
+from funcrl.run import runs
+from funcrl.run.checkpoint import restore, save
 from funcrl.weights import load_params, save_params
 
 __version__ = "0.1.0"
@@ -92,6 +81,7 @@ __all__ = [
     "TrainState",
     "advantages",
     "aggregation",
+    "batching",
     "build",
     "checks",
     "cispo",

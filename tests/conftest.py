@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-import funcrl.trust
+import funcrl.run.trust
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, and for what a test starts
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,5 +36,5 @@ def one_thread():
 def store(tmp_path_factory, monkeypatch):
     """What this account has run is known for one test, and not written to the real account."""
     place = tmp_path_factory.mktemp("store")
-    monkeypatch.setattr(funcrl.trust, "default_store", lambda: place)
+    monkeypatch.setattr(funcrl.run.trust, "default_store", lambda: place)
     return place

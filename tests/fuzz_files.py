@@ -21,8 +21,9 @@ import torch
 from bounded import bounded
 
 import funcrl
-from funcrl import config, report, runs
-from funcrl.export import export
+from funcrl import config, runs
+from funcrl.loop.export import export
+from funcrl.run import report
 from funcrl.weights import load_config, load_params
 from funcrl.weights.gguf import read_gguf
 

@@ -10,13 +10,7 @@ import sys
 from pathlib import Path
 
 import funcrl
-from funcrl.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    Sampling,
-    TrainConfig,
-    WarmStartConfig,
-)
+from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 
 
 def resident() -> float:

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from funcrl import bench, cli
-from funcrl.bench import step
-from funcrl.bench.inputs import make_case
-from funcrl.bench.ordinary import with_weights
+from funcrl import cli
+from funcrl.cli import bench
+from funcrl.cli.bench import step
+from funcrl.cli.bench.inputs import make_case
+from funcrl.cli.bench.ordinary import with_weights
 
 
 def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):

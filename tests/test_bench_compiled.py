@@ -8,10 +8,11 @@ import torch
 from matplotlib import image
 from PIL import Image
 
-from funcrl import CompileConfig, bench, tree
-from funcrl.bench import compiled, nodes, profiling
-from funcrl.bench.inputs import depths, make_case
-from funcrl.bench.ordinary import ordinary_loss, with_weights
+from funcrl import CompileConfig, tree
+from funcrl.cli import bench
+from funcrl.cli.bench import compiled, nodes, profiling
+from funcrl.cli.bench.inputs import depths, make_case
+from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
 from funcrl.graph import predict_peak, step_graph
 
 SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}

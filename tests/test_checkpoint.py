@@ -16,8 +16,9 @@ import torch
 from bounded import bounded
 
 import funcrl
-from funcrl import checkpoint, tree
-from funcrl.checkpoint import CheckpointError, Checkpoints
+from funcrl import tree
+from funcrl.run import checkpoint
+from funcrl.run.checkpoint import CheckpointError, Checkpoints
 
 
 class Moments(NamedTuple):
@@ -294,7 +295,7 @@ def script(text, *args):
 
 FULL_DISK = """
 import resource, sys, pathlib, torch
-from funcrl.checkpoint import CheckpointError, Checkpoints
+from funcrl.run.checkpoint import CheckpointError, Checkpoints
 folder = Checkpoints(pathlib.Path(sys.argv[1]))
 folder.save(1, {"w": torch.arange(1000.0)})
 folder.wait()
@@ -335,7 +336,7 @@ def test_a_fresh_process_restores_quietly_with_jax_on_the_cpu(tmp_path):
 KILLED = """
 import os, random, signal, sys, time, torch
 import jax, orbax.checkpoint  # once for all children; neither has started a thread yet
-from funcrl.checkpoint import Checkpoints
+from funcrl.run.checkpoint import Checkpoints
 dice = random.Random(0)
 for life in range(24):
     reader, writer = os.pipe()

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcrl
 from funcrl import grads
-from funcrl.bench import peak_bytes
+from funcrl.cli.bench import peak_bytes
 
 T, D, V = 7, 5, 11
 CHUNKS = [1, 3, T, 100]

@@ -13,10 +13,12 @@ from cases import equal
 from cases import run_command as run
 
 import funcrl
-from funcrl import bench, config, memory, runs, terminal
-from funcrl.bench.generate import _peer
-from funcrl.bench.measure import peak_bytes
+from funcrl import config, memory, runs
+from funcrl.cli import bench
+from funcrl.cli.bench.generate import _peer
+from funcrl.cli.bench.measure import peak_bytes
 from funcrl.config import Sampling, TrainConfig
+from funcrl.core import terminal
 
 SMALL = [
     "--steps", "3", "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "2",

@@ -10,9 +10,10 @@ from cases import equal, tiny_batch, tiny_model
 import funcrl
 from funcrl import CompileConfig, optim, tree
 from funcrl.config import VLLMConfig
-from funcrl.generators.vllm_settings import compile_arguments
-from funcrl.graph import compilation, predict_peak
-from funcrl.graph.capture import capture
+from funcrl.generators.vllm.settings import compile_arguments
+from funcrl.graph import predict_peak
+from funcrl.graph.compile import compilation
+from funcrl.graph.compile.capture import capture
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)

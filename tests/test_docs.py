@@ -22,12 +22,14 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-def test_every_module_is_in_the_tour():
+def test_every_folder_and_file_is_in_the_tour():
     tour = (ROOT / "docs" / "all-of-funcrl.md").read_text()
-    for path in (ROOT / "funcrl").iterdir():
-        name = path.name.removesuffix(".py")
-        if not name.startswith("_") and path.name != "py.typed":
-            assert f"`{name}" in tour, name
+    for path in (ROOT / "funcrl").rglob("*.py"):
+        if not path.name.startswith("_"):
+            assert f"`{path.stem}`" in tour, path
+    for path in (ROOT / "funcrl").rglob("__init__.py"):
+        if path.parent.name != "funcrl":
+            assert f"`{path.parent.relative_to(ROOT / 'funcrl')}/`" in tour, path
 
 
 def test_every_algorithm_is_in_the_table():
@@ -36,5 +38,5 @@ def test_every_algorithm_is_in_the_table():
     table = (ROOT / "docs" / "algorithms.md").read_text()
     for name in funcrl.__all__:
         value = getattr(funcrl, name)
-        if getattr(value, "__module__", "") == "funcrl.algorithms":
+        if getattr(value, "__module__", "") == "funcrl.rl.algorithms":
             assert f"`{name}()`" in table

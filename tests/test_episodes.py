@@ -18,10 +18,10 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.episodes import Failure, complete, demonstration
-from funcrl.rollouts import RewardError, grade, punish_overlong, to_rollout
+from funcrl.core.types import Samples
+from funcrl.loop.rollouts import RewardError, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
-from funcrl.types import Samples
+from funcrl.tasks.episodes import Failure, complete, demonstration
 
 
 class Script:
@@ -309,7 +309,7 @@ def test_sampled_episodes_score_as_they_were_drawn():
     rollout = to_rollout(completed, torch.zeros(64))
     positions = torch.arange(rollout.tokens.shape[1]).expand_as(rollout.tokens)
     batch = funcrl.types.Sample(rollout.tokens, positions)
-    scored = funcrl.logprobs.score(funcrl.logprob_fn(model), params, batch).logprobs
+    scored = funcrl.models.logprobs.score(funcrl.logprob_fn(model), params, batch).logprobs
     assert (scored - rollout.behavior_logprobs)[rollout.mask].abs().max() <= 1e-5
     again = complete(task, sampler, task.prompts(0, 0, 8), sampling, seed=1)
     assert equal(again.samples.tokens, completed.samples.tokens)
@@ -385,7 +385,7 @@ def test_a_run_trains_adapters_and_evaluates_what_they_come_to(tmp_path):
     assert all(name.rpartition(".")[2].startswith("lora_") for name in trained.state.params)
     parts = funcrl.build(config)
     policy = parts.policy(trained.state.params)
-    base = funcrl.parts.first_params(calculator_run(None), funcrl.build(calculator_run(None)))
+    base = funcrl.loop.parts.first_params(calculator_run(None), funcrl.build(calculator_run(None)))
     moved = {name for name, leaf in policy.items() if not torch.equal(leaf, base[name])}
     assert moved == {name for name, leaf in base.items() if leaf.ndim == 2 and "blocks" in name}
     result = funcrl.evaluate(

@@ -13,11 +13,11 @@ from cases import tiny_pretrained
 import funcrl
 from funcrl import cli, runs
 from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
-from funcrl.estimates import interval, majority, pass_at
-from funcrl.evaluate import format_evaluation
-from funcrl.rollouts import RewardError
+from funcrl.core.types import Samples
+from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.evaluate import format_evaluation
+from funcrl.loop.rollouts import RewardError
 from funcrl.tasks import Prompt, SumDigits
-from funcrl.types import Samples
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def say(monkeypatch):
         )
         return generator
 
-    module = sys.modules["funcrl.evaluate"]
+    module = sys.modules["funcrl.loop.evaluate"]
     build = module.build
     return told
 

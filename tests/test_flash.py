@@ -9,10 +9,12 @@ from torch.func import grad, jacrev, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
-from funcrl import bench, config, grads, parts, tree
-from funcrl.bench import step as bench_step
-from funcrl.bench.inputs import make_case
-from funcrl.graph import phases
+from funcrl import config, grads, tree
+from funcrl.cli import bench
+from funcrl.cli.bench import step as bench_step
+from funcrl.cli.bench.inputs import make_case
+from funcrl.graph.remat import phases
+from funcrl.loop import parts
 from funcrl.ops import attend_causal, attend_flash, flash
 
 aten = torch.ops.aten

@@ -8,8 +8,9 @@ from cases import tiny_model
 
 import funcrl
 from funcrl import rng
-from funcrl.generators import Sampler, Sampling, draw, sample, sampling_logprobs
-from funcrl.generators.packed import pack_weights
+from funcrl.generators import Sampler, Sampling, sample, sampling_logprobs
+from funcrl.generators.embedded import draw
+from funcrl.generators.embedded.packed import pack_weights
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8]]
 
@@ -272,7 +273,7 @@ def test_a_sample_ends_at_the_context_length():
 def test_finished_samples_cost_nothing(monkeypatch):
     """The rows of all forward passes are the tokens that were fed, not slots times the longest."""
     model, params = make()
-    from funcrl.generators import batch
+    from funcrl.generators.embedded import batch
 
     rows = []
     plain = batch.extend

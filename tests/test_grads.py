@@ -8,7 +8,8 @@ from cases import equal, tiny_batch, tiny_model
 from torch.func import grad, vmap
 
 import funcrl
-from funcrl import bench, grads, tree
+from funcrl import grads, tree
+from funcrl.cli import bench
 
 MODEL = tiny_model()
 MODEL_FN = funcrl.logprob_fn(MODEL)

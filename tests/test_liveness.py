@@ -5,9 +5,9 @@ import torch
 from graphs import flat_step, flatten
 
 import funcrl
-from funcrl.bench.measure import peak_bytes
+from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph.aliases import find_storages
-from funcrl.graph.liveness import live_bytes, predict_peak
+from funcrl.graph.remat.liveness import live_bytes, predict_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,13 @@ import warnings
 import pytest
 from rich.console import Console
 
-from funcrl import files, logging, runs, trackers
-from funcrl.logging import LiveView, PlainView, view_for
-from funcrl.runs import Completion
-from funcrl.terminal import print_safely, printable, safe_warnings, warn_safely
-from funcrl.trackers import tracker
+from funcrl import runs
+from funcrl.core import files
+from funcrl.core.terminal import print_safely, printable, safe_warnings, warn_safely
+from funcrl.run import logging, trackers
+from funcrl.run.logging import LiveView, PlainView, view_for
+from funcrl.run.runs import Completion
+from funcrl.run.trackers import tracker
 
 ROW = {
     "step": 3, "reward": 0.4375, "eval/accuracy": 0.61, "completions/mean_length": 2.84,

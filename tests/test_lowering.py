@@ -7,7 +7,7 @@ import torch
 from cases import equal
 
 import funcrl
-from funcrl.graph.lowering import scalars_as_elements, select_for_scatter
+from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
 
 aten = torch.ops.aten
 B, T, D, V = 3, 7, 5, 11

@@ -14,7 +14,6 @@ import funcrl
 from funcrl import (
     advantages,
     aggregation,
-    arrays,
     checks,
     config,
     generators,
@@ -31,17 +30,17 @@ from funcrl import (
     rewards,
     rng,
     rollouts,
-    rows,
     runs,
-    stops,
     surrogates,
     tasks,
     tree,
     weights,
 )
 from funcrl.config import TrainConfig
-from funcrl.functional import bind
-from funcrl.parity import ParityConfig
+from funcrl.core import arrays, rows
+from funcrl.generators import stops
+from funcrl.loop.parity import ParityConfig
+from funcrl.models.functional import bind
 
 MODULES = {
     "": funcrl, "advantages": advantages, "aggregation": aggregation, "arrays": arrays,

@@ -14,7 +14,6 @@ from cases import tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
-from funcrl.protocols import is_environment
 from funcrl.tasks import (
     ChatTokenizer,
     Countdown,
@@ -32,6 +31,7 @@ from funcrl.tasks import (
     tagged_answer,
     with_rewards,
 )
+from funcrl.tasks.contracts import is_environment
 from funcrl.tasks.countdown import evaluate
 
 # --- answers ----------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ for name in ("isomorphic_strings", "polynomial_multiplication", "ransom_note"):
 def test_what_a_task_demonstrates_is_right(name):
     task = load(name, tiny_tokenizer())
     for prompt in task.prompts(0, 0, 50):
-        shown = funcrl.episodes.demonstration(task, prompt)
+        shown = funcrl.tasks.episodes.demonstration(task, prompt)
         assert task.reward(prompt, shown.outcome) == {"correct": 1.0, "format": 1.0}
         said = [token for token, mine in zip(*shown[:2], strict=True) if mine]
         assert task.tokenizer.decode(said) == shown.outcome

@@ -12,11 +12,11 @@ from torch import fx
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
-from funcrl.bench.measure import peak_bytes
+from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import split_repeated
-from funcrl.graph.labels import is_free
-from funcrl.graph.lowering import select_for_scatter
-from funcrl.graph.phases import has_flops
+from funcrl.graph.compile.lowering import select_for_scatter
+from funcrl.graph.layers.labels import is_free
+from funcrl.graph.remat.phases import has_flops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

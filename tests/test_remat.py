@@ -8,9 +8,9 @@ from graphs import Flat, flat_step, flatten
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
-from funcrl.bench.measure import peak_bytes
+from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import add_fences, predict_peak, recomputed_cost
-from funcrl.graph.phases import descendants, find_layers, find_seeds, late_nodes
+from funcrl.graph.remat.phases import descendants, find_layers, find_seeds, late_nodes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,9 +7,10 @@ import struct
 import pytest
 import yaml
 
-from funcrl import report, runs
-from funcrl.report import page, plots
-from funcrl.report.run import read_run
+from funcrl import runs
+from funcrl.run import report
+from funcrl.run.report import page, plots
+from funcrl.run.report.run import read_run
 
 
 def make_run(folder, steps=60, rate=1e-3, seed=0):

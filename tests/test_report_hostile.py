@@ -7,10 +7,11 @@ import pytest
 from bounded import bounded
 
 import funcrl
-from funcrl import config, report
-from funcrl.evaluate import evaluate
-from funcrl.export import export
-from funcrl.parts import empty_state, trained_params
+from funcrl import config
+from funcrl.loop.evaluate import evaluate
+from funcrl.loop.export import export
+from funcrl.loop.parts import empty_state, trained_params
+from funcrl.run import report
 
 ROWS = [{"step": step, "reward": step / 4, "step_time": 0.5} for step in range(4)]
 SEEN = {"step": 1, "prompt": "1+2=", "completion": "3", "answer": "3", "reward": 1.0,
@@ -214,7 +215,7 @@ def test_a_draft_is_not_written_through_a_link(tmp_path):
     path, other = tmp_path / "page", tmp_path / "other"
     other.write_text("mine")
     path.with_name(f".page.{os.getpid()}").symlink_to(other)
-    funcrl.files.write_whole(path, "new")
+    funcrl.core.files.write_whole(path, "new")
     assert (path.read_text(), other.read_text()) == ("new", "mine")
 
 

@@ -16,8 +16,8 @@ from test_weights import KINDS, close, logits, logits_of, theirs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import funcrl
-from funcrl.sources import find
 from funcrl.weights import find_model
+from funcrl.weights.sources import find
 
 WHOLE, SHARDED, MORE_SHARDED = 5_000_000_000, 15_000, 10_000
 

@@ -8,9 +8,9 @@ import torch
 
 import funcrl
 from funcrl.config import Sampling
-from funcrl.sources import find
 from funcrl.tasks import SumDigits, load, load_tokenizer
 from funcrl.weights import find_model
+from funcrl.weights.sources import find
 
 LENGTH = 12
 

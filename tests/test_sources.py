@@ -7,8 +7,8 @@ import zipfile
 
 import pytest
 
-from funcrl import sources
-from funcrl.sources import cached, find
+from funcrl.weights import sources
+from funcrl.weights.sources import cached, find
 
 
 def unpacked(cache, name="tiny-1", content="numbers"):

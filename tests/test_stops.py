@@ -10,9 +10,9 @@ from cases import tiny_model
 
 import funcrl
 from funcrl.config import Sampling
-from funcrl.episodes import complete
-from funcrl.stops import cut_at_stop, find_stop, has_stop_string
+from funcrl.generators.stops import cut_at_stop, find_stop, has_stop_string
 from funcrl.tasks import Prompt
+from funcrl.tasks.episodes import complete
 
 # Few characters, several a token, none at all, and one that is two bytes of two tokens.
 PIECES = [b"\n", b"\n\n", b"a", b"ab", b"", b"ba\n", "é".encode()[:1], "é".encode()[1:]]

@@ -6,12 +6,12 @@ import sys
 import numpy as np
 import pytest
 
-from funcrl.storage import read_arrays, write_arrays
+from funcrl.run.storage import read_arrays, write_arrays
 
 FULL = """
 import errno, logging, pathlib, resource, signal, sys, time
 import numpy as np
-from funcrl.storage import write_arrays
+from funcrl.run.storage import write_arrays
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 noise = np.random.default_rng(0)

@@ -4,9 +4,9 @@ import pytest
 
 import funcrl
 from funcrl.config import WarmStartConfig
-from funcrl.rollouts import RewardError
+from funcrl.loop.rollouts import RewardError
 from funcrl.tasks import Calculator, SumDigits
-from funcrl.watch import TaskError
+from funcrl.tasks.watch import TaskError
 
 
 def warm_start(task):

@@ -12,7 +12,7 @@ from cases import equal, random_case
 from killer import config as killed_config
 
 import funcrl
-from funcrl import optim, parts, runs
+from funcrl import optim, runs
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -24,10 +24,11 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.logging import SilentView
-from funcrl.parts import empty_state
-from funcrl.record import Record
-from funcrl.rollouts import RewardError
+from funcrl.loop import parts
+from funcrl.loop.parts import empty_state
+from funcrl.loop.rollouts import RewardError
+from funcrl.run.logging import SilentView
+from funcrl.run.record import Record
 from funcrl.tasks import CharTokenizer, Prompt, SumDigits
 
 

@@ -11,9 +11,10 @@ import yaml
 from cases import run_command
 
 import funcrl
-from funcrl import cli, runs, trust
+from funcrl import cli, runs
 from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config
-from funcrl.trust import TrustError, cache_code, task_code
+from funcrl.run import trust
+from funcrl.run.trust import TrustError, cache_code, task_code
 
 SMALL = [
     "--steps", "1", "--num-prompts", "2", "--num-generations", "2", "--warm-start.steps", "0",
@@ -108,7 +109,7 @@ def test_python_asks_too(stranger, tmp_path):
         funcrl.evaluate(EvalConfig(run=stranger.run))
     _, params = funcrl.load_params(funcrl.export(stranger.run, tmp_path / "model"))
     state, _ = funcrl.restore(
-        stranger.run / runs.CHECKPOINTS, funcrl.parts.empty_state(config, funcrl.build(
+        stranger.run / runs.CHECKPOINTS, funcrl.loop.parts.empty_state(config, funcrl.build(
             TrainConfig(steps=config.steps, warm_start=config.warm_start))),
     )  # fmt: skip
     assert all(torch.equal(params[name], leaf) for name, leaf in state.params.items())

@@ -17,12 +17,12 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import VLLM
-from funcrl.generators.vllm_native import fused_name, write_params
-from funcrl.generators.vllm_probe import check_probe
-from funcrl.generators.vllm_settings import cache_bytes, compile_arguments
-from funcrl.generators.vllm_versions import supported
-from funcrl.parity import ParityConfig, compare
-from funcrl.rollouts import Completed, to_rollout
+from funcrl.generators.vllm.inside.native import fused_name, write_params
+from funcrl.generators.vllm.probe import check_probe
+from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
+from funcrl.generators.vllm.versions import supported
+from funcrl.loop.parity import ParityConfig, compare
+from funcrl.loop.rollouts import Completed, to_rollout
 from funcrl.tasks import Prompt
 
 needs_vllm = [

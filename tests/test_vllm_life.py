@@ -21,10 +21,10 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import VLLM, EngineError
-from funcrl.generators.vllm_memory import left_for_cache, own_weights, with_cache, work_bytes
-from funcrl.generators.vllm_owner import died, out_of_memory
-from funcrl.generators.vllm_settings import cache_bytes, cache_limits, sleep_arguments
-from funcrl.logging import SilentView
+from funcrl.generators.vllm.memory import left_for_cache, own_weights, with_cache, work_bytes
+from funcrl.generators.vllm.owner import died, out_of_memory
+from funcrl.generators.vllm.settings import cache_bytes, cache_limits, sleep_arguments
+from funcrl.run.logging import SilentView
 
 SAMPLING = Sampling(4, max_tokens=20)
 FORMS = [
@@ -94,7 +94,7 @@ class TestDeath:
     def test_a_run_whose_engine_dies_goes_on_to_the_same_bits(
         self, whole, kill, tmp_path, monkeypatch
     ):
-        built, train = [], sys.modules["funcrl.train"]
+        built, train = [], sys.modules["funcrl.loop.train"]
 
         def build(*args, **kw):  # the real one, and a look at the generator
             built.append(funcrl.build(*args, **kw))

@@ -23,12 +23,13 @@ from test_vllm import DEVICE, PROMPTS, make, scored, with_infinite_values
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
-from funcrl.config_generation import ServerConfig
-from funcrl.generators import VLLM, EngineError, vllm_transport
-from funcrl.generators.vllm_remote import shortened
-from funcrl.generators.vllm_server import Server, Servers, check_plugin, flags
-from funcrl.generators.vllm_spoken import Spoken
-from funcrl.generators.vllm_transport import (
+from funcrl.config.generation import ServerConfig
+from funcrl.generators import VLLM, EngineError
+from funcrl.generators.vllm.finished import Spoken
+from funcrl.generators.vllm.server import transport
+from funcrl.generators.vllm.server.processes import Server, Servers, check_plugin, flags
+from funcrl.generators.vllm.server.remote import shortened
+from funcrl.generators.vllm.server.transport import (
     Bucket,
     SharedMemory,
     fingerprint,
@@ -359,8 +360,8 @@ class TestEnds:
     def test_a_server_of_a_trainer_that_is_killed_ends_and_takes_its_files_along(self):
         code = """
 import os, signal
-from funcrl.generators.vllm_server import Server
-from funcrl.generators.vllm_transport import new_run
+from funcrl.generators.vllm.server.processes import Server
+from funcrl.generators.vllm.server.transport import new_run
 server = Server({}, {}, None, new_run())
 print(server._process.pid, server.model, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -518,7 +519,7 @@ def test_a_fingerprint_is_of_every_bit_and_its_place(dtype, count, monkeypatch):
     content = flat.view(torch.uint8).numpy().tobytes()
     found = fingerprint(flat, 2**62 + 5)
     assert found == plain_fingerprint(content, 2**62 + 5)
-    monkeypatch.setattr(vllm_transport, "_PIECE_BYTES", 16)  # in pieces it is the same
+    monkeypatch.setattr(transport, "_PIECE_BYTES", 16)  # in pieces it is the same
     assert fingerprint(flat, 2**62 + 5) == found
     others = {fingerprint(flat, 6)}
     for byte in range(len(content)):
@@ -542,8 +543,8 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash():
 
 def test_a_server_that_dies_while_a_group_forms_is_waited_for_no_longer(monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(vllm_transport, "join_group", lambda *_: ended.wait())
-    sender = vllm_transport.Broadcast(torch.device("cpu"), torch.float32, new_run())
+    monkeypatch.setattr(transport, "join_group", lambda *_: ended.wait())
+    sender = transport.Broadcast(torch.device("cpu"), torch.float32, new_run())
 
     def post(facts):
         raise RuntimeError(f"{len(facts)} servers have died")

@@ -10,11 +10,11 @@ from cases import equal
 from torch import set_num_threads  # torch's own: vLLM's CPU worker puts one that does nothing there
 
 import funcrl
-from funcrl import cli, config, rollouts, runs, watch
+from funcrl import cli, config, rollouts, runs
 from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
-from funcrl.logging import SilentView
-from funcrl.rollouts import RewardError
-from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits
+from funcrl.loop.rollouts import RewardError
+from funcrl.run.logging import SilentView
+from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, watch
 
 
 def small(run_dir, **options):
@@ -148,7 +148,7 @@ def test_a_reward_that_changes_the_directory_does_not_move_an_evaluation(tmp_pat
 FORKING = """
 import os, pathlib, sys
 import funcrl
-from funcrl.logging import PlainView
+from funcrl.run.logging import PlainView
 from test_watch import Meddling, small
 
 children = []

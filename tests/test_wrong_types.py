@@ -22,9 +22,9 @@ from wrong_types import WRONG, calls, outcome, takes
 
 import funcrl
 from funcrl import cli, config
-from funcrl.bench import GenerateBenchConfig, LoopBenchConfig, StepBenchConfig, VLLMBenchConfig
-from funcrl.command_line import NUMBERS
-from funcrl.parity import ParityConfig
+from funcrl.cli.bench import GenerateBenchConfig, LoopBenchConfig, StepBenchConfig, VLLMBenchConfig
+from funcrl.cli.command_line import NUMBERS
+from funcrl.loop.parity import ParityConfig
 
 EMPTY, TENSOR = {"[]", "{}"}, {"a tensor"}
 MASKS = {"True", "[]", "{}", "a function", "a class"}

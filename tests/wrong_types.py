@@ -20,7 +20,7 @@ from torch import Tensor
 
 import funcrl
 from funcrl import config, optim, ratios, tasks
-from funcrl.parity import ParityConfig
+from funcrl.loop.parity import ParityConfig
 
 WRONG: dict[str, Any] = {
     "None": None, "True": True, "3": 3, "-1": -1, "1.5": 1.5, "nan": float("nan"), "'x'": "x",

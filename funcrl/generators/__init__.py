@@ -1,11 +1,11 @@
 """Generators: from prompts to samples. One interface, `push`, `generate`, `close`."""
 
 from funcrl.config import Sampling
-from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
-from funcrl.generators.sampler import Sampler, sample
-from funcrl.generators.vllm import VLLM
-from funcrl.generators.vllm_owner import EngineError
-from funcrl.stops import DecodeFn
+from funcrl.generators.embedded.draw import draw, draw_tokens, sampling_logprobs
+from funcrl.generators.embedded.sampler import Sampler, sample
+from funcrl.generators.stops import DecodeFn
+from funcrl.generators.vllm.generator import VLLM
+from funcrl.generators.vllm.owner import EngineError
 
 __all__ = [
     "VLLM",

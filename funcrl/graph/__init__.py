@@ -1,12 +1,12 @@
 """The graph: a whole step as one flat program, passes that rewrite it, and its compilation."""
 
-from funcrl.graph.compilation import compile_at_first, compile_step, step_graph
+from funcrl.graph.compile.compilation import compile_at_first, compile_step, step_graph
+from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.donation import donate
-from funcrl.graph.fences import add_fences
-from funcrl.graph.fuse import fuse_per_sample
-from funcrl.graph.liveness import live_bytes, predict_peak
-from funcrl.graph.regions import split_repeated
-from funcrl.graph.remat import recomputed_cost, remat
+from funcrl.graph.layers.regions import split_repeated
+from funcrl.graph.per_sample.fuse import fuse_per_sample
+from funcrl.graph.remat.liveness import live_bytes, predict_peak
+from funcrl.graph.remat.recompute import recomputed_cost, remat
 from funcrl.graph.tracing import trace
 
 __all__ = [

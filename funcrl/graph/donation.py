@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl import tree
-from funcrl.arguments import checked
-from funcrl.types import Metrics, Rows, Step, TrainState, Tree
+from funcrl.core import tree
+from funcrl.core.arguments import checked
+from funcrl.core.types import Metrics, Rows, Step, TrainState, Tree
 
 
 @checked

@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcrl.arguments import checked
-from funcrl.functional import reads_a_value
+from funcrl.core.arguments import checked
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
+from funcrl.models.functional import reads_a_value
 
 aten = torch.ops.aten
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"

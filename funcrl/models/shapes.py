@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from funcrl import checks
-from funcrl.arguments import checked
+from funcrl.core import checks
+from funcrl.core.arguments import checked
 from funcrl.models.transformer import TransformerConfig
 
 SHAPES: dict[str, TransformerConfig] = {

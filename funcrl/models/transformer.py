@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from funcrl import checks, numerics, rng
-from funcrl.arguments import check_fields, checked
+from funcrl.core import checks, numerics, rng
+from funcrl.core.arguments import check_fields, checked
+from funcrl.core.types import Params
 from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
-from funcrl.types import Params
 
 # (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]

@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from funcrl import checks, numerics
-from funcrl.arguments import checked
+from funcrl.core import checks, numerics
+from funcrl.core.arguments import checked
 
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]

@@ -7,8 +7,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from funcrl import checks
-from funcrl.arguments import checked
+from funcrl.core import checks
+from funcrl.core.arguments import checked
 
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]

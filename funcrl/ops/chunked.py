@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl import checks, numerics
-from funcrl.arguments import checked
+from funcrl.core import checks, numerics
+from funcrl.core.arguments import checked
 
 # Rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl import checks
-from funcrl.arguments import checked
+from funcrl.core import checks
+from funcrl.core.arguments import checked
 
 aten = torch.ops.aten
 

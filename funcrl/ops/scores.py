@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.arguments import checked
+from funcrl.core.arguments import checked
 
 
 @checked

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl import checks, numerics, tree
-from funcrl.arguments import Mask, TensorTree, checked
-from funcrl.types import GradientTransformation, Params, Tree
+from funcrl.core import checks, numerics, tree
+from funcrl.core.arguments import Mask, TensorTree, checked
+from funcrl.core.types import GradientTransformation, Params, Tree
 
 
 class EmptyState(NamedTuple):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl import checks, tree
-from funcrl.arguments import Mask, TensorTree, checked
+from funcrl.core import checks, tree
+from funcrl.core.arguments import Mask, TensorTree, checked
+from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import add_decayed_weights, chain, zero_count
 from funcrl.optim.rates import LearningRate, scale_by_learning_rate
-from funcrl.types import GradientTransformation, Params, Tree
 
 
 class ScaleByAdamState(NamedTuple):

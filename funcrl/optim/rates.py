@@ -6,11 +6,11 @@ import optree
 import torch
 from torch import Tensor
 
-from funcrl import checks, tree
-from funcrl.arguments import TensorTree, checked
+from funcrl.core import checks, tree
+from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.types import Absent, GradientTransformation, Params, Tree
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import Schedule
-from funcrl.types import Absent, GradientTransformation, Params, Tree
 
 LearningRate: TypeAlias = float | Schedule
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl import checks
-from funcrl.arguments import checked
+from funcrl.core import checks
+from funcrl.core.arguments import checked
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 

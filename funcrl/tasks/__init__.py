@@ -1,6 +1,5 @@
 """Tasks: prompts, and what a completion of one is worth."""
 
-from funcrl.protocols import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.answers import (
     boxed_answer,
     last_number,
@@ -13,6 +12,7 @@ from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
 from funcrl.tasks.competition import Math
 from funcrl.tasks.compose import RewardFn, matches, with_rewards
+from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from funcrl.arguments import checked
+from funcrl.core.arguments import checked
 
 # 1234, 1,234, -12.50 and .5, with a dollar sign or without; a full stop may end the sentence.
 _NUMBER = re.compile(r"([-+]?)\$?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)\.?")

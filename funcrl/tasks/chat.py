@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from funcrl import checks
-from funcrl.arguments import checked
-from funcrl.reading import brief, read_json
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.reading import brief, read_json
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Stands for what a model said, in a conversation that is written only to look at its form.

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import boxed_answer, number_of
+from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.judge import Judge
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from funcrl import checks
-from funcrl.arguments import checked
-from funcrl.protocols import Environment, Prompt, Task
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.tasks.contracts import Environment, Prompt, Task
 
 RewardFn: TypeAlias = Callable[[Prompt, Any], float]
 

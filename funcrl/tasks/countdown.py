@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from funcrl import checks, rng
-from funcrl.protocols import Prompt, Tokenizer
+from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
+from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.split import is_held_out
 
 _TRIES = 1000

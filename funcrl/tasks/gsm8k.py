@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrl.protocols import Prompt, Tokenizer
 from funcrl.tasks.answers import marked_answer, number_of, same_number
+from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
 _ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funcrl import checks, rng
-from funcrl.protocols import Prompt, Tokenizer
+from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
+from funcrl.tasks.contracts import Prompt, Tokenizer
 
 _ASK = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500

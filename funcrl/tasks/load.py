@@ -10,15 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from funcrl import sources
-from funcrl.arguments import checked
-from funcrl.protocols import Environment, Task, Tokenizer
+from funcrl.core.arguments import checked
 from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.competition import Math
+from funcrl.tasks.contracts import Environment, Task, Tokenizer
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.sum_digits import SumDigits
+from funcrl.weights import sources
 
 _NEEDED = ("name", "tokenizer", "prompts", "reward", "eval_prompts")
 _NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrl import checks, rng
-from funcrl.protocols import Prompt
+from funcrl.core import checks, rng
+from funcrl.tasks.contracts import Prompt
 
 
 def read_records(task: str, path: Path) -> list[dict[str, Any]]:

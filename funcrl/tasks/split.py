@@ -1,6 +1,6 @@
 """Which of the problems that are made here are never trained on."""
 
-from funcrl import rng
+from funcrl.core import rng
 
 _HELD_OUT = 10
 

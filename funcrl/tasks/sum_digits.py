@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from funcrl import checks, rng
-from funcrl.protocols import Prompt, Tokenizer
+from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
+from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.split import is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 

@@ -1,6 +1,6 @@
 """Tokenizers that need no file."""
 
-from funcrl import checks
+from funcrl.core import checks
 
 
 class CharTokenizer:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from funcrl.core.reading import brief
 from funcrl.models import LARGEST, TransformerConfig
-from funcrl.reading import brief
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("an integer above 0", lambda value: type(value) is int and value > 0),

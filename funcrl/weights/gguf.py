@@ -7,8 +7,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 
+from funcrl.core.reading import brief, open_file
 from funcrl.models import TransformerConfig
-from funcrl.reading import brief, open_file
 from funcrl.weights.described import Described
 from funcrl.weights.quantized import STORAGES
 from funcrl.weights.tensors import Stored, check_entry, check_number

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.files import whole_file
+from funcrl.core.files import whole_file
 from funcrl.models import TransformerConfig
 from funcrl.weights.gguf import BY_NEIGHBOURS
 from funcrl.weights.hugging_face import architecture

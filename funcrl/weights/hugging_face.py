@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from funcrl.arguments import checked
+from funcrl.core.arguments import checked
+from funcrl.core.reading import brief
 from funcrl.models import TransformerConfig
-from funcrl.reading import brief
 from funcrl.weights.described import Described
 
 _ARCHITECTURES = {

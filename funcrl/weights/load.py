@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from funcrl import checks
-from funcrl.arguments import checked
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.reading import brief, read_json
+from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.reading import brief, read_json
-from funcrl.types import Params
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import from_hugging_face
 from funcrl.weights.names import translate

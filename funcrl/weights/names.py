@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from funcrl.arguments import checked
+from funcrl.core.arguments import checked
 
 
 class Name(NamedTuple):

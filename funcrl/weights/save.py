@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl import checks
-from funcrl.arguments import checked
-from funcrl.files import whole_file, write_whole
-from funcrl.functional import check_params
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.files import whole_file, write_whole
+from funcrl.core.reading import read_json
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.reading import read_json
+from funcrl.models.functional import check_params
 from funcrl.weights.gguf_write import GGUF_DTYPES, write_gguf
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
 from funcrl.weights.load import CONFIG, INDEX, SINGLE

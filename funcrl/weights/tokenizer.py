@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from funcrl import checks
-from funcrl.reading import brief
+from funcrl.core import checks
+from funcrl.core.reading import brief
 from funcrl.weights.gguf import read_gguf
 from funcrl.weights.load import find_model
 

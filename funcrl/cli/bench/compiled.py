@@ -1,0 +1,169 @@
+"""Rows of compiled steps: start-up, time, and the peak that was predicted beside the measured one.
+
+One variant after another, each freed before the next: a compiled step holds memory of its own.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl.cli.bench.inputs import Case, VariantName, keep, sample_loss
+from funcrl.cli.bench.measure import Row, measure, seconds_of
+from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
+from funcrl.config.generation import CompileConfig
+from funcrl.core import tree
+from funcrl.core.types import Metrics, Params, Rows, Step, TrainState
+from funcrl.graph import compile_step, donate, live_bytes, predict_peak, step_graph
+from funcrl.rl import grads
+from funcrl.rl.step import grpo_step
+
+
+def gradient_rows(case: Case) -> list[Row]:
+    """Return rows of forward and backward alone: gradients in, no optimizer.
+
+    With a policy of recomputation the first row, which the others are compared with, is ordinary
+    autograd with every block under activation checkpointing.
+    """
+    variants = [name for name in case.config.variants if name != "donated"]
+    policies = (case.config.compile.remat, *case.config.remats)
+    rows = []
+    if any(policy != "none" for policy in policies):
+        rows += _ordinary_rows(case, checkpointed=True)
+    for name in variants:
+        step = gradient_step(case, name)
+        for label, config in _configs(case, step):
+            rows.append(_compiled_row(case, "gradient, compiled", name + label, step, config))
+    return _compared(rows + _ordinary_rows(case, checkpointed=False))
+
+
+def step_rows(case: Case) -> list[Row]:
+    """Return rows of whole steps; the first, which the others are compared with, is compiled."""
+    rows = []
+    for name in case.config.variants:
+        step = whole_step(case, name)
+        for label, config in _configs(case, step):
+            rows.append(_compiled_row(case, "step, compiled", name + label, step, config))
+    step = grpo_step(case.model_fn)
+    state = step.init(case.params)
+    eager = {"grpo_step, eager": lambda: step(state, case.batch)}
+    return _compared(rows + _measured(case, "step, compiled", eager))
+
+
+def whole_step(case: Case, name: VariantName) -> Step:
+    """Return the step of a variant, to compile."""
+    step = grpo_step(case.model_fn, per_sample=_per_sample(name))
+    return donate(step) if name == "donated" else step
+
+
+def gradient_step(case: Case, name: VariantName) -> Step:
+    """Return a step whose new parameters are the gradient: no optimizer, no moments."""
+    gradient = grads.summed_gradient(sample_loss(case), _per_sample(name))
+
+    def init(params: Params, seed: int = 0) -> TrainState:
+        start = torch.full((), seed, device=tree.leaves(params)[0].device)
+        return TrainState(params, (), start, start.clone())
+
+    @torch.no_grad()
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        found = gradient(state.params, batch)
+        return state._replace(params=found.grads), Metrics({"loss": found.loss}, {})
+
+    return Step(init, update)
+
+
+def _per_sample(name: VariantName) -> grads.PerSampleTransform | None:
+    if name == "clipped":
+        return grads.clip_per_sample(1.0)
+    return keep if name == "per-sample" else None
+
+
+def _configs(case: Case, step: Step) -> list[tuple[str, CompileConfig]]:
+    """Return what to compile with, and how a variant's name says so."""
+    config = case.config.compile
+    if not case.config.remats:
+        return [("", config)]
+    found = []
+    for remat in case.config.remats:
+        budget = 0
+        if remat == "budget":
+            budget = config.remat_budget or _halfway(case, step, config)
+        found.append((f", remat {remat}", replace(config, remat=remat, remat_budget=budget)))
+    return found
+
+
+def _halfway(case: Case, step: Step, config: CompileConfig) -> int:
+    """Return the bytes in the middle of the predicted peaks with everything kept, and nothing."""
+    state = step.init(case.params)
+    none, full = (
+        predict_peak(step_graph(step, state, case.batch, replace(config, remat=remat)))
+        for remat in ("none", "full")
+    )
+    return (none + full) // 2
+
+
+def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileConfig) -> Row:
+    device, state = case.config.device, step.init(case.params)
+    reserved = _reserved(device)
+    start = time.perf_counter()
+    graph = step_graph(step, state, case.batch, config)
+    fast = compile_step(step, state, case.batch, config, graph)
+    trace_s = time.perf_counter() - start
+
+    # A donated state is written into, so that the same tensors are the next call's state.
+    def call() -> tuple[TrainState, Metrics]:
+        return fast(state, case.batch)
+
+    first_call_s = seconds_of(call, device)
+    # A CUDA graph's memory stays with it: a replay allocates its copied results alone.
+    held = _reserved(device) - reserved if config.cudagraph == "full" else 0
+    (row,) = _measured(case, what, {name: call})
+    return row._replace(
+        trace_s=trace_s,
+        first_call_s=first_call_s,
+        peak_bytes=max(row.peak_bytes, held),
+        predicted_bytes=predict_peak(graph) - live_bytes(graph)[0],
+    )
+
+
+def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
+    module = with_weights(case.model, case.params)
+    leaves = list(module.parameters())
+    chunk = case.config.logprob_chunk
+
+    def ordinary() -> list[Tensor]:
+        loss = ordinary_loss(
+            module, case.batch, case.dtype, chunk, checkpointed, case.ordinary_attend
+        )
+        return list(torch.autograd.grad(loss, leaves))
+
+    name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"
+    return _measured(case, "gradient, compiled", {name: ordinary})
+
+
+def _measured(case: Case, what: str, variants: dict[str, Callable[[], Any]]) -> list[Row]:
+    return measure(what, case.shape, variants, case.config.repeats, case.config.device)
+
+
+def _compared(rows: list[Row]) -> list[Row]:
+    """Return the rows with ratios to the first."""
+    first = rows[0]
+    return [
+        row._replace(
+            time_ratio=row.median_s / first.median_s,
+            peak_ratio=row.peak_bytes / max(first.peak_bytes, 1),
+        )
+        for row in rows
+    ]
+
+
+def _reserved(device: str) -> int:
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()

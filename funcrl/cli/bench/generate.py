@@ -1,0 +1,198 @@
+"""Speed of the embedded sampler, beside transformers' generate() with the same weights."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.cli.bench.measure import describe_machine, seconds_of, write_rows
+from funcrl.core import checks, rng
+from funcrl.core.arguments import check_fields
+from funcrl.core.types import Params
+from funcrl.generators import Sampler, Sampling
+from funcrl.loop.memory import num_params
+from funcrl.models import SHAPES, Transformer, TransformerConfig, init_params
+from funcrl.weights import translate
+
+_GROUP = 8
+
+
+@dataclass(frozen=True)
+class GenerateBenchConfig:
+    """Tokens a second of the embedded sampler, beside transformers' generate() and the floor."""
+
+    shapes: tuple[str, ...] = ("tiny", "smollm2-135m")
+    """Models by name; "tiny" has 4 layers."""
+    batches: tuple[int, ...] = (1, 8, 32)
+    """Samples at a time."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """To compute in."""
+    prompt_tokens: int = 32
+    """Tokens of a prompt."""
+    max_tokens: int = 64
+    """Tokens of a completion; none ends earlier."""
+    repeats: int = 3
+    """Measured runs of each variant, in turns."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out."""
+    json: Path | None = None
+    """Also write every row here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("prompt_tokens", "max_tokens", "repeats"):
+            checks.check_count("bench generate", name, getattr(self, name))
+        for batch in self.batches:
+            checks.check_count("bench generate", "batches", batch)
+        if self.threads is not None:
+            checks.check_count("bench generate", "threads", self.threads)
+
+
+class GenerateRow(NamedTuple):
+    """One variant's measurement."""
+
+    shape: str
+    dtype: str
+    batch: int
+    variant: str
+    median_s: float
+    spread_s: float  # between the slowest and the fastest run
+    tokens_per_s: float
+    speedup: float  # over the first variant
+    floor_tokens_per_s: float  # what reading the weights and multiplying them allows
+
+
+def bench_generate(config: GenerateBenchConfig) -> list[GenerateRow]:
+    """Return a row for each model, dtype, batch and variant; prints nothing."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    rows: list[GenerateRow] = []
+    for name in config.shapes:
+        # Without norms of queries and keys it is a Llama, which transformers has too.
+        shape = replace(SHAPES[name], qk_norm=False)
+        if name == "smollm2-135m":
+            shape = replace(shape, vocab_size=49_152)
+        for dtype in config.dtypes:
+            params = init_params(
+                Transformer(shape), 0, dtype=getattr(torch, dtype), device=config.device
+            )
+            peer = _peer(shape, params)
+            rates = _rates(getattr(torch, dtype), config.device)
+            num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
+            for batch in config.batches:
+                variants = _variants(config, shape, params, peer, batch)
+                floor = _floor(num_bytes, num_params(shape), batch, rates)
+                rows += _measure(config, (name, dtype, batch), variants, floor)
+    write_rows(config.json, rows, config.device)
+    return rows
+
+
+def format_generate_rows(rows: list[GenerateRow], device: str = "cpu") -> str:
+    """Return the rows as a Markdown table, headed by the machine."""
+    described = describe_machine(device)
+    lines = [", ".join(f"{name} {value}" for name, value in described.items()), ""]
+    lines.append("| model | dtype | batch | variant | s | spread | tokens/s | x | floor tokens/s |")
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        lines.append(
+            f"| {row.shape} | {row.dtype} | {row.batch} | {row.variant} | {row.median_s:.3f} "
+            f"| {row.spread_s:.3f} | {row.tokens_per_s:,.0f} | {row.speedup:.2f} "
+            f"| {row.floor_tokens_per_s:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _measure(
+    config: GenerateBenchConfig,
+    what: tuple[str, str, int],
+    variants: dict[str, Callable[[], Any]],
+    floor: float,
+) -> list[GenerateRow]:
+    for fn in variants.values():
+        fn()  # warms up, and packs the weights, which is once a push
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(config.repeats):
+        for name, fn in variants.items():
+            times[name].append(seconds_of(fn, config.device))
+    first = statistics.median(next(iter(times.values())))
+    rows = []
+    for name, values in times.items():
+        median = statistics.median(values)
+        speed = what[2] * config.max_tokens / median
+        spread = max(values) - min(values)
+        rows.append(GenerateRow(*what, name, median, spread, speed, first / median, floor))
+    return rows
+
+
+def _variants(
+    config: GenerateBenchConfig,
+    shape: TransformerConfig,
+    params: Params,
+    peer: Any,
+    batch: int,
+) -> dict[str, Callable[[], Any]]:
+    """Return the ways to draw: both draw exactly `max_tokens` tokens from the plain policy."""
+    size = (batch, config.prompt_tokens)
+    prompts = torch.randint(1, shape.vocab_size, size, generator=rng.generator(0), device="cpu")
+    given = prompts.to(config.device)
+    sampler = Sampler(Transformer(shape))
+    sampler.push(params)
+    tokens = config.max_tokens
+
+    def theirs() -> Any:
+        with torch.no_grad():
+            return peer.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=True, top_k=0, top_p=1.0,
+                max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0,
+            )  # fmt: skip
+
+    def distinct() -> Any:
+        return sampler.generate(prompts.tolist(), Sampling(max_tokens=tokens), seed=0)
+
+    def grouped() -> Any:
+        sampling = Sampling(num_samples=_GROUP, max_tokens=tokens)
+        return sampler.generate(prompts[: batch // _GROUP].tolist(), sampling, seed=0)
+
+    found = {"transformers generate()": theirs, "Sampler": distinct}
+    return found | ({f"Sampler, groups of {_GROUP}": grouped} if batch % _GROUP == 0 else {})
+
+
+def _peer(shape: TransformerConfig, params: Params) -> Any:
+    """Return transformers' Llama with the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.width, head_dim=shape.head_width,
+        intermediate_size=shape.mlp_width, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+        rms_norm_eps=shape.norm_eps, tie_word_embeddings=shape.tied, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+    )  # fmt: skip
+    leaf = params["norm.weight"]
+    peer: Any = LlamaForCausalLM(config)
+    peer = peer.to(device=leaf.device, dtype=leaf.dtype).eval()
+    peer.load_state_dict(
+        {translate(name).hugging_face: value for name, value in params.items()}, strict=False
+    )
+    return peer
+
+
+def _rates(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """Return the bytes read and the operations done a second, measured: a sum and a product."""
+    large: Tensor = torch.ones(64_000_000, dtype=torch.float32, device=device)
+    square = torch.ones(2048, 2048, device=device, dtype=dtype)
+    read = min(seconds_of(large.sum, device) for _ in range(5))
+    multiply = min(seconds_of(lambda: square @ square, device) for _ in range(5))
+    return large.numel() * large.element_size() / read, 2 * 2048**3 / multiply
+
+
+def _floor(num_bytes: int, count: int, batch: int, rates: tuple[float, float]) -> float:
+    """Return the tokens a second at which all weights are read once a step, and multiplied."""
+    bandwidth, operations = rates
+    return batch / max(num_bytes / bandwidth, 2 * count * batch / operations)

@@ -1,0 +1,195 @@
+"""What a benchmark of a step runs on: its options, a model, parameters and a batch."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl.cli.bench.ordinary import attend_fused
+from funcrl.config.generation import CompileConfig
+from funcrl.core import checks, rng, tree
+from funcrl.core.arguments import check_fields
+from funcrl.core.types import Batch, Metrics, ModelFn, Params, Tree
+from funcrl.graph.remat.recompute import RematName
+from funcrl.models import Transformer, TransformerConfig, init_params, shape
+from funcrl.models.logprobs import logprob_fn
+from funcrl.ops import AttendFn, attend_causal, attend_flash
+from funcrl.rl.algorithms import grpo
+from funcrl.rl.grads import AuxLossFn
+from funcrl.rl.losses import policy_loss
+
+Part: TypeAlias = Literal["gradient", "update", "step", "compiled-gradient", "compiled-step"]
+VariantName: TypeAlias = Literal["batch", "per-sample", "clipped", "donated"]
+
+
+@dataclass(frozen=True)
+class StepBenchConfig:
+    """Time and peak memory of one GRPO step and its parts, eager and compiled, beside
+    torch.autograd."""
+
+    num_layers: tuple[int, ...] = (2, 12)
+    """One table for each depth."""
+    width: int = 128
+    """Of the residual stream; the MLP is three times as wide, a head a quarter."""
+    model: str | None = None
+    """A shape by name, such as qwen3-0.6b, instead of num_layers and width."""
+    vocab_size: int = 512
+    """Number of tokens the model knows."""
+    rows: int = 32
+    """Samples in the batch."""
+    length: int = 128
+    """Tokens in a row; the first quarter is the prompt."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and moments."""
+    chunk: int = 4
+    """Samples at a time in the chunked variants."""
+    logprob_chunk: int | None = None
+    """Tokens whose logits are alive at a time; all when left out."""
+    attend: Literal["native", "flash"] = "native"
+    """Attention: products and a softmax, or one kernel that keeps no scores, on both sides."""
+    parts: tuple[Part, ...] = ("gradient", "update", "step")
+    """What to measure. The compiled parts are of one graph: forward and backward, or a whole
+    step."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """Of the compiled parts, and of the profile."""
+    variants: tuple[VariantName, ...] = ("batch", "per-sample", "clipped", "donated")
+    """Of the compiled parts: the gradient of the batch, the sum of per-sample gradients, the sum
+    of clipped ones, and the batch's with the state updated in place; the first of them is the
+    profile's."""
+    remats: tuple[RematName, ...] = ()
+    """Of the compiled parts: policies to measure, each beside the others, instead of
+    compile.remat; the budget is halfway between the predicted peaks of none and full, unless
+    compile.remat_budget is given."""
+    profile: Path | None = None
+    """A folder for a profile of the compiled step: a Chrome trace, a table of time by layer and
+    kind of op, and a picture of memory."""
+    repeats: int = 20
+    """Measured runs of each variant, in turns."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out."""
+    json: Path | None = None
+    """Also write every row here."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("width", "vocab_size", "rows", "length", "chunk", "repeats"):
+            checks.check_count("bench step", name, getattr(self, name))
+        for name in ("logprob_chunk", "threads"):
+            if getattr(self, name) is not None:
+                checks.check_count("bench step", name, getattr(self, name))
+        for depth in self.num_layers:
+            checks.check_count("bench step", "num_layers", depth)
+        if self.model is not None:
+            shape(self.model, self.vocab_size)
+            if (self.num_layers, self.width) != ((2, 12), 128):
+                raise ValueError(
+                    f"bench step expects model or num_layers and width, got model {self.model}, "
+                    f"num_layers {self.num_layers} and width {self.width}."
+                )
+        if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
+            raise ValueError(
+                "bench step expects dtype bfloat16 with attend flash on cuda, got float32."
+            )
+        compiles = self.profile is not None or any("compiled" in part for part in self.parts)
+        if not compiles and (self.compile != CompileConfig() or self.remats):
+            raise ValueError(
+                f"bench step expects a profile, or compiled-gradient or compiled-step among parts, "
+                f"with options of compile and remats, got parts {self.parts}."
+            )
+        if compiles and not self.variants:
+            raise ValueError("bench step expects at least one of variants, got none.")
+
+
+class Case(NamedTuple):
+    """One depth of a benchmark: everything that its variants share."""
+
+    config: StepBenchConfig
+    shape: str  # in words
+    model: Transformer
+    model_fn: ModelFn
+    params: Params
+    batch: Batch
+    dtype: torch.dtype | None  # to compute in; the parameters' own when None
+    ordinary_attend: AttendFn  # of what funcrl is beside
+
+
+def depths(config: StepBenchConfig) -> tuple[int, ...]:
+    """Return the numbers of layers that are measured, one after another."""
+    if config.model is None:
+        return config.num_layers
+    return (shape(config.model, config.vocab_size).num_layers,)
+
+
+def make_case(config: StepBenchConfig, num_layers: int) -> Case:
+    """Return parameters and a batch of the shape that is asked for, on its device."""
+    if config.model is not None:
+        network = shape(config.model, config.vocab_size)
+    else:
+        network = TransformerConfig(
+            vocab_size=config.vocab_size,
+            width=config.width,
+            num_layers=num_layers,
+            head_width=config.width // 4,
+            mlp_width=3 * config.width,
+        )
+    model = Transformer(network)
+    dtype = None if config.dtype == config.param_dtype else getattr(torch, config.dtype)
+    params = init_params(
+        model, seed=0, dtype=getattr(torch, config.param_dtype), device=config.device
+    )
+    num_params = sum(leaf.numel() for leaf in params.values())
+    words = (
+        f"{num_layers} layers, width {network.width}, vocabulary {config.vocab_size}, "
+        f"{config.rows} x {config.length} tokens, {num_params / 1e6:.2f}M parameters"
+    )
+    if config.dtype != "float32" or config.param_dtype != "float32":
+        words += f", {config.param_dtype} parameters, computed in {config.dtype}"
+    flash = config.attend == "flash"
+    if flash:
+        words += ", flash attention"
+    model_fn = logprob_fn(
+        model, chunk=config.logprob_chunk, dtype=dtype, attend=attend_flash if flash else None
+    )
+    batch = _batch(config, num_layers)
+    ordinary_attend = attend_fused if flash else attend_causal
+    return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
+
+
+def sample_loss(case: Case) -> AuxLossFn:
+    """Return the loss of one sample, with its metrics: what all gradients are of."""
+    algorithm = grpo()
+
+    def loss_fn(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return policy_loss(algorithm, case.model_fn(params, sample), sample)
+
+    return loss_fn
+
+
+def keep(per_sample: Tree) -> Tree:
+    """Return per-sample gradients as they are, so that there are some."""
+    return per_sample
+
+
+def _batch(config: StepBenchConfig, seed: int) -> Batch:
+    shape = (config.rows, config.length)
+    generator = rng.generator(0, seed)
+    uniform = -math.log(config.vocab_size)  # about what the untrained policy gives a token
+    drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    positions = torch.arange(config.length, device="cpu")
+    mask = (positions >= config.length // 4).expand(shape)
+    batch = Batch(
+        tokens=torch.randint(config.vocab_size, shape, **drawn),
+        positions=positions.expand(shape),
+        mask=mask,
+        behavior_logprobs=uniform + 0.1 * torch.randn(shape, dtype=torch.float32, **drawn),
+        advantages=torch.randn(config.rows, 1, dtype=torch.float32, **drawn).expand(shape),
+        token_weights=grpo().weight(mask),
+    )
+    return tree.map(lambda leaf: leaf.to(config.device).contiguous(), batch)

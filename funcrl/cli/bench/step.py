@@ -1,0 +1,119 @@
+"""Time and memory of a step, beside the ordinary way of writing it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcrl import optim
+from funcrl.cli.bench.compiled import gradient_rows, step_rows
+from funcrl.cli.bench.inputs import Case, StepBenchConfig, depths, keep, make_case, sample_loss
+from funcrl.cli.bench.measure import Row, Variants, measure, write_rows
+from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
+from funcrl.cli.bench.profiling import write_profile
+from funcrl.core import tree
+from funcrl.core.types import Batch, Metrics, Params, TrainState
+from funcrl.models import Transformer
+from funcrl.rl import grads
+from funcrl.rl.step import grpo_step
+
+
+def bench_step(config: StepBenchConfig) -> list[Row]:
+    """Return a row for each variant and depth; prints nothing.
+
+    Writes `config.json`, and files into the folder `config.profile`.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    results: list[Row] = []
+    for num_layers in depths(config):
+        case = make_case(config, num_layers)
+        for part in config.parts:
+            results += _PARTS[part](case)
+        if config.profile is not None:
+            write_profile(config.profile, f"{num_layers}-layers", case)
+    write_rows(config.json, results, config.device)
+    return results
+
+
+def _measured(what: str, variants: Callable[[Case], Variants]) -> Callable[[Case], list[Row]]:
+    return lambda case: measure(
+        what, case.shape, variants(case), case.config.repeats, case.config.device
+    )
+
+
+def _gradient_variants(case: Case) -> Variants:
+    params, batch, loss_fn = case.params, case.batch, sample_loss(case)
+    chunk = case.config.chunk
+    functions = {
+        "func: gradient of the batch": grads.summed_gradient(loss_fn),
+        f"func: per-sample, {chunk} at a time": grads.summed_gradient(loss_fn, keep, chunk),
+        "func: per-sample, all at once": grads.summed_gradient(loss_fn, keep),
+    }
+    module = with_weights(case.model, case.params)
+
+    def ordinary() -> list[Tensor]:
+        return list(torch.autograd.grad(_loss(case, module), list(module.parameters())))
+
+    def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
+        return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
+
+    return {"torch.autograd, batched": ordinary} | {
+        name: under_no_grad(fn) for name, fn in functions.items()
+    }
+
+
+def _update_variants(case: Case) -> Variants:
+    params = case.params
+    fixed = tree.map(lambda leaf: torch.full_like(leaf, 1e-3), params)
+    module_leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
+    in_place = torch.optim.AdamW(module_leaves, lr=1e-6, foreach=False)
+    for leaf, grad in zip(module_leaves, tree.leaves(fixed), strict=True):
+        leaf.grad = grad
+    pure = optim.adamw(1e-6)
+    guarded = optim.skip_nonfinite(pure)
+    state, guarded_state = pure.init(params), guarded.init(params)
+
+    def apply(tx: Any, tx_state: Any) -> Any:
+        updates, new_state = tx.update(fixed, tx_state, params)
+        return optim.apply_updates(params, updates), new_state
+
+    return {
+        "torch.optim.AdamW, in place": in_place.step,
+        "optim.adamw, pure": lambda: apply(pure, state),
+        "optim.skip_nonfinite(adamw), pure": lambda: apply(guarded, guarded_state),
+    }
+
+
+def _step_variants(case: Case) -> Variants:
+    module = with_weights(case.model, case.params)
+    leaves = list(module.parameters())
+    optimizer = torch.optim.AdamW(leaves, lr=1e-6, foreach=False)
+    step = grpo_step(case.model_fn)
+    state = step.init(case.params)
+
+    def ordinary() -> None:
+        optimizer.zero_grad()
+        _loss(case, module).backward()
+        nn.utils.clip_grad_norm_(leaves, 1.0)
+        optimizer.step()
+
+    def pure() -> tuple[TrainState, Metrics]:
+        return step(state, case.batch)
+
+    return {"torch.autograd and torch.optim": ordinary, "grpo_step": pure}
+
+
+def _loss(case: Case, module: Transformer) -> Tensor:
+    chunk, attend = case.config.logprob_chunk, case.ordinary_attend
+    return ordinary_loss(module, case.batch, case.dtype, chunk, attend=attend)
+
+
+_PARTS: dict[str, Callable[[Case], list[Row]]] = {
+    "gradient": _measured("gradient", _gradient_variants),
+    "update": _measured("update", _update_variants),
+    "step": _measured("step", _step_variants),
+    "compiled-gradient": gradient_rows,
+    "compiled-step": step_rows,
+}

@@ -1,0 +1,36 @@
+"""Configuration: frozen dataclasses that refuse bad values, and YAML to and from them."""
+
+from funcrl.config.generation import CompileConfig, Sampling, ServerConfig, VLLMConfig
+from funcrl.config.plain import from_plain, read_config, to_plain
+from funcrl.config.training import (
+    PRETRAINED,
+    AlgorithmConfig,
+    CheckpointConfig,
+    EvalConfig,
+    EvaluationConfig,
+    LogConfig,
+    LoraConfig,
+    OptimizerConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "PRETRAINED",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "EvalConfig",
+    "EvaluationConfig",
+    "LogConfig",
+    "LoraConfig",
+    "OptimizerConfig",
+    "Sampling",
+    "ServerConfig",
+    "TrainConfig",
+    "VLLMConfig",
+    "WarmStartConfig",
+    "from_plain",
+    "read_config",
+    "to_plain",
+]

@@ -1,0 +1,174 @@
+"""Configuration of what generates: how samples are drawn, and the engine that draws them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from funcrl.core import checks
+from funcrl.core.arguments import check_fields
+
+Form: TypeAlias = Literal["native", "unified", "server"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
+
+    num_samples: int = 1
+    """Completions of each prompt: the group that an advantage compares."""
+    max_tokens: int = 64
+    """A completion ends here at the latest."""
+    min_tokens: int = 0
+    """No stop token is among so many tokens, and no stop string that ends in them counts."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens (ties at the last place included); 0 for all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that make up this probability (ties at the last included)."""
+    min_p: float = 0.0
+    """Only tokens at least this probability times that of the most likely one."""
+    stop_tokens: tuple[int, ...] = ()
+    """Drawing one of these ends a completion; it is the completion's last token."""
+    stop: tuple[str, ...] = ()
+    """A completion ends as soon as its text contains one of these strings, wherever that began."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("num_samples", "max_tokens"):
+            checks.check_count("Sampling", name, getattr(self, name))
+        checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
+        checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
+        if self.temperature != 0:  # smaller ones overflow float32
+            checks.check_range("Sampling", "temperature", self.temperature, 1e-6, 1e6)
+        checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
+        checks.check_positive("Sampling", "top_p", self.top_p)
+        checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
+        for token in self.stop_tokens:
+            checks.check_range("Sampling", "stop_tokens", token, 0, float("inf"))
+        if "" in self.stop:
+            raise ValueError("Sampling expects stop strings of at least one character, got ''.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, so that the others are likelier than they were."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How a program is compiled: the training step, or the generator's network."""
+
+    backend: Literal["eager", "aot_eager", "inductor"] = "eager"
+    """eager runs each operation as it is written, and so does aot_eager, through torch's compiler:
+    both keep every bit. inductor fuses operations, which changes rounding."""
+    cudagraph: Literal["none", "piecewise", "full"] = "none"
+    """Replay kernels without launching each: all but attention (vLLM alone), or all; on a GPU."""
+    fuse: Literal["none", "per_sample"] = "per_sample"
+    """Of a training step: compute sums and norms of per-sample gradients without making them,
+    which changes their rounding."""
+    remat: Literal["none", "full", "selective", "budget"] = "none"
+    """Of a training step: what the backward pass computes again to save memory. full: everything;
+    selective: all but matrix products and attention; budget: the least that fits remat_budget."""
+    remat_budget: int = 0
+    """Bytes, for remat budget."""
+    max_shapes: int = 8
+    """Of a training step: shapes of a batch that are compiled; others run uncompiled."""
+    cache_dir: Path | None = None
+    """Of a training step: where inductor's results are kept, so that the next process starts
+    fast."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_count("CompileConfig", "max_shapes", self.max_shapes)
+        checks.check_range("CompileConfig", "remat_budget", self.remat_budget, 0, float("inf"))
+        if self.backend != "inductor" and self.cudagraph == "piecewise":
+            raise ValueError(
+                f"CompileConfig expects backend inductor with cudagraph piecewise, whose pieces "
+                f"it makes, got backend {self.backend}."
+            )
+        if (self.remat == "budget") != (self.remat_budget > 0):
+            raise ValueError(
+                f"CompileConfig expects remat_budget > 0 with remat budget and 0 without, got "
+                f"remat_budget {self.remat_budget} with remat {self.remat}."
+            )
+        if self.cache_dir is not None and self.backend != "inductor":
+            raise ValueError(
+                f"CompileConfig expects backend inductor with cache_dir, which keeps its results, "
+                f"got backend {self.backend}."
+            )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """vLLM servers, which are started with a run and end with it."""
+
+    network: Literal["native", "unified"] = "unified"
+    """What they compute with: vLLM's own class for the architecture, or funcrl's `Transformer`."""
+    devices: tuple[int, ...] = ()
+    """GPUs, as nvidia-smi counts them, of one server each; none for a single server where the
+    trainer is."""
+    transfer: Literal["auto", "shared_memory", "nccl"] = "auto"
+    """How parameters get there: through memory of this host, or from GPU to GPU. auto takes nccl
+    where there are `devices`."""
+    start_seconds: int = 600
+    """A server that does not answer after so long is given up."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_count("ServerConfig", "start_seconds", self.start_seconds)
+        if len(set(self.devices)) < len(self.devices) or min(self.devices, default=0) < 0:
+            raise ValueError(
+                f"ServerConfig expects devices to be different GPUs from 0 on, got {self.devices}."
+            )
+        if self.transfer == "nccl" and not self.devices:
+            raise ValueError(
+                "ServerConfig expects devices, GPUs besides the trainer's, with transfer nccl, "
+                "got none."
+            )
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """A vLLM engine: in this process, or in servers of its own."""
+
+    form: Form = "unified"
+    """In this process vLLM's own class for the architecture, or funcrl's `Transformer` inside
+    vLLM; or servers."""
+    attention: Literal["auto", "vllm", "funcrl"] = "auto"
+    """Of the unified form: vLLM's kernel on its paged cache, or funcrl's own attention there. auto
+    takes vLLM's where it has one for the model's head width."""
+    context_length: int = 2048
+    """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
+    slots: int = 64
+    """Samples under way at a time."""
+    cache_bytes: int = 0
+    """For keys and values; never more than `slots` samples of `context_length` can fill. 0 is what
+    the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
+    batched_tokens: int = 8192
+    """Tokens of prompts in one forward pass."""
+    logprobs: Literal["policy", "sampling"] = "policy"
+    """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
+    distribution that was sampled from. The other is NaN then; a trainer needs `logprob_fn` at
+    temperature 1 for the first, and at that of sampling for the second."""
+    sleep: bool = False
+    """Give the cache and vLLM's own weights up after `generate`, so that the update has their
+    memory; what is generated next wakes the engine. Needs a GPU."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Of the form server."""
+
+    @property
+    def network(self) -> str:
+        """What is computed with: vLLM's "native" class, or funcrl's "unified" one."""
+        return self.server.network if self.form == "server" else self.form
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("context_length", "slots", "batched_tokens"):
+            checks.check_count("VLLMConfig", name, getattr(self, name))
+        checks.check_range("VLLMConfig", "cache_bytes", self.cache_bytes, 0, float("inf"))
+        if self.sleep and self.form == "server":
+            raise ValueError(
+                "VLLMConfig expects no sleep with form server, whose memory is its own, got both."
+            )

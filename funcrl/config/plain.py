@@ -1,0 +1,161 @@
+"""Frozen dataclasses to nested dictionaries and back, as YAML holds them."""
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from funcrl.core import checks
+from funcrl.core.reading import brief, read_yaml
+
+Config = TypeVar("Config")
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf)")
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries of what YAML can write.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.to_plain(config.CheckpointConfig())
+        {'every': 50, 'keep_last': 3, 'keep_best': 1}
+    """
+    return {part.name: _plain(getattr(config, part.name)) for part in dataclasses.fields(config)}
+
+
+def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") -> Config:
+    """Return the configuration of nested dictionaries; what they leave out has its default.
+
+    Args:
+        kind: a dataclass.
+        values: option -> value.
+        path: where `values` stand, for errors.
+
+    Example:
+        >>> from funcrl import config
+        >>> config.from_plain(config.CheckpointConfig, {"every": 5}).every
+        5
+        >>> config.from_plain(config.CheckpointConfig, {"evry": 5})
+        Traceback (most recent call last):
+        ValueError: CheckpointConfig has no option 'evry'; did you mean 'every'?
+    """
+    hints = typing.get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            close = difflib.get_close_matches(str(name), hints, n=1)
+            hint = f"; did you mean {path + close[0]!r}?" if close else "."
+            raise ValueError(f"{kind.__name__} has no option {brief(path + str(name))}{hint}")
+    return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def read_config(kind: type[Config], path: Path) -> Config:
+    """Return the configuration that a YAML file holds.
+
+    Args:
+        kind: a dataclass.
+        path: of the file.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.config import TrainConfig, read_config
+        >>> read_config(TrainConfig, pathlib.Path("no.yaml"))
+        Traceback (most recent call last):
+        FileNotFoundError: train expects a configuration at no.yaml, got no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
+    values = read_yaml("train", path)
+    if not isinstance(values, dict | None):
+        raise ValueError(f"train expects options in {path}, got {type(values).__name__}.")
+    try:
+        return from_plain(kind, values or {})
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"train expects options that it knows in {path}, got: {str(error)[:500]}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value)
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(hint: Any, value: Any, path: str) -> Any:
+    """Return a value read from YAML as the type of its option, or say what was expected."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return from_plain(hint, value, f"{path}.")
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _typed(next(kind for kind in arguments if kind is not type(None)), value, path)
+    if origin is Literal:
+        checks.check_choice("train", path, value, arguments)
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(arguments[0], part, path) for part in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _typed(arguments[1], part, path) for name, part in value.items()}
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        return _number(value, path)  # YAML reads 1e-6 as a string
+    if not (isinstance(hint, type) and type(value) is hint):
+        name = getattr(hint, "__name__", str(hint))
+        raise ValueError(f"train expects {path} to be of type {name}, got {brief(value)}.")
+    return value
+
+
+def read_integer(text: str) -> int:
+    """Return the integer that a text writes in the digits 0 to 9; Python's own reads others too.
+
+    Example:
+        >>> from funcrl.config import plain
+        >>> plain.read_integer("12"), plain.read_integer("-3")
+        (12, -3)
+        >>> plain.read_integer("1_000")
+        Traceback (most recent call last):
+        ValueError: expects an integer in the digits 0 to 9, got '1_000'.
+    """
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"expects an integer in the digits 0 to 9, got {brief(text)}.")
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+        raise ValueError(f"expects an integer of 64 bits, got {brief(text)}.")
+    return int(text)
+
+
+def read_number(text: str) -> float:
+    """Return the number that a text writes in the digits 0 to 9, or `inf`.
+
+    Example:
+        >>> from funcrl.config import plain
+        >>> plain.read_number("1e-6"), plain.read_number("-.5"), plain.read_number("inf")
+        (1e-06, -0.5, inf)
+        >>> plain.read_number("nan")
+        Traceback (most recent call last):
+        ValueError: expects a number in the digits 0 to 9, got 'nan'.
+    """
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"expects a number in the digits 0 to 9, got {brief(text)}.")
+    if math.isinf(float(text)) and "inf" not in text:
+        raise ValueError(f"expects a number that float64 holds, got {brief(text)}.")
+    return float(text)
+
+
+def _number(text: str, path: str) -> float:
+    try:
+        return read_number(text)
+    except ValueError:
+        raise ValueError(f"train expects {path} to be a number, got {text!r}.") from None

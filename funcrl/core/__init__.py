@@ -1,0 +1,1 @@
+"""What everything else is written in: types, trees, checks, numbers, rows, files."""

@@ -1,0 +1,311 @@
+"""Arguments are of the types that their annotations name: one check for all public functions.
+
+A wrong type would otherwise end deep inside torch, or nowhere. Bounds and shapes are for
+`funcrl.checks`, and what an annotation leaves open (`Any`) is open here, too.
+"""
+
+import dataclasses
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+)
+
+import optree
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Kind(NamedTuple):
+    """What an annotation takes."""
+
+    words: str  # "a tensor"
+    takes: Callable[[Any], bool]
+    # The parts of a value of this kind: what to append to the argument's name, the part, its kind.
+    parts: Callable[[Any], Iterable[tuple[str, Any, "Kind"]]] = lambda _: ()
+
+
+def checked(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return `fn` that raises a TypeError for an argument that its annotation does not take.
+
+    No tensor's values are read, so that a checked function can be traced, vmapped and
+    differentiated. torch.compile sees `fn` alone, as it would break its graph at the checks.
+
+    Example:
+        >>> from funcrl.core.arguments import checked
+        >>> @checked
+        ... def double(count: int) -> int:
+        ...     return 2 * count
+        >>> double("two")
+        Traceback (most recent call last):
+        TypeError: double expects count to be an integer of 64 bits, got 'two'.
+    """
+    if torch.compiler.is_compiling():
+        return fn
+    name = fn.__qualname__.replace(".<locals>.", "'s ").removesuffix(".__call__")
+    code = inspect.unwrap(fn).__code__
+    names, rest, options = inspect.getargs(code)
+    kinds = {argument: _kind(hint) for argument, hint in fn.__annotations__.items()}
+    if options is not None:
+        kinds |= _kinds_of_options(fn.__annotations__.get(options))
+    if all(kind is _ANYTHING for argument, kind in kinds.items() if argument != "return"):
+        return fn
+    places = [(place, kinds.get(place, _ANYTHING)) for place in names[: code.co_argcount]]
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            for (argument, kind), value in zip(places, args, strict=False):
+                if not kind.takes(value):
+                    _refuse(name, argument, kind, value)
+            if len(args) > len(places) and rest in kinds:
+                for number, value in enumerate(args[len(places) :]):
+                    if not kinds[rest].takes(value):
+                        _refuse(name, f"{rest}[{number}]", kinds[rest], value)
+            for argument, value in kwargs.items():
+                if argument in kinds and not kinds[argument].takes(value):
+                    _refuse(name, argument, kinds[argument], value)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def check_fields(config: Any) -> None:
+    """Raise for a field of a dataclass that its annotation does not take, in the class's name.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from funcrl.core.arguments import check_fields
+        >>> @dataclass
+        ... class Loop:
+        ...     steps: int = 3
+        >>> check_fields(Loop(steps="many"))
+        Traceback (most recent call last):
+        TypeError: Loop expects steps to be an integer of 64 bits, got 'many'.
+    """
+    for field in dataclasses.fields(config):
+        hint: Any = field.type
+        kind, value = _kind(hint), getattr(config, field.name)
+        if not kind.takes(value):
+            _refuse(type(config).__name__, field.name, kind, value)
+
+
+def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
+    """Raise for the value, or for the part of it that is wrong."""
+    for suffix, part, of_part in kind.parts(value):
+        if not of_part.takes(part):
+            _refuse(function, argument + suffix, of_part, part)
+    # NaN, and an integer of more than 64 bits, are of the right type.
+    error = ValueError if is_number(value) and not abs(value) < 2**63 else TypeError
+    raise error(f"{function} expects {argument} to be {kind.words}, got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isfunction(value):
+        return f"the function {value.__name__}"
+    if isinstance(value, bool | int | float | str | None) or value in ([], {}, ()):
+        return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
+    return type(value).__name__
+
+
+def _kinds_of_options(hint: Any) -> dict[str, Kind]:
+    """Return the kinds of `**options: Unpack[ATypedDict]`."""
+    if typing.get_origin(hint) is not typing.Unpack:
+        return {}
+    (options,) = typing.get_args(hint)
+    return {name: _kind(each) for name, each in inspect.get_annotations(options).items()}
+
+
+@functools.cache
+def _kind(hint: Any) -> Kind:
+    """Return what an annotation takes; its words are those that stand for it in errors."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is Annotated:
+        return next(each for each in hint.__metadata__ if isinstance(each, Kind))
+    if isinstance(hint, TypeVar) and hint.__constraints__:
+        return _union([_kind(each) for each in hint.__constraints__])
+    if origin in _SIMPLE:
+        return _SIMPLE[origin]
+    if origin in (typing.Union, types.UnionType):
+        return _union([_kind(each) for each in arguments])
+    if origin is Literal:
+        words = " or ".join(repr(each) for each in arguments)
+        return Kind(words, lambda value: isinstance(value, Hashable) and value in arguments)
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin in _CONTAINERS:
+        return _container(origin, arguments)
+    if isinstance(origin, type):
+        return _class(origin)
+    return _ANYTHING  # a type variable, or the name of a type that is not yet defined
+
+
+def _union(options: Sequence[Kind]) -> Kind:
+    return Kind(
+        " or ".join(option.words for option in options),
+        lambda value: any(option.takes(value) for option in options),
+        lambda value: (part for option in options for part in option.parts(value)),
+    )
+
+
+def _tuple(hints: Sequence[Any]) -> Kind:
+    if hints[1:] == (...,):
+        each = _kind(hints[0])
+        return Kind(
+            f"a tuple, each {each.words}",
+            lambda value: isinstance(value, tuple) and all(map(each.takes, value)),
+        )
+    kinds = [_kind(hint) for hint in hints]
+    inner = ", ".join(kind.words for kind in kinds)
+    return Kind(
+        f"a {'pair' if len(kinds) == 2 else f'tuple of {len(kinds)}'} ({inner})" if kinds else "()",
+        lambda value: (
+            isinstance(value, tuple | list if kinds else tuple)
+            and len(value) == len(kinds)
+            and all(kind.takes(part) for kind, part in zip(kinds, value, strict=True))
+        ),
+    )
+
+
+def _container(origin: type, hints: Sequence[Any]) -> Kind:
+    """Return the kind of a list or a mapping; the elements of a list may be too many to look at."""
+    words = _CONTAINERS[origin]
+    if not issubclass(origin, Mapping):
+        return Kind(words, lambda value: isinstance(value, origin) and not isinstance(value, str))
+    item = hints[1] if hints else Any
+    each = _LEAF if item is Tensor else _kind(item)
+    return Kind(
+        words,
+        lambda value: isinstance(value, origin) and all(map(each.takes, value.values())),
+        lambda value: (
+            [(f"[{key!r}]", part, each) for key, part in value.items()]
+            if isinstance(value, origin)
+            else []
+        ),
+    )
+
+
+def _class(kind: type) -> Kind:
+    words = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    if Protocol in kind.__bases__:
+        names = {
+            name
+            for name in vars(kind).keys() | inspect.get_annotations(kind).keys()
+            if not name.startswith("_")
+        }
+        # By what it has, as any object will do; a class has methods that cannot be called.
+        return Kind(
+            words,
+            lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names),
+        )
+    if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return Kind(words, lambda value: isinstance(value, kind))
+    fields = [(name, _kind(hint)) for name, hint in inspect.get_annotations(kind).items()]
+    return Kind(
+        words,
+        lambda value: (
+            isinstance(value, kind)
+            and all(of_part.takes(getattr(value, name)) for name, of_part in fields)
+        ),
+        lambda value: (
+            [(f".{name}", getattr(value, name), of_part) for name, of_part in fields]
+            if isinstance(value, kind)
+            else []
+        ),
+    )
+
+
+def _all(tree: Any, kind: Any) -> bool:
+    """Return whether each leaf is of the type; None has no leaves, and is no tree to give."""
+    return tree is not None and all(isinstance(leaf, kind) for leaf in optree.tree_leaves(tree))
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, which True is not.
+
+    Example:
+        >>> from funcrl.core.arguments import is_integer
+        >>> is_integer(3), is_integer(True), is_integer(3.0)
+        (True, False, False)
+    """
+    return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number, infinite or NaN included.
+
+    Example:
+        >>> from funcrl.core.arguments import is_number
+        >>> is_number(3), is_number(0.5), is_number("3")
+        (True, True, False)
+    """
+    number = isinstance(value, float | int | torch.SymFloat | torch.SymInt | numbers.Real)
+    return number and not isinstance(value, bool)
+
+
+_ANYTHING = Kind("anything", lambda _: True)
+# Of a tree of tensors; optim.masked leaves the empty tuple where it takes one away.
+_LEAF = Kind(
+    "a tensor", lambda value: isinstance(value, Tensor) or (type(value) is tuple and not value)
+)
+_SIMPLE: dict[Any, Kind] = {
+    Any: _ANYTHING,
+    object: _ANYTHING,
+    Tensor: Kind("a tensor", lambda value: isinstance(value, Tensor)),
+    Callable: Kind("a function", callable),
+    float: Kind("a number", lambda value: is_number(value) and value == value),
+    int: Kind(
+        "an integer of 64 bits", lambda value: is_integer(value) and -(2**63) <= value < 2**63
+    ),
+    SupportsIndex: Kind(
+        "an integer",
+        lambda value: (
+            not value.ndim and not value.is_floating_point()
+            if isinstance(value, Tensor)
+            else hasattr(value, "__index__") and not isinstance(value, bool | type)
+        ),
+    ),
+    str: Kind("a string", lambda value: isinstance(value, str)),
+    bool: Kind("True or False", lambda value: isinstance(value, bool)),
+    type: Kind("a class", lambda value: isinstance(value, type)),
+    types.NoneType: Kind("None", lambda value: value is None),
+}
+# Annotations for what Python has no type for.
+TensorTree: TypeAlias = Annotated[Any, Kind("a tree of tensors", lambda value: _all(value, Tensor))]
+NumberTree: TypeAlias = Annotated[
+    Any, Kind("a tree of tensors or numbers", lambda value: _all(value, Tensor | float | int))
+]
+Mask: TypeAlias = Annotated[
+    Any,
+    Kind(
+        "a function of a path and a leaf, or a tree of True and False",
+        lambda value: callable(value) or _all(value, bool),
+    ),
+]
+_CONTAINERS: dict[type, str] = {
+    list: "a list",
+    Sequence: "a sequence",
+    Collection: "a collection",
+    dict: "a dict",
+    Mapping: "a mapping",
+}

@@ -1,0 +1,59 @@
+"""Arithmetic that needs a bound, in one place so that there is one bound."""
+
+import torch
+from torch import Tensor
+
+from funcrl.core.arguments import checked
+
+MAX_LOG_RATIO = 20.0
+
+
+@checked
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums and small differences are safe: `dtype`, or float32.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import numerics
+        >>> numerics.at_least_float32(torch.bfloat16), numerics.at_least_float32(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+@checked
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """Return `exp(log_ratio)` with the exponent held in [-20, 20], as verl holds it.
+
+    A generator may report a log-probability of -100 or -9999 for a token that the trainer finds
+    likely. Its ratio would overflow to infinity, and one such token would make the whole batch's
+    gradient NaN. At e^20 every clip that bounds that side is long active; beyond it the
+    gradient is 0.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import numerics
+        >>> numerics.exp_ratio(torch.tensor([0.0, 9999.0]))
+        tensor([1.0000e+00, 4.8517e+08])
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@checked
+def power_of_two(values: Tensor) -> Tensor:
+    """Return the power of two that brings the largest magnitude of `values` to between 1 and 2.
+
+    Quotients by it are exact, so that a sum or a deviation taken of them has the same digits, but
+    no square of theirs overflows or vanishes. It is a constant to a gradient, and at least the
+    dtype's smallest normal number.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import numerics
+        >>> numerics.power_of_two(torch.tensor([0.5, -6.0]))
+        tensor(4.)
+    """
+    largest = values.detach().abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
+    # Between 1/2 and 1, and the quotient is exact; twice as much, or it could overflow.
+    mantissa = torch.frexp(largest).mantissa
+    return largest / (2 * mantissa)

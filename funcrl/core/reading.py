@@ -1,0 +1,209 @@
+"""Files that a stranger may have written, read within bounds of kind, size, depth and number.
+
+A pipe would be waited for, a device never ends, and a short text can stand for gigabytes: each is
+an error that names the file before it costs anything.
+"""
+
+import json
+import os
+import reprlib
+import stat
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+_DEPTH = 64  # of values inside each other
+_DIGITS = 20  # of an integer: those of 64 bits
+_YAML_BYTES, _YAML_VALUES = 1 << 16, 10_000  # each alias counted as all that it stands for
+_LONGEST_OPTION = 100
+Pairs = list[tuple[str, Any]]
+
+
+def open_file(function: str, path: Path) -> BinaryIO:
+    """Return a regular file, open to read its bytes.
+
+    Args:
+        function: the public function that was given it, for errors.
+        path: of the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.core.reading import open_file
+        >>> open_file("report", pathlib.Path(tempfile.gettempdir()))
+        Traceback (most recent call last):
+        OSError: report expects a file at ..., got something else.
+    """
+    try:
+        # Not to wait for somebody who writes, should it be a pipe.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{function} expects {path}, got no such file.") from None
+    except OSError as error:
+        raise OSError(
+            f"{function} expects a file at {path} that it can read, got: {error.strerror}."
+        ) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{function} expects a file at {path}, got something else.")
+    return os.fdopen(handle, "rb")
+
+
+def read_text(function: str, path: Path, most: int) -> str:
+    """Return a file's text, which is UTF-8.
+
+    Args:
+        function: the public function that was given it, for errors.
+        path: of the file.
+        most: bytes that it may have.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.core.reading import read_text
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.txt"
+        >>> _ = path.write_text("twelve bytes")
+        >>> read_text("report", path, most=12)
+        'twelve bytes'
+    """
+    with open_file(function, path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"{function} expects {path} to hold at most {most:,} bytes, got more.")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{function} expects text in UTF-8 in {path}, got {error}.") from error
+
+
+def read_json(function: str, path: Path, most: int) -> dict[str, Any]:
+    """Return the object in a file of JSON.
+
+    Args:
+        function: the public function that was given it, for errors.
+        path: of the file.
+        most: bytes that it may have.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.core.reading import read_json
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
+        >>> _ = path.write_text('{"vocab_size": 13}')
+        >>> read_json("load_params", path, most=1000)
+        {'vocab_size': 13}
+    """
+    text = read_text(function, path, most)
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{function} expects JSON in {path}, got {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{function} expects an object in {path}, got {type(values).__name__}.")
+    return values
+
+
+def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None) -> Any:
+    """Return what a text of JSON says, or raise a ValueError that says what is wrong with it.
+
+    Args:
+        text: of any origin.
+        pairs: makes an object of its names and values; a plain one when left out.
+
+    Example:
+        >>> from funcrl.core.reading import parse_json
+        >>> parse_json("[" * 500 + "]" * 500)
+        Traceback (most recent call last):
+        ValueError: values that are nested too deeply
+    """
+    try:
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("values that are nested too deeply") from None
+    waiting = [(value, 1)]
+    while waiting:
+        each, depth = waiting.pop()
+        if depth > _DEPTH:
+            raise ValueError("values that are nested too deeply")
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        waiting += [(x, depth + 1) for x in inner if isinstance(x, dict | list)]
+    return value
+
+
+def read_yaml(function: str, path: Path) -> Any:
+    """Return what a file of YAML says: at most 64 KiB and 10,000 values, its aliases written out.
+
+    Args:
+        function: the public function that was given it, for errors.
+        path: of the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.core.reading import read_yaml
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
+        >>> _ = path.write_text("steps: 3")
+        >>> read_yaml("train", path)
+        {'steps': 3}
+    """
+    text = read_text(function, path, _YAML_BYTES)
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        _check_nodes(root)
+        return None if root is None else loader.construct_document(root)
+    except RecursionError:
+        reason = "values that are nested too deeply"
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+    raise ValueError(f"{function} expects YAML in {path}, got {reason}.")
+
+
+def brief(value: object) -> str:
+    """Return the `repr` of a value for an error, cut in the middle where it is long.
+
+    Example:
+        >>> from funcrl.core.reading import brief
+        >>> brief("ab"), brief(list(range(1000))), len(brief("x" * 1_000_000))
+        ("'ab'", '[0, 1, 2, 3, 4, 5, ...]', 100)
+    """
+    return _BRIEF.repr(value)
+
+
+class _Brief(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 100
+
+    def repr_array(self, x: "array[Any]", level: int) -> str:
+        """Return the numbers as those of a list."""
+        return self.repr_list(list(x[: self.maxlist + 1]), level)
+
+
+_BRIEF = _Brief()
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_nodes(root: yaml.Node | None) -> None:
+    """Raise if YAML comes to more than its bounds; `<<` and aliases would write it out."""
+    count, length, waiting = 0, 0, [(root, 1)] if root is not None else []
+    while waiting:
+        node, depth = waiting.pop()
+        count, length = count + 1, length + len(node.value)
+        if count > _YAML_VALUES or depth > _DEPTH or length > _YAML_BYTES:
+            raise ValueError(
+                f"more than {_YAML_VALUES:,} values, {_YAML_BYTES:,} characters, or {_DEPTH} "
+                f"values inside each other"
+            )
+        if isinstance(node, yaml.MappingNode):
+            if any(len(name.value) > _LONGEST_OPTION for name, _ in node.value):
+                raise ValueError(f"a name of more than {_LONGEST_OPTION} characters")
+            waiting += [(each, depth + 1) for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(each, depth + 1) for each in node.value]
+        elif node.tag.endswith((":int", ":float")) and len(node.value) > _BRIEF.maxlong:
+            raise ValueError(f"a number of {len(node.value)} digits")

@@ -1,0 +1,100 @@
+"""A batch as rows: how many there are, some at a time, and a function of one run on all at once."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.func import vmap
+
+from funcrl.core import checks, tree
+from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.types import Params, Tree
+
+# What torch says where `vmap` cannot run an operator, and where one writes in place what has the
+# batch axis into what has not.
+_NO_BATCHING_RULE = re.compile(r"Batching rule not implemented for (\w+::\w+)")
+_NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast shape")
+
+
+@checked
+def num_rows(function: str, batch: Tree) -> int:
+    """Return B, the length of every leaf's leading axis, or raise in the name of `function`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.core.rows.num_rows("score", {"tokens": torch.zeros(3, 5)})
+        3
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
+        name = path or "the batch"
+        checks.check_tensor(function, name, leaf)
+        if leaf.ndim == 0:
+            raise ValueError(f"{function} expects {name} to have a leading axis B, got a scalar.")
+        sizes[name] = leaf.shape[0]
+    if not sizes or 0 in sizes.values():
+        raise ValueError(f"{function} expects at least one row, got an empty batch.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{function} expects leaves of one leading axis B, got {sizes}.")
+    return next(iter(sizes.values()))
+
+
+@checked
+def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
+    """Return the batch in consecutive parts of at most `size` rows, in order.
+
+    Example:
+        >>> import torch, funcrl
+        >>> [part.shape[0] for part in funcrl.core.rows.split_rows("score", torch.zeros(5, 2), 2)]
+        [2, 2, 1]
+    """
+    rows = num_rows(function, batch)
+    size = size or rows
+    return (
+        tree.map(lambda leaf, start=start: leaf[start : start + size], batch)
+        for start in range(0, rows, size)
+    )
+
+
+@checked
+def over_rows(
+    function: str, fn: Callable[[Params, Any], Any], chunk: int | None = None
+) -> Callable[[Params, Tree], Any]:
+    """Return `(params, batch) -> fn(params, sample)` of all rows at once, by `torch.vmap`.
+
+    Where that cannot run what `fn` runs for a single sample, the error says so.
+
+    Args:
+        function: in whose name errors are raised.
+        fn: of the parameters and one sample.
+        chunk: rows at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.core.rows.over_rows("score", lambda params, x: params["w"] * x.sum())(
+        ...     {"w": torch.tensor(2.0)}, torch.eye(2))
+        tensor([2., 2.])
+    """
+    mapped = vmap(fn, in_dims=(None, 0), chunk_size=chunk)
+
+    @checked
+    def rows(params: TensorTree, batch: Tree) -> Any:
+        num_rows(function, batch)
+        try:
+            return mapped(params, batch)
+        except RuntimeError as error:
+            if found := _NO_BATCHING_RULE.search(str(error)):
+                raise NotImplementedError(
+                    f"{function} expects a model of operators that torch.vmap can run for all rows "
+                    f"at once, got {found[1]}, for which it has no batching rule; use other ones."
+                ) from error
+            if _NO_BATCH_AXIS.search(str(error)):
+                raise NotImplementedError(
+                    f"{function} expects a model that torch.vmap can run for all rows at once, got "
+                    f"an operation in place ({error}): it writes values of all rows into a tensor "
+                    f"of none; make that from the input, as a recurrent module's first state by "
+                    f"torch.zeros_like(x[0]), or do not write in place."
+                ) from error
+            raise
+
+    return rows

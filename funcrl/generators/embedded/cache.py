@@ -1,0 +1,125 @@
+"""The forward pass on a cache of keys and values: prompts at once, then a token at a time."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcrl.models import Transformer
+from funcrl.ops import AttendFn
+
+
+class Prefix(NamedTuple):
+    """What a prompt leaves behind: its keys and values a layer, and what comes next."""
+
+    pairs: list[Tensor]  # L of [N, K, P, 2 C], a key and its value side by side
+    logits: Tensor  # [N, V] after each prompt's last token
+
+
+def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> Tensor:
+    """Return a cache of zeros [L, M, K, S, 2 C] in the dtype and on the device of `like`.
+
+    Place s of S holds the token at position s; a key and its value lie side by side, so that both
+    are written at once.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.generators.embedded.cache import empty_cache
+        >>> model = funcrl.models.Transformer(funcrl.models.TransformerConfig(num_layers=2))
+        >>> empty_cache(model, samples=3, places=5, like=torch.zeros(1)).shape
+        torch.Size([2, 3, 2, 5, 64])
+    """
+    c = model.config
+    shape = (c.num_layers, samples, c.num_kv_heads, places, 2 * c.head_width)
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
+    """Return the prefix of each prompt [N, P], padded on the right, in one forward pass.
+
+    Args:
+        model: bound to its parameters.
+        prompts: [N, P] tokens.
+        lengths: [N] each prompt's own length.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.models.functional import bind
+        >>> from funcrl.generators.embedded.cache import prefill
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> bound = bind(model, funcrl.init_params(model, seed=0))
+        >>> prefill(bound, torch.tensor([[1, 2, 3]]), torch.tensor([3])).logits.shape
+        torch.Size([1, 7])
+    """
+    pairs: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pairs.append(torch.cat([k, v], dim=-1))
+        # Padding stands after a prompt's tokens, so that no token of the prompt sees it.
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def next_logits(x: Tensor, weight: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        return model.ops.linear(x[rows, lengths - 1], weight, None)
+
+    positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
+    logits = model(prompts, positions, attend=attend, head=next_logits)
+    return Prefix(pairs, logits)
+
+
+def extend(
+    model: Transformer, cache: Tensor, tokens: Tensor, positions: Tensor, longest: int
+) -> Tensor:
+    """Return logits [n, V] after one more token of the cache's first n samples.
+
+    Writes the tokens' keys and values into the cache, which belongs to the caller.
+
+    Args:
+        model: bound to its parameters.
+        cache: of at least n samples.
+        tokens: [n].
+        positions: [n], where each token stands in its sample.
+        longest: the highest of the positions.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.models.functional import bind
+        >>> from funcrl.generators.embedded.cache import empty_cache, extend
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> bound = bind(model, funcrl.init_params(model, seed=0))
+        >>> cache = empty_cache(model, samples=2, places=4, like=torch.zeros(1))
+        >>> extend(bound, cache, torch.tensor([3]), torch.tensor([0]), longest=0).shape
+        torch.Size([1, 7])
+    """
+    num_samples, (num_heads, num_places, width) = len(tokens), cache.shape[2:]
+    starts = torch.arange(num_samples * num_heads, device=tokens.device) * num_places
+    last = positions.repeat_interleave(num_heads)
+    written = starts + last
+    hidden = (torch.arange(longest + 1, device=tokens.device) > last[:, None])[:, None]
+    bias = torch.zeros_like(hidden, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
+
+    def on_layer(layer: Tensor) -> AttendFn:
+        rows = layer.view(-1, width)  # one for each sample, head and place
+        keys, values = layer[:num_samples, :, : longest + 1].flatten(0, 1).chunk(2, dim=-1)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows.index_copy_(0, written, torch.cat([k, v], dim=-1).view(-1, width))
+            return _attend_last(q, keys, values, bias)
+
+        return attend
+
+    def last_logits(x: Tensor, weight: Tensor) -> Tensor:
+        return model.ops.linear(x[:, -1], weight, None)
+
+    attends = [on_layer(layer) for layer in cache]
+    return model(tokens[:, None], positions[:, None], attend=attends, head=last_logits)
+
+
+def _attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Return attention of one query a sample, [n, H, 1, C], over [n K, S, C]."""
+    # One product for each sample and key head; the slices of the cache are views all the way.
+    rows = q.reshape(len(k), -1, k.shape[-1])
+    scores = torch.baddbmm(bias, rows, k.mT, alpha=k.shape[-1] ** -0.5)
+    return torch.bmm(torch.softmax(scores, dim=-1), v).view(q.shape)

@@ -1,0 +1,144 @@
+"""From logits to tokens: the sampling distribution, and a draw that depends on its row alone."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcrl.config import Sampling
+from funcrl.core import checks, numerics
+from funcrl.core.arguments import checked
+
+# Sorting a vocabulary is slow, and the nucleus is nearly always within the most likely few.
+_LIKELY = 1024
+
+
+@checked
+def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probabilities [B, V] of the distribution that `sampling` draws from.
+
+    Temperature, then top-k, then top-p of what is left, then min-p, then normalised: -inf for what
+    is left out. Tokens as likely as the last one that is kept are all kept, so that top-k may keep
+    more than k (logits of bfloat16 are often equal), and no order of the vocabulary matters. At
+    temperature 0 the most likely token (the first of equals) has them all.
+
+    Args:
+        logits: [B, V].
+        sampling: whose temperature, top_k, top_p and min_p to use.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> sampling = funcrl.generators.Sampling(top_k=2)
+        >>> funcrl.generators.sampling_logprobs(logits, sampling).exp()
+        tensor([[0.6250, 0.3750, 0.0000]])
+    """
+    checks.check_rank("sampling_logprobs", "logits", logits, "BV")
+    wide = logits.to(numerics.at_least_float32(logits.dtype))
+    if sampling.temperature == 0:
+        best = wide.argmax(dim=-1, keepdim=True)
+        return torch.full_like(wide, -torch.inf).scatter(-1, best, 0.0)
+    if sampling.temperature != 1:
+        wide = wide / sampling.temperature
+    logprobs = torch.log_softmax(wide, dim=-1)
+    for smallest in _thresholds(sampling):
+        # A log-probability below its row's threshold is out; the rest is normalised again.
+        kept = logprobs.masked_fill(logprobs < smallest(logprobs), -torch.inf)
+        logprobs = torch.log_softmax(kept, dim=-1)
+    return logprobs
+
+
+@checked
+def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Return a token a row [B], by inverting the cumulative distribution.
+
+    The first token at which the cumulative probability exceeds `uniform`: a function of its own row
+    and number, so that no neighbour in the batch matters. A token of probability 0 is never drawn.
+
+    Args:
+        logprobs: [B, V], normalised.
+        uniform: [B] in [0, 1), float64.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logprobs = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(3, 3)
+        >>> uniform = torch.tensor([0.0, 0.79, 0.81], dtype=torch.float64)
+        >>> funcrl.generators.draw(logprobs, uniform)
+        tensor([0, 1, 2])
+    """
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    # Rounding leaves the total near 1, not at it; scaled, the last token keeps its whole share.
+    target = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only where they are not numbers
+
+
+@checked
+def draw_tokens(
+    logits: Tensor, counts: Tensor, uniform: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens [B], their log-probabilities as drawn, and those under the policy itself.
+
+    Args:
+        logits: [B, V].
+        counts: [B], tokens that each sample has already: a stop token is not drawn too early.
+        uniform: [B] in [0, 1), float64.
+        sampling: how to draw.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> numbers = torch.zeros(1), torch.tensor([0.6], dtype=torch.float64)
+        >>> sampling = funcrl.generators.Sampling(top_k=2)
+        >>> funcrl.generators.draw_tokens(logits, *numbers, sampling)
+        (tensor([0]), tensor([-0.4700]), tensor([-0.6931]))
+    """
+    logits = logits.to(numerics.at_least_float32(logits.dtype))
+    allowed = logits
+    if sampling.min_tokens and sampling.stop_tokens:
+        early = (counts < sampling.min_tokens)[:, None].expand(-1, len(sampling.stop_tokens))
+        allowed = logits.clone()
+        stops = list(sampling.stop_tokens)
+        allowed[:, stops] = allowed[:, stops].masked_fill(early, -torch.inf)
+    logprobs = sampling_logprobs(allowed, sampling)
+    tokens = draw(logprobs, uniform)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if _draws_from_policy(sampling):
+        return tokens, chosen, chosen
+    policy = torch.log_softmax(logits, dim=-1)
+    return tokens, chosen, policy.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _draws_from_policy(sampling: Sampling) -> bool:
+    """Return whether the sampling distribution is the policy itself."""
+    return sampling.temperature == 1 and not sampling.truncates
+
+
+def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:
+    found: list[Callable[[Tensor], Tensor]] = []
+    if sampling.top_k > 0:
+        found.append(lambda logprobs: _kth_largest(logprobs, sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(lambda logprobs: _nucleus_edge(logprobs, sampling.top_p))
+    if sampling.min_p > 0:
+        # log_softmax moves all log-probabilities of a row alike, so the gap to the best stays.
+        gap = torch.tensor(sampling.min_p, dtype=torch.float64, device="cpu").log().item()
+        found.append(lambda logprobs: logprobs.amax(dim=-1, keepdim=True) + gap)
+    return found
+
+
+def _kth_largest(logprobs: Tensor, k: int) -> Tensor:
+    return logprobs.topk(min(k, logprobs.shape[-1]), dim=-1).values[:, -1:]
+
+
+def _nucleus_edge(logprobs: Tensor, top_p: float) -> Tensor:
+    """Return the smallest log-probability of the shortest prefix, most likely first, of mass p."""
+    vocabulary = logprobs.shape[-1]
+    ordered = logprobs.topk(min(_LIKELY, vocabulary), dim=-1).values
+    mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
+    if ordered.shape[-1] < vocabulary and bool((mass[:, -1] < top_p).any()):
+        ordered = logprobs.sort(dim=-1, descending=True).values
+        mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
+    # A token is in while the mass before it is below p; the first always is.
+    count = (mass - ordered.exp() < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, count - 1)

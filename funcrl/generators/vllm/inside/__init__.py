@@ -1,0 +1,1 @@
+"""What runs inside vLLM: funcrl's network there, and where parameters arrive."""

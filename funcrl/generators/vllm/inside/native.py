@@ -1,0 +1,75 @@
+"""Parameters into vLLM's own class of a model: renamed, fused, and written where they are read."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcrl.core.types import Params
+from funcrl.weights import translate
+
+# vLLM's matrices that hold several of Hugging Face's, one above the other in this order.
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def fused_name(name: str) -> tuple[str, int]:
+    """Return where a `Transformer`'s parameter is in vLLM's model, and its place among those there.
+
+    Example:
+        >>> from funcrl.generators.vllm.inside.native import fused_name
+        >>> fused_name("blocks.3.attention.k.weight")
+        ('model.layers.3.self_attn.qkv_proj.weight', 1)
+        >>> fused_name("embed.weight")
+        ('model.embed_tokens.weight', 0)
+    """
+    theirs = translate(name).hugging_face
+    for fused, parts in _FUSED.items():
+        for place, part in enumerate(parts):
+            if f".{part}." in theirs:
+                return theirs.replace(part, fused), place
+    return theirs, 0
+
+
+def write_params(model: nn.Module, params: Params) -> None:
+    """Write parameters into vLLM's model: in place, or anew where it keeps packed copies.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.generators.vllm.inside.native import write_params
+        >>> theirs = torch.nn.Module()
+        >>> theirs.model = torch.nn.Module()
+        >>> theirs.model.norm = torch.nn.LayerNorm(2, bias=False)
+        >>> write_params(theirs, {"norm.weight": torch.tensor([3.0, 4.0])})
+        >>> theirs.model.norm.weight.detach()
+        tensor([3., 4.])
+    """
+    parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name, leaf in params.items():
+        where, place = fused_name(name)
+        parts[where][place] = leaf
+    targets, sources = [], []
+    packed: dict[nn.Module, Tensor] = {}
+    for where, leaves in parts.items():
+        path, _, kind = where.rpartition(".")
+        module = model.get_submodule(path)
+        rows = [leaves[place] for place in sorted(leaves)]
+        target = getattr(module, kind).data
+        if not target.numel():
+            packed[module] = torch.cat(rows).to(target.dtype)
+            continue
+        # A vocabulary is padded there: its first rows are ours.
+        into = target[: sum(len(leaf) for leaf in rows)].split([len(leaf) for leaf in rows])
+        targets += into
+        sources += rows
+    torch._foreach_copy_(targets, sources)
+    for module, weight in packed.items():
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        # vLLM lays matrices out anew for a CPU's products, and drops what it was given.
+        if hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

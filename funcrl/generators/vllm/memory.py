@@ -1,0 +1,127 @@
+"""How much of a GPU vLLM's cache takes, beside the trainer that shares it."""
+
+from dataclasses import replace
+
+import torch
+
+from funcrl.config.generation import VLLMConfig
+from funcrl.generators.vllm.server.transport import BUCKET_BYTES
+from funcrl.generators.vllm.settings import FLOAT_BYTES, cache_limits
+from funcrl.models import Transformer, TransformerConfig
+
+# For CUDA graphs, kernels' workspaces, and what lies between the tensors of two allocators; and the
+# part by which a trainer's estimated peak may be too low.
+_MARGIN, _PART = 1 << 30, 10
+
+
+def left_for_cache(device: int, trainer: int, weights: int, work: int, least: int) -> int:
+    """Return how many bytes of a device are left for a cache of keys and values.
+
+        device - 1.1 * trainer - weights - work - 1 GiB
+
+    Args:
+        device: what the process may hold in all.
+        trainer: what it needs at most while the engine holds its cache.
+        weights: the engine's own.
+        work: of the engine, while it computes.
+        least: too few to hold one sample; fewer are an error.
+
+    Example:
+        >>> from funcrl.generators.vllm.memory import left_for_cache
+        >>> left_for_cache(80 << 30, trainer=40 << 30, weights=2 << 30, work=3 << 30, least=1) >> 30
+        30
+    """
+    left = device - trainer - trainer // _PART - weights - work - _MARGIN
+    if left < least:
+        gigabytes = [f"{each / 1e9:.2f}" for each in (least, left, device, trainer, weights, work)]
+        needed, there, whole, trained, own, busy = gigabytes
+        raise ValueError(
+            f"VLLM expects at least {needed} GB of the GPU to be left for its cache, got {there}: "
+            f"of {whole} the trainer needs {trained}, vLLM's weights {own}, its work {busy}. Lower "
+            f"--microbatch, --vllm.batched-tokens or --vllm.context-length, lend the engine's "
+            f"memory to the update by --vllm.sleep, or say --vllm.cache-bytes."
+        )
+    return left
+
+
+def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -> int:
+    """Return the bytes of an engine's own weights at most: none where it refers to the trainer's.
+
+    Args:
+        model: what the engine generates with.
+        form: "native" or "unified".
+        config: how it is compiled.
+        dtype: of the engine; the trainer's is float32.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config import VLLMConfig
+        >>> from funcrl.generators.vllm.memory import own_weights
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> [own_weights(model, form, VLLMConfig(), "float32") for form in ("native", "unified")]
+        [398080, 0]
+    """
+    eager = config.compile.backend == "eager" and config.compile.cudagraph == "none"
+    own = FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
+    if config.form == "server":  # nothing is shared, and the next ones arrive beside the old ones
+        return own + (own if form == "unified" else min(own, BUCKET_BYTES))
+    return 0 if form == "unified" and eager and dtype == "float32" else own
+
+
+def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
+    """Return the bytes that an engine computes in: one layer of a batch, and its logits.
+
+    Args:
+        shape: of the model.
+        config: how many tokens and samples there are at a time.
+        dtype: of the engine.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config import VLLMConfig
+        >>> from funcrl.generators.vllm.memory import work_bytes
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> work_bytes(shape, VLLMConfig(slots=2, batched_tokens=2048), "float32") >> 20
+        8
+    """
+    c, tokens = shape, max(config.batched_tokens, min(config.context_length, shape.context_length))
+    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width
+    # Norms widen to float32; a projection and what rotation makes of it; the gated MLP.
+    token = 4 * 4 * c.width + FLOAT_BYTES[dtype] * (2 * heads + 3 * c.mlp_width)
+    # Logits, scaled, as probabilities, and the noise that draws from them.
+    return tokens * token + 4 * 4 * config.slots * c.vocab_size
+
+
+def with_cache(
+    model: Transformer, form: str, config: VLLMConfig, dtype: str, trainer: int
+) -> VLLMConfig:
+    """Return the configuration with its cache's size, if that is to be what is left of a GPU.
+
+    Args:
+        model: what the engine generates with.
+        form: "native" or "unified".
+        config: its `cache_bytes` may be 0.
+        dtype: of the engine.
+        trainer: bytes that it will need at most while the engine holds its cache.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config import VLLMConfig
+        >>> from funcrl.generators.vllm.memory import with_cache
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> with_cache(model, "unified", VLLMConfig(cache_bytes=1 << 29), "float32", 0).cache_bytes
+        536870912
+    """
+    if config.cache_bytes or not torch.cuda.is_available():
+        return config
+    least, most = cache_limits(model.config, config, dtype)
+    # What torch holds and nobody uses is as good as free.
+    device = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    left = left_for_cache(
+        device,
+        max(trainer, torch.cuda.memory_allocated()),
+        own_weights(model, form, config, dtype),
+        work_bytes(model.config, config, dtype),
+        least,
+    )
+    return replace(config, cache_bytes=min(left, most))

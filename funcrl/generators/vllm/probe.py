@@ -1,0 +1,86 @@
+"""Whether an engine computes what a model does: a wrong map of names must not go unnoticed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrl.core import tree
+from funcrl.core.types import Params, Sample
+from funcrl.models import Transformer
+from funcrl.models.logprobs import logprob_fn, score
+
+_TOKENS = 24
+# Another engine rounds in other places than the model does, not by much more. In float32, where the
+# model is what is compared with, by this: on a GPU vLLM's attention multiplies with fewer bits.
+_FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
+
+
+def check_finite(params: Params) -> None:
+    """Raise if a parameter is no number: on a GPU vLLM's kernels would end the process.
+
+    Args:
+        params: that are pushed.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.generators.vllm.probe import check_finite
+        >>> check_finite({"w": torch.tensor([1.0, float("nan")])})
+        Traceback (most recent call last):
+        FloatingPointError: VLLM.push expects finite parameters, got others in 1 of 1 leaves, such \
+as 'w'; have the parameters diverged?
+    """
+    norms = torch.stack(torch._foreach_norm(list(params.values()), float("inf")))
+    named = zip(params, norms.isfinite().tolist(), strict=True)
+    broken = [name for name, is_finite in named if not is_finite]
+    if broken:
+        raise FloatingPointError(
+            f"VLLM.push expects finite parameters, got others in {len(broken)} of {len(params)} "
+            f"leaves, such as {broken[0]!r}; have the parameters diverged?"
+        )
+
+
+def check_probe(
+    model: Transformer,
+    params: Params,
+    engine_scores: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+) -> None:
+    """Raise if an engine's log-probabilities of a few tokens are not the model's, but for rounding.
+
+    Rounding is what the model's own numbers show, in the dtype of the parameters against float32.
+
+    Args:
+        model: the trainer's.
+        params: in the engine's dtype.
+        engine_scores: of rows of tokens, the log-probabilities from the second token on.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.generators.vllm.probe import check_probe
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> check_probe(model, funcrl.init_params(model, seed=0), lambda rows: [[0.0] * 23])
+        Traceback (most recent call last):
+        RuntimeError: VLLM.push expects vLLM to give a probe's tokens the model's own \
+log-probabilities, got a mean difference of 1.94 where rounding to torch.float32 makes 0; \
+funcrl's names of parameters and vLLM's do not agree.
+    """
+    count = min(_TOKENS, model.config.context_length - 1)
+    like = next(iter(params.values()))
+    positions = torch.arange(count, device=like.device)[None]
+    tokens = positions * 7919 % model.config.vocab_size
+    scored = engine_scores(tokens.tolist())[0]
+    found = torch.tensor(scored, dtype=torch.float32, device="cpu")
+    rows, model_fn = Sample(tokens, positions), logprob_fn(model)
+
+    def scores(weights: Params) -> Tensor:
+        return score(model_fn, weights, rows).logprobs[0, 1:].float().cpu()
+
+    exact = scores(tree.cast(params, torch.float32))
+    off, allowed = ((each - exact).abs().mean().item() for each in (found, scores(params)))
+    if not off <= _FACTOR * allowed + _LEAST[like.device.type]:
+        raise RuntimeError(
+            f"VLLM.push expects vLLM to give a probe's tokens the model's own log-probabilities, "
+            f"got a mean difference of {off:.3g} where rounding to {like.dtype} makes "
+            f"{allowed:.3g}; funcrl's names of parameters and vLLM's do not agree."
+        )

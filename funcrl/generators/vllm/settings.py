@@ -1,0 +1,201 @@
+"""What vLLM is told: how large it is, how to compile, and what one sample is."""
+
+from typing import Any
+
+import torch
+
+from funcrl.config.generation import Sampling, VLLMConfig
+from funcrl.models import TransformerConfig
+
+_BLOCK = 128  # tokens; the largest block of the cache that vLLM takes by itself
+_CPU_CACHE = 1 << 30
+# The cache's size is given: all that is left of this is a check that so much of the GPU is free,
+# which it need not be with a trainer beside the engine.
+_UTILISATION = 0.01
+_LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine of this size, by the names of its `EngineArgs`.
+
+    Args:
+        shape: of the model.
+        config: how large, and how to compile.
+        dtype: "float32" or "bfloat16", of weights and cache.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config.generation import VLLMConfig
+        >>> from funcrl.generators.vllm.settings import engine_settings
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> engine_settings(shape, VLLMConfig(context_length=100), "float32")["max_model_len"]
+        100
+    """
+    context = min(config.context_length, shape.context_length)
+    return {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # none of a model's own sampling defaults
+        "dtype": dtype,
+        "seed": 0,
+        "max_model_len": context,
+        "max_num_seqs": config.slots,
+        "max_num_batched_tokens": max(context, config.batched_tokens),
+        "kv_cache_memory_bytes": cache_bytes(shape, config, dtype),
+        "gpu_memory_utilization": _UTILISATION,
+        "enable_prefix_caching": True,
+        # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
+        "enable_chunked_prefill": torch.cuda.is_available(),
+        "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
+        "disable_log_stats": True,
+        **compile_arguments(config),
+        **sleep_arguments(config),
+    }
+
+
+def sample_fields(sampling: Sampling, seed: int, most: int) -> dict[str, Any]:
+    """Return vLLM's description of one sample, as its API and its `SamplingParams` have it.
+
+    Args:
+        sampling: how it is drawn.
+        seed: its own.
+        most: tokens.
+
+    Example:
+        >>> from funcrl.config.generation import Sampling
+        >>> from funcrl.generators.vllm.settings import sample_fields
+        >>> sample_fields(Sampling(temperature=0.0), 7, 10)["seed"] is None
+        True
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_tokens": most,
+        "min_tokens": min(sampling.min_tokens, most),
+        "stop_token_ids": list(sampling.stop_tokens),
+        "ignore_eos": True,  # what ends a sample is in `stop_tokens`, whatever a config.json says
+        "seed": None if sampling.temperature == 0 else seed % 2**62,
+        "logprobs": 0,
+    }
+
+
+def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
+    """Return vLLM's arguments for how to compile.
+
+    Example:
+        >>> from funcrl.config.generation import CompileConfig, VLLMConfig
+        >>> from funcrl.generators.vllm.settings import compile_arguments
+        >>> compile_arguments(VLLMConfig())
+        {'enforce_eager': True}
+    """
+    backend, cudagraph = config.compile.backend, config.compile.cudagraph
+    if backend == "aot_eager":
+        raise ValueError("VLLM expects --compile.backend eager or inductor, got aot_eager.")
+    if config.compile.remat != "none":
+        raise ValueError(
+            f"VLLM expects --compile.remat none, for it has no backward pass, got "
+            f"{config.compile.remat}."
+        )
+    if config.compile.cache_dir is not None:
+        raise ValueError(
+            f"VLLM expects no --compile.cache-dir, for it keeps a cache of its own, got "
+            f"{config.compile.cache_dir}."
+        )
+    if cudagraph != "none" and not torch.cuda.is_available():
+        raise ValueError(f"VLLM expects --compile.cudagraph none on a CPU, got {cudagraph}.")
+    if backend == "eager" and cudagraph == "none":
+        return {"enforce_eager": True}
+    graphs = {"none": "NONE", "piecewise": "PIECEWISE", "full": "FULL_AND_PIECEWISE"}
+    if backend == "eager":
+        # One graph a batch size for decoding; prompts run as they are.
+        return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    return {"compilation_config": {"mode": 3, "cudagraph_mode": graphs[cudagraph]}}
+
+
+def sleep_arguments(config: VLLMConfig) -> dict[str, Any]:
+    """Return vLLM's arguments for memory that can be given up.
+
+    Example:
+        >>> from funcrl.config.generation import VLLMConfig
+        >>> from funcrl.generators.vllm.settings import sleep_arguments
+        >>> sleep_arguments(VLLMConfig())
+        {}
+    """
+    if not config.sleep:
+        return {}
+    if not torch.cuda.is_available():
+        raise ValueError("VLLM expects --no-vllm.sleep on a CPU, got --vllm.sleep.")
+    return {"enable_sleep_mode": True}
+
+
+def samples_at_a_time(
+    shape: TransformerConfig, config: VLLMConfig, dtype: str, longest: int
+) -> int:
+    """Return how many samples of a length the cache has room for, at least one.
+
+    Args:
+        shape: of the model.
+        config: the engine's size.
+        dtype: of the cache.
+        longest: tokens of a prompt and its completion.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config.generation import VLLMConfig
+        >>> from funcrl.generators.vllm.settings import samples_at_a_time
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> samples_at_a_time(shape, VLLMConfig(slots=4, context_length=100), "float32", 20)
+        4
+    """
+    blocks = cache_bytes(shape, config, dtype) // (_BLOCK * _token_bytes(shape, dtype)) - 1
+    return max(1, min(config.slots, blocks // -(-longest // _BLOCK)))
+
+
+def cache_limits(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> tuple[int, int]:
+    """Return the bytes of keys and values of one sample, and of all that can be under way.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config.generation import VLLMConfig
+        >>> from funcrl.generators.vllm.settings import cache_limits
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> cache_limits(shape, VLLMConfig(slots=4, context_length=100), "float32")
+        (131072, 327680)
+    """
+    token = _token_bytes(shape, dtype)
+    context = min(config.context_length, shape.context_length)
+    sample = -(-context // _BLOCK)
+    # A block besides is vLLM's own.
+    least, most = ((count + 1) * _BLOCK * token for count in (sample, config.slots * sample))
+    return least, most
+
+
+def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
+    """Return the size of the cache of keys and values: what is allowed, or all that can be filled.
+
+    On a GPU `cache_bytes` 0 allows all, until `with_cache` has seen how much is left.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config.generation import VLLMConfig
+        >>> from funcrl.generators.vllm.settings import cache_bytes
+        >>> shape = funcrl.models.shape("micro", vocab_size=13)
+        >>> cache_bytes(shape, VLLMConfig(slots=4, context_length=100), "float32")
+        327680
+    """
+    least, most = cache_limits(shape, config, dtype)
+    allowed = config.cache_bytes or (most if torch.cuda.is_available() else _CPU_CACHE)
+    if allowed < least:
+        context = min(config.context_length, shape.context_length)
+        raise ValueError(
+            f"VLLM expects --vllm.cache-bytes of at least {least} for a sample of {context} tokens "
+            f"(--vllm.context-length), got {allowed}."
+        )
+    return min(allowed, most)
+
+
+def _token_bytes(shape: TransformerConfig, dtype: str) -> int:
+    """Return the bytes of one token's keys and values."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * FLOAT_BYTES[dtype]

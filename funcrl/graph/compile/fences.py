@@ -1,0 +1,88 @@
+"""Fences, which keep a compiler from computing early what `remat` put late.
+
+What is computed again depends on no gradient, so that a compiler is free to run it beside the first
+copy and to keep the result: Inductor does, and merges both into one kernel. A fence before it
+claims to write into the kept values that are read, once a gradient is there. It writes nothing.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor, fx
+
+from funcrl.core.arguments import checked
+from funcrl.graph.aliases import Storages, find_storages
+from funcrl.graph.remat.phases import descendants, find_seeds, late_nodes
+
+
+@torch.library.custom_op("funcrl::fence", mutates_args=("kept",))
+def _fence(kept: Sequence[Tensor], gradient: Tensor) -> None:
+    """Do nothing, at a place in the order that the claimed writing fixes."""
+
+
+@_fence.register_fake
+def _(kept: Sequence[Tensor], gradient: Tensor) -> None:
+    """Return nothing."""
+
+
+@checked
+def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph in which nothing that `remat` computes again can run before its place.
+
+    For Inductor. What runs node by node needs no fence, and a backend that copies instead of
+    writing in place (aot_eager) would copy the kept values.
+
+    Args:
+        gm: a result of `remat`, after all other passes.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sin().cos().sum()))(torch.zeros(3))
+        >>> gm = funcrl.remat(gm, lambda node: node.name == "sin")
+        >>> [node.name for node in funcrl.graph.add_fences(gm).graph.nodes][4:9]
+        ['sum_1', 'ones_like', 'expand', 'fence_default', 'sin_recomputed']
+    """
+    graph = fx.Graph()
+    graph.set_codegen(gm.graph._codegen)
+    copies: dict[fx.Node, fx.Node] = {}
+    gradient: fx.Node | None = None
+    nodes, storages = list(gm.graph.nodes), find_storages(gm)
+    gradients = descendants(gm.graph, find_seeds(gm.graph)) or late_nodes(gm.graph)
+    for place, node in enumerate(nodes):
+        if not node.meta.get("recomputed"):
+            if node in gradients and isinstance(node.meta["val"], Tensor):
+                gradient = node
+        elif gradient is not None and not nodes[place - 1].meta.get("recomputed"):
+            kept = _kept(nodes, place, storages)
+            if kept:
+                arguments = ([copies[read] for read in kept], copies[gradient])
+                fence = graph.call_function(torch.ops.funcrl.fence.default, arguments)
+                fence.meta |= {"val": None, "phase": "backward"}
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.lint()
+    fenced = fx.GraphModule(gm, graph)
+    fenced.meta.update(gm.meta)
+    return fenced
+
+
+def _kept(nodes: list[fx.Node], start: int, storages: Storages) -> list[fx.Node]:
+    """Return what the run of recomputed nodes reads of the forward pass's own values.
+
+    Of a view the whole that it looks at: a part may have elements that share a place.
+    """
+    found: set[int] = set()
+    for node in takewhile(lambda node: node.meta.get("recomputed"), nodes[start:]):
+        for read in node.all_input_nodes:
+            if not read.meta.get("recomputed"):
+                found.update(storages.of[read])
+    kept = []
+    for node in nodes[:start]:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not found.isdisjoint(storages.of[node]):
+            found.difference_update(storages.of[node])
+            # The caller's tensors are nobody's to write into, not even in words.
+            if node.op == "call_function" and not node.meta.get("recomputed"):
+                kept.append(node)
+    return kept

@@ -1,0 +1,83 @@
+"""A graph in the words that torch.compile takes without loss, and that Inductor fuses."""
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from funcrl.graph.edit import arguments, copied
+from funcrl.graph.per_sample.outer import Writer, shape_of
+
+aten = torch.ops.aten
+
+
+def select_for_scatter(module: GraphModule) -> GraphModule:
+    """Return the graph with each addition to one place a row as a choice between two numbers.
+
+        x.scatter_add(-1, index[..., :1], source)  ->  where(arange(V) == index, x + source, x)
+
+    The first is a kernel of its own that reads and writes all of x, logits for instance; the second
+    is computed with what comes before and after it. The values are the same.
+
+    Args:
+        module: a flat graph from `funcrl.trace`; it is not changed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.compile.lowering import select_for_scatter
+        >>> fn = lambda x, index: x.scatter_add(-1, index, torch.ones_like(index, dtype=x.dtype))
+        >>> args = torch.zeros(2, 3), torch.tensor([[2], [0]])
+        >>> select_for_scatter(funcrl.trace(fn, *args))(*args)
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    graph = copied(module.graph)
+    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
+        if _is_one_a_row(node):
+            x, _, index, source = arguments(node)
+            write = Writer(graph, node, node)
+            places = write(aten.arange.default, shape_of(x).shape[-1], device=shape_of(x).device)
+            chosen = write(aten.eq.Tensor, places, index)
+            added = write(aten.add.Tensor, x, source)
+            node.replace_all_uses_with(write(aten.where.self, chosen, added, x))
+            graph.erase_node(node)
+    graph.lint()
+    return GraphModule(module, graph)
+
+
+def _is_one_a_row(node: Node) -> bool:
+    x, axis, index, source = arguments(node)
+    rows = (*shape_of(x).shape[:-1], 1)
+    last = axis in (-1, shape_of(x).ndim - 1)
+    return last and shape_of(index).shape == shape_of(source).shape == rows
+
+
+def scalars_as_elements(module: GraphModule) -> list[int]:
+    """Make each 0-d input on a CPU one of shape [1], and return the indices of those inputs.
+
+    torch.compile (2.11 to 2.14) takes a 0-d float64 tensor on a CPU for a Python number: it leaves
+    out what is written into it, a learning rate for instance, and traces the program twice. One
+    element of a vector is a tensor to it. The caller passes `leaf.view(1)`, which is the same
+    memory; the graph's first nodes view it as it was.
+
+    Args:
+        module: a flat graph with `node.meta["val"]`; it is changed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> from funcrl.graph.compile.lowering import scalars_as_elements
+        >>> module = funcrl.trace(lambda x, rate: x * rate, torch.ones(2), torch.tensor(0.5))
+        >>> scalars_as_elements(module), module(torch.ones(2), torch.tensor([0.5]))
+        ([1], tensor([0.5000, 0.5000]))
+    """
+    found = []
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        value = shape_of(node)
+        if isinstance(value, Tensor) and not value.ndim and value.device.type == "cpu":
+            found.append(index)
+            with module.graph.inserting_after(node):
+                scalar = module.graph.call_function(aten.view.default, (node, []))
+            scalar.meta = dict(node.meta)
+            node.replace_all_uses_with(scalar, lambda user, scalar=scalar: user is not scalar)
+            node.meta["val"] = value.view(1)
+    module.recompile()
+    return found

@@ -1,0 +1,132 @@
+"""The pass that makes per-sample gradients cost what the batch's gradient costs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from funcrl.core.arguments import checked
+from funcrl.graph.edit import arguments, copied
+from funcrl.graph.per_sample import recognise
+from funcrl.graph.per_sample.outer import Writer, shape_of, write_norm, write_sum
+from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
+from funcrl.graph.remat.scheduling import hoist
+
+aten = torch.ops.aten
+
+
+class _Use(NamedTuple):
+    """A node that reads a per-sample gradient in a way that needs no per-sample gradient."""
+
+    node: Node
+    of: Symbol
+    write: Callable[[Writer], Node]  # the same value, made otherwise
+
+
+@checked
+def fuse_per_sample(module: GraphModule) -> GraphModule:
+    """Return the graph with no per-sample gradient in it that is only summed, scaled or normed.
+
+    In the graph of `vmap(grad(loss))` every weight has a gradient [B, P, Q], one outer product a
+    token. Where such a gradient is only read by these, they are computed without it:
+
+        sum over B                  one matmul over the B T rows; one scatter for an embedding
+        norm of each sample         Gram products of [B, T, T], if the gradient is larger than
+                                    what it is made of (else the gradient is the cheaper way)
+        factor a sample, then sum   the same matmul with scaled rows
+        sum over T, then over B     one sum (norms and biases)
+
+    through transposes, casts, scalings, sums of gradients (a tied embedding), and products with
+    matrices that all samples share (adapters). Anything else that reads the gradient, such as
+    returning it, leaves it as it is: the pass never changes what is computed, only its rounding.
+
+    Args:
+        module: a graph from `funcrl.trace`; it is not changed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> def total(w, x):
+        ...     loss_fn = lambda w, row: (row @ w).square().sum()
+        ...     return funcrl.per_sample_grad(loss_fn)(w, x).sum(dim=0)
+        >>> graph = funcrl.trace(total, torch.ones(4, 3), torch.ones(2, 5, 4))
+        >>> fused = funcrl.fuse_per_sample(graph)
+        >>> [node.meta["val"].ndim for node in graph.graph.find_nodes(
+        ...     op="call_function", target=torch.ops.aten.bmm.default)]
+        [3]
+        >>> list(fused.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default))
+        []
+    """
+    graph = copied(module.graph)
+    before = set(graph.nodes)
+    symbols = recognise.symbols(graph)
+    uses = {use.node: use for node in graph.nodes if (use := _use(node, symbols)) is not None}
+    blocked = _blocked(graph, symbols, uses)
+    moved = {*symbols, *uses}
+    for use in uses.values():
+        if not recognise.roots_of(use.of) & blocked:
+            source = recognise.described_best(recognise.roots_of(use.of))
+            fused = use.write(Writer(graph, use.node, source))
+            old, new = shape_of(use.node), shape_of(fused)
+            assert (new.shape, new.dtype) == (old.shape, old.dtype), use.node
+            use.node.replace_all_uses_with(fused)
+    graph.eliminate_dead_code()
+    # As soon as it can be computed: the operands of each gradient are freed one after the other.
+    hoist(graph, {node for node in graph.nodes if node in moved or node not in before})
+    graph.lint()
+    return GraphModule(module, graph)
+
+
+def _blocked(
+    graph: torch.fx.Graph, symbols: dict[Node, Symbol], uses: dict[Node, _Use]
+) -> set[Node]:
+    """Return the products that something needs as they are: to fuse the rest saves nothing."""
+    blocked: set[Node] = set()
+    for node in graph.nodes:
+        if node in symbols and not all(user in symbols or user in uses for user in node.users):
+            blocked |= recognise.roots_of(symbols[node])
+    return blocked
+
+
+def _use(node: Node, symbols: dict[Node, Symbol]) -> _Use | None:
+    """Return how a node reads a per-sample gradient, if it is one of the ways above."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or not node.all_input_nodes:
+        return None
+    symbol = symbols.get(node.all_input_nodes[0])
+    if symbol is None:
+        return None
+    total = node.target is aten.sum.dim_IntList and list(arguments(node)[1:]) == [[0]]
+    rows = isinstance(symbol, PerSample) and symbol.layout == "rows"  # whose first axis is not B
+    if total and not rows and not isinstance(symbol, Square):
+        return _Use(node, symbol, lambda write: _write_total(write, symbol, value))
+    return _norm(node, symbol, value.dtype)
+
+
+def _write_total(write: Writer, symbol: PerSample | RowSum, value: Tensor) -> Node:
+    """Write the sum over samples, in the shape and dtype that it had."""
+    if isinstance(symbol, RowSum):
+        axes = [0, *symbol.axes]
+        total = write(aten.sum.dim_IntList, symbol.rows, axes, dtype=value.dtype)
+    else:
+        total = write_sum(write, symbol.terms, value.dtype)
+    if shape_of(total).shape == value.shape:
+        return total
+    return write(aten.reshape.default, total, list(value.shape))
+
+
+def _norm(node: Node, symbol: Symbol, dtype: torch.dtype) -> _Use | None:
+    """Return the norm, or the sum of squares, of each sample."""
+    root = isinstance(symbol, PerSample)
+    wanted = aten.linalg_vector_norm.default if root else aten.sum.dim_IntList
+    of = symbol.of if isinstance(symbol, Square) else symbol
+    if not isinstance(of, PerSample) or of.layout == "rows" or node.target is not wanted:
+        return None
+    # (x, order = 2, axes, keepdim) or (x, axes, keepdim), those at the end left out
+    order, axes, *keep = [*arguments(node)[1:], None, None] if root else [2, *arguments(node)[1:]]
+    ndim = shape_of(node.all_input_nodes[0]).ndim
+    every = sorted(axis % ndim for axis in axes or ()) == list(range(1, ndim))
+    if order != 2 or any(keep) or not every:
+        return None
+    return _Use(node, symbol, lambda write: write_norm(write, of.terms, root, dtype))

@@ -1,0 +1,1 @@
+"""What a run does: it builds its parts, draws, trains, evaluates and exports."""

@@ -1,0 +1,88 @@
+"""What an evaluation's counts say: accuracy with its interval, pass@k, majority@k."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from funcrl.core import checks
+
+_Z = 1.959963984540054  # of a normal distribution's middle 95%
+
+
+def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
+    """Return the 95% confidence interval of a mean of independent values in [0, 1].
+
+    Wilson's score interval, which stays in [0, 1] and is right near its ends, for as many coins n
+    as would scatter like the values: samples of one prompt are alike, and count for less than
+    samples of several. With N values, s^2 their unbiased variance, and m samples in each,
+
+        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+        n = min(1 + N p (1 - p) / s^2, N m),    N if the values are all equal
+
+    Args:
+        values: one for each prompt: the share of its samples that are right.
+        num_samples: m, of each prompt.
+
+    Example:
+        >>> from funcrl.loop.estimates import interval
+        >>> low, high = interval([1.0] * 8 + [0.0] * 2)
+        >>> round(low, 3), round(high, 3)
+        (0.49, 0.943)
+    """
+    checks.check_count("interval", "the number of values", len(values))
+    checks.check_count("interval", "num_samples", num_samples)
+    for value in values:
+        checks.check_range("interval", "a value", value, 0.0, 1.0)
+    count, p = len(values), math.fsum(values) / len(values)
+    square_sum = math.fsum((value - p) ** 2 for value in values)
+    n = float(count)
+    if square_sum > 1e-12 * count:  # not only rounding
+        n = min(1 + count * p * (1 - p) * (count - 1) / square_sum, count * num_samples)
+    square = _Z * _Z
+    half = _Z * math.sqrt(p * (1 - p) / n + square / (4 * n * n))
+    center, scale = p + square / (2 * n), 1 + square / n
+    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+
+
+def pass_at(num_samples: int, num_right: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that one of k samples is right.
+
+        1 - C(n - c, k) / C(n, k)      (arXiv:2107.03374)
+
+    Args:
+        num_samples: n, how many were drawn for a prompt.
+        num_right: c, how many of them were right.
+        k: at most n.
+
+    Example:
+        >>> from funcrl.loop.estimates import pass_at
+        >>> pass_at(4, 1, 1), pass_at(4, 1, 2), pass_at(4, 3, 2)
+        (0.25, 0.5, 1.0)
+    """
+    checks.check_range("pass_at", "num_right", num_right, 0, num_samples)
+    checks.check_range("pass_at", "k", k, 1, num_samples)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
+    """Return how often the most frequent answer is right; of equally frequent ones, the mean.
+
+    Args:
+        answers: one for each sample; "" is no answer, and has no vote.
+        right: whether each is.
+
+    Example:
+        >>> from funcrl.loop.estimates import majority
+        >>> majority(["7", "7", "3"], [True, True, False]), majority(["7", "3"], [True, False])
+        (1.0, 0.5)
+    """
+    if len(answers) != len(right):
+        raise ValueError(f"majority expects {len(answers)} judgements, got {len(right)}.")
+    votes = Counter(answer for answer in answers if answer)
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == most]
+    # Each as often as it was given: one answer may be judged in two ways.
+    judged = [
+        judgement for answer, judgement in zip(answers, right, strict=True) if answer in winners
+    ]
+    return sum(judged) / len(judged) if judged else 0.0

@@ -1,0 +1,267 @@
+"""How good a policy is: accuracy with its interval, pass@k and majority@k, on held-out prompts."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from funcrl.config import CompileConfig, EvalConfig, Sampling, TrainConfig, read_config
+from funcrl.core import rng
+from funcrl.core.arguments import checked
+from funcrl.core.files import write_whole
+from funcrl.core.terminal import warn_safely
+from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.parts import build, defaults, first_params, trained_params
+from funcrl.loop.rollouts import (
+    Completed,
+    Graded,
+    RewardError,
+    accuracies,
+    complete,
+    grade,
+    to_completions,
+)
+from funcrl.run import runs
+from funcrl.run.trust import check_run
+from funcrl.tasks.contracts import Environment, Task
+from funcrl.tasks.episodes import Failure
+from funcrl.tasks.watch import ForkedError, Note
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation came to; accuracies are means over prompts, the last ones over samples."""
+
+    task: str
+    policy: str
+    num_prompts: int
+    num_samples: int
+    accuracy: float
+    low: float  # the accuracy's 95% confidence interval
+    high: float
+    pass_at: dict[int, float]
+    majority_at: dict[int, float]
+    mean_length: float
+    clipped_ratio: float
+    num_errors: int = 0  # samples without a reward: their prompts are left out
+
+
+@checked
+def evaluate(
+    config: EvalConfig,
+    *,
+    task: Task | Environment | None = None,
+    trust: bool = False,
+    note: Note = warn_safely,
+) -> Evaluation:
+    """Return how a run's last checkpoint, or a model, does on a task's held-out prompts.
+
+    A completion is right when the reward that the task names as its `accuracy` is 1. Where a run
+    skips rewards that raise, so does its evaluation: with all samples of that prompt. Completions
+    are written to `config.out` and the result to `config.json`, where they are given.
+
+    Args:
+        config: what to evaluate, and how.
+        task: in place of the one that the configuration names.
+        trust: run the code of the run's task although it is not what the run began with, or this
+            account has not run it before (docs/security.md).
+        note: told what code the run's folder names, and what the task did to the process.
+
+    Example:
+        >>> import funcrl
+        >>> config = funcrl.config.EvalConfig(model="micro", num_prompts=5, max_tokens=2)
+        >>> result = funcrl.evaluate(config)
+        >>> result.num_prompts, 0 <= result.low <= result.accuracy <= result.high <= 1
+        (5, True)
+    """
+    if task is not None and config.task is not None:
+        raise ValueError(f"evaluate expects task= or --task, got both ({config.task}).")
+    if config.out is not None and config.out.exists():
+        raise FileExistsError(f"evaluate expects --out to be a new file, got {config.out}.")
+    for file in (config.out, config.json):
+        if file is not None:  # before hours of drawing, not after
+            file.parent.mkdir(parents=True, exist_ok=True)
+    # Absolute, so that a reward that changes the working directory does not move them.
+    out, json_file = (file and file.absolute() for file in (config.out, config.json))
+    options = _options(config, task)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if config.run is not None and config.task is None:
+        for line in check_run("evaluate", options, config.run, task, trust):
+            note(line)
+    parts = build(options, task, function="evaluate", note=note)
+    facts = _facts(config, parts.task, task)
+    prompts = parts.task.eval_prompts(config.num_prompts)
+    if not prompts:
+        raise ValueError(
+            f"evaluate expects held-out prompts from the task {parts.task.name!r}, got none."
+        )
+    sampling = _sampling(config, options)
+    if config.run is None:
+        step, params = 0, first_params(options, parts)
+    else:
+        step, params = trained_params(options, parts, config.run)
+    parts.generator.push(parts.policy(params), step)
+    completed = complete(
+        parts.task, parts.generator, prompts, sampling, rng.fold_in(config.seed, 0)
+    )
+    parts.generator.close()
+    trained_on = facts.get("task", facts.get("task_object", parts.task.name))
+    own = config.run is not None and parts.task.name == trained_on
+    weights = options.reward_weights if own else None  # they are of the run's rewards
+    graded = _grade(out, step, parts.task, completed, weights, options.on_reward_error)
+    result = _summarise(config, parts.task, completed, graded)
+    if json_file is not None:
+        write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
+    return result
+
+
+def format_evaluation(result: Evaluation) -> str:
+    """Return an evaluation as lines to read.
+
+    Example:
+        >>> from funcrl.loop.evaluate import Evaluation, format_evaluation
+        >>> result = Evaluation("sum", "run", 9, 2, 0.5, 0.25, 0.75, {2: 0.6}, {2: 0.5}, 3.0, 0.0)
+        >>> print(format_evaluation(result))
+        sum, run: 9 prompts x 2 samples
+        accuracy    0.500  (95%: 0.250 to 0.750)
+        pass@2      0.600
+        majority@2  0.500
+        length 3.0 tokens, 0% cut off
+    """
+    lines = [
+        f"{result.task}, {result.policy}: {result.num_prompts} prompts x {result.num_samples} "
+        f"samples",
+        f"accuracy    {result.accuracy:.3f}  (95%: {result.low:.3f} to {result.high:.3f})",
+    ]
+    for label, values in (("pass", result.pass_at), ("majority", result.majority_at)):
+        lines += [f"{f'{label}@{k}':<11} {value:.3f}" for k, value in values.items()]
+    lines.append(f"length {result.mean_length:.1f} tokens, {result.clipped_ratio:.0%} cut off")
+    if result.num_errors:
+        lines.append(f"{result.num_errors} samples without a reward; their prompts are left out")
+    return "\n".join(lines)
+
+
+def _options(config: EvalConfig, task: Task | Environment | None) -> TrainConfig:
+    """Return the options of the run that is evaluated, or of a run that would begin so."""
+    options = defaults(config.model or TrainConfig.model)
+    if config.run is not None:
+        path = config.run / runs.CONFIG
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"evaluate expects --run to name the folder of a run, got {config.run} without a "
+                f"{runs.CONFIG}."
+            )
+        options = read_config(TrainConfig, path)
+    system_prompt = config.system_prompt
+    if system_prompt is None and task is None:  # a task that is given brings its own
+        system_prompt = options.system_prompt
+    return replace(
+        options, task=config.task or options.task, system_prompt=system_prompt,
+        device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
+        # Nothing is trained: flash is not for every device and dtype, and nothing is compiled.
+        attend="native", compile=CompileConfig(),
+    )  # fmt: skip
+
+
+def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
+    """Return how the run draws, but for what is said otherwise."""
+    changes = {
+        name: getattr(config, name)
+        for name in ("max_tokens", "top_p", "top_k")
+        if getattr(config, name) is not None
+    }
+    return replace(
+        options.sampling, num_samples=config.num_samples, temperature=config.temperature, **changes
+    )
+
+
+def _facts(
+    config: EvalConfig, task: Task | Environment, given: Task | Environment | None
+) -> dict[str, str]:
+    """Return what the run wrote down about itself, after checking that the task is the run's."""
+    if config.run is None:
+        return {}
+    facts = runs.read_facts(config.run, "evaluate")
+    if config.task is None and given is None:
+        runs.check_task_named("evaluate", config.run)
+        if facts.get("task", task.name) != task.name:
+            raise ValueError(
+                f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
+                f"got {task.name!r}; --task evaluates on another."
+            )
+    return facts
+
+
+def _grade(
+    out: Path | None,
+    step: int,
+    task: Task | Environment,
+    completed: Completed,
+    weights: Mapping[str, float] | None,
+    on_error: Literal["stop", "skip"],
+) -> Graded:
+    """Return what completions are worth; they are written down even if a reward raises."""
+    unknown = torch.full((len(completed.texts),), torch.nan, dtype=torch.float32, device="cpu")
+    graded = Graded({}, unknown, [])
+    try:
+        graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
+    except ForkedError:
+        out = None  # the file is the parent's
+        raise
+    finally:
+        if out is not None:
+            rows = to_completions(completed, graded, step, count=len(completed.texts))
+            runs.append_lines(out, [row._asdict() for row in rows])
+    return graded
+
+
+def _answers(task: Task | Environment, completed: Completed) -> list[str]:
+    """Return what each completion votes for."""
+    if hasattr(task, "extract"):
+        return [
+            "" if isinstance(outcome, Failure) else str(task.extract(outcome))
+            for outcome in completed.outcomes
+        ]
+    return [text.strip() for text in completed.texts]
+
+
+def _summarise(
+    config: EvalConfig, task: Task | Environment, completed: Completed, graded: Graded
+) -> Evaluation:
+    n = config.num_samples
+    accuracy = accuracies(task, graded).view(-1, n)
+    whole = accuracy.isfinite().all(dim=1)
+    if not whole.any():
+        raise RewardError(f"evaluate expects a prompt without errors, got none: {graded.errors[0]}")
+    right = (accuracy[whole] >= 1.0).tolist()
+    answers = _answers(task, completed)
+    voted = [answers[row * n : row * n + n] for row in whole.nonzero().squeeze(1).tolist()]
+
+    def mean(values: Iterable[float]) -> float:
+        listed = list(values)
+        return sum(listed) / len(listed)
+
+    shares = [sum(row) / n for row in right]
+    low, high = interval(shares, n)
+    reasons = completed.samples.finish_reasons
+    return Evaluation(
+        task=task.name,
+        policy=str(config.run or config.model or TrainConfig.model),
+        num_prompts=len(right),
+        num_samples=n,
+        accuracy=mean(shares),
+        low=low,
+        high=high,
+        pass_at={k: mean(pass_at(n, sum(row), k) for row in right) for k in config.ks},
+        # The first k of each prompt's samples, which are drawn alike.
+        majority_at={
+            k: mean(majority(a[:k], r[:k]) for a, r in zip(voted, right, strict=True))
+            for k in config.ks
+        },
+        mean_length=float(completed.samples.mask.sum()) / len(answers),
+        clipped_ratio=mean(float(reason == "length") for reason in reasons),
+        num_errors=len(graded.errors),
+    )

@@ -1,0 +1,185 @@
+"""Whether a generator and the trainer compute the same log-probabilities, token by token."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from funcrl.config import Sampling, VLLMConfig
+from funcrl.core import checks, rng
+from funcrl.core.arguments import check_fields, checked
+from funcrl.core.types import Params, Sample, Samples
+from funcrl.generators import VLLM, Sampler
+from funcrl.loop.parts import find_weights
+from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.models.logprobs import logprob_fn, score
+from funcrl.tasks.contracts import Generator
+from funcrl.weights import load_params
+
+_VOCABULARY = 512  # of a shape, which has none of its own
+# Far above rounding, far below what any mistake does to a model with structure.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """Compare a generator's log-probabilities with the trainer's, on tokens that it draws."""
+
+    model: str = "micro"
+    """A shape, with random weights, or pretrained ones, as for `funcrl train`."""
+    generator: Literal["sampler", "vllm"] = "sampler"
+    """Whose numbers to check."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    num_prompts: int = 8
+    """Prompts of random tokens."""
+    num_samples: int = 4
+    """Completions of each."""
+    prompt_tokens: int = 16
+    """Of each prompt."""
+    max_tokens: int = 32
+    """Of each completion."""
+    seed: int = 0
+    """Of the weights, the prompts and the draws."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To compute in."""
+    tolerance: float | None = None
+    """The largest difference that passes; 1e-3 in float32 and 0.5 in bfloat16 when left out."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("num_prompts", "num_samples", "prompt_tokens", "max_tokens"):
+            checks.check_count("parity", f"--{name.replace('_', '-')}", getattr(self, name))
+        checks.check_range("parity", "--seed", self.seed, 0, 2**63 - 1)
+        if self.tolerance is not None:
+            checks.check_range("parity", "--tolerance", self.tolerance, 0.0, float("inf"))
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that passes."""
+        return _TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
+
+
+class Parity(NamedTuple):
+    """What a comparison came to, over all sampled tokens."""
+
+    tokens: int
+    different: int  # of them, with another log-probability, by however little
+    max_abs_diff: float
+    mean_abs_diff: float
+    bitwise: bool
+
+
+@checked
+def parity(config: ParityConfig) -> Parity:
+    """Return how far a generator's log-probabilities are from the trainer's.
+
+    The trainer's are those of `logprob_fn`, all tokens of a completion at once: teacher forcing.
+
+    Args:
+        config: what to compare.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.loop.parity import ParityConfig
+        >>> result = funcrl.parity(ParityConfig(num_prompts=2, max_tokens=4))
+        >>> result.tokens, result.max_abs_diff < 1e-5
+        (32, True)
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("parity expects --device cpu where torch sees no GPU, got cuda.")
+    dtype = getattr(torch, config.dtype)
+    model, params = _model(config, dtype)
+    prompts = _prompts(config, model.config.vocab_size)
+    generator: Generator = Sampler(model)
+    if config.generator == "vllm":
+        generator = VLLM(model, config=config.vllm, dtype=dtype)
+    try:
+        generator.push(params)
+        sampling = Sampling(config.num_samples, max_tokens=config.max_tokens)
+        samples = generator.generate(prompts, sampling, rng.fold_in(config.seed, 2))
+    finally:
+        generator.close()
+    return compare(model, params, prompts, samples)
+
+
+def compare(
+    model: Transformer, params: Params, prompts: list[list[int]], samples: Samples
+) -> Parity:
+    """Return how far the log-probabilities of samples are from the model's own.
+
+    Args:
+        model: the trainer's.
+        params: in the dtype to compute in.
+        prompts: N lists of tokens.
+        samples: N x G of them, drawn from these parameters.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.loop.parity import compare
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> params = funcrl.init_params(model, seed=0)
+        >>> sampling = funcrl.config.Sampling(max_tokens=4)
+        >>> samples = funcrl.generators.sample(model, params, [[1, 2]], sampling, seed=0)
+        >>> compare(model, params, [[1, 2]], samples).tokens
+        4
+    """
+    group = len(samples.tokens) // len(prompts)
+    lengths = samples.mask.sum(dim=1).tolist()
+    found, wanted = [], []
+    model_fn = logprob_fn(model)
+    for row, length in enumerate(lengths):
+        prompt = prompts[row // group]
+        drawn = samples.tokens[row, :length]
+        tokens = torch.cat([torch.tensor(prompt, device=drawn.device), drawn])[None]
+        positions = torch.arange(tokens.shape[1], device=drawn.device)[None]
+        scored = score(model_fn, params, Sample(tokens, positions)).logprobs[0, len(prompt) :]
+        found.append(samples.policy_logprobs[row, :length].double())
+        wanted.append(scored.double())
+    difference = (torch.cat(found) - torch.cat(wanted)).abs()
+    return Parity(
+        tokens=difference.numel(),
+        different=int((difference != 0).sum()),
+        max_abs_diff=difference.max().item(),
+        mean_abs_diff=difference.mean().item(),
+        bitwise=bool((difference == 0).all()),
+    )
+
+
+def format_parity(config: ParityConfig, result: Parity) -> str:
+    """Return a comparison as lines to read.
+
+    Example:
+        >>> from funcrl.loop.parity import Parity, ParityConfig, format_parity
+        >>> print(format_parity(ParityConfig(), Parity(9, 3, 2e-7, 1e-7, False)))
+        micro, sampler, float32: 9 tokens, 3 of them differ
+        largest difference 2.00e-07, mean 1.00e-07 (tolerance 1.00e-03)
+        bitwise identical: no
+    """
+    return "\n".join(
+        [
+            f"{config.model}, {config.generator}, {config.dtype}: {result.tokens} tokens, "
+            f"{result.different} of them differ",
+            f"largest difference {result.max_abs_diff:.2e}, mean {result.mean_abs_diff:.2e} "
+            f"(tolerance {config.limit:.2e})",
+            f"bitwise identical: {'yes' if result.bitwise else 'no'}",
+        ]
+    )
+
+
+def _model(config: ParityConfig, dtype: torch.dtype) -> tuple[Transformer, Params]:
+    if config.model in SHAPES:
+        model = Transformer(shape(config.model, _VOCABULARY))
+        return model, init_params(model, config.seed, dtype, config.device)
+    return load_params(find_weights("parity", config.model), dtype, config.device)
+
+
+def _prompts(config: ParityConfig, vocab_size: int) -> list[list[int]]:
+    """Return prompts of random tokens, which exercise more of a vocabulary than text."""
+    return [
+        [rng.fold_in(config.seed, 1, n, t) % vocab_size for t in range(config.prompt_tokens)]
+        for n in range(config.num_prompts)
+    ]

@@ -1,0 +1,312 @@
+"""From prompts to a rollout: generate, read, reward."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.types import Rollout, Samples
+from funcrl.rl import rewards
+from funcrl.run.runs import Completion
+from funcrl.tasks.contracts import Environment, Prompt, Task
+from funcrl.tasks.episodes import Completed, Failure, complete
+
+__all__ = [
+    "Completed",
+    "Graded",
+    "RewardError",
+    "accuracies",
+    "comparable",
+    "complete",
+    "grade",
+    "named_rewards",
+    "punish_overlong",
+    "to_completions",
+    "to_rollout",
+]
+
+# Rewards are float32: what is larger would become infinite.
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class RewardError(ValueError):
+    """A reward that raised, or that is not a finite number."""
+
+
+class Graded(NamedTuple):
+    """What completions are worth."""
+
+    rewards: dict[str, Tensor]  # name -> [B], each reward function's own
+    total: Tensor  # [B], weighted; NaN where there is none
+    errors: list[str]  # what went wrong, one for each NaN of `total`
+
+
+@checked
+def grade(
+    task: Task | Environment,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Any],
+    weights: Mapping[str, float] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+) -> Graded:
+    """Return every completion's rewards, and their weighted sum.
+
+    Args:
+        task: whose `reward` to call.
+        prompts: [B].
+        outcomes: [B] the texts of completions, or an environment's last states.
+        weights: name -> factor; of those left out, the task's `reward_weights`, or else 1.
+        on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
+            "skip" gives that completion no total.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> prompt = funcrl.tasks.Prompt("1+2=", "3")
+        >>> funcrl.rollouts.grade(task, [prompt, prompt], ["3", "4"]).total
+        tensor([1., 0.])
+    """
+    checks.check_choice("grade", "on_error", on_error, ("stop", "skip"))
+    rows: list[Mapping[str, float]] = []
+    errors: list[str] = []
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        row, error = named_rewards(task, prompt, outcome)
+        if error:
+            if on_error == "stop":
+                raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
+            errors.append(error)
+        rows.append(row)
+    good = [row for row in rows if row]
+    if not good:
+        raise RewardError(f"grade expects at least one reward, got only errors: {errors[0]}")
+    names = list(good[0])
+    for row in good:
+        if set(row) != set(names):
+            raise RewardError(
+                f"grade expects the same rewards for every completion, got {sorted(names)} and "
+                f"{sorted(row)} from the task {task.name!r}."
+            )
+    nan = float("nan")
+    parts = {name: _float32([float(row.get(name, nan)) for row in rows]) for name in names}
+    failed = torch.tensor([not row for row in rows], device="cpu")
+    kept = {name: values[~failed] for name, values in parts.items()}
+    total = _float32([nan] * len(rows))
+    given = {**getattr(task, "reward_weights", {}), **(weights or {})}
+    # `weighted_sum` refuses the names that are none.
+    total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
+    return Graded(parts, total, errors)
+
+
+@checked
+def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int) -> Graded:
+    """Return the rewards with DAPO's soft overlong punishment, `overlong`, among them.
+
+    Args:
+        graded: [B].
+        lengths: [B] of the completions, in tokens.
+        max_length: from here on the punishment is 1.
+        cache: over how many tokens before it grows.
+
+    Example:
+        >>> import torch, funcrl
+        >>> graded = funcrl.rollouts.Graded({"correct": torch.ones(2)}, torch.ones(2), [])
+        >>> funcrl.rollouts.punish_overlong(graded, torch.tensor([5, 8]), 10, cache=4).total
+        tensor([1.0000, 0.5000])
+    """
+    if "overlong" in graded.rewards:
+        raise ValueError("punish_overlong expects no reward of that name, got 'overlong'.")
+    checks.check_shape("punish_overlong", "lengths", lengths, "graded.total", graded.total.shape)
+    punishment = rewards.soft_overlong(lengths, max_length, cache)
+    named = {**graded.rewards, "overlong": punishment}
+    return graded._replace(rewards=named, total=graded.total + punishment)
+
+
+@checked
+def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
+    """Return the reward [B] that a task names as its accuracy; NaN where there is none.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> graded = funcrl.rollouts.grade(task, [funcrl.tasks.Prompt("1+2=", "3")], ["3"])
+        >>> funcrl.rollouts.accuracies(task, graded)
+        tensor([1.])
+    """
+    name = getattr(task, "accuracy", "correct")
+    if name not in graded.rewards:
+        raise ValueError(
+            f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
+            f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
+        )
+    return graded.rewards[name]
+
+
+@checked
+def to_completions(completed: Completed, graded: Graded, step: int, count: int) -> list[Completion]:
+    """Return the first `count` completions as lines of completions.jsonl.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> sampling = funcrl.config.Sampling(max_tokens=4)
+        >>> completed = funcrl.rollouts.complete(
+        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
+        >>> graded = funcrl.rollouts.grade(task, completed.prompts, completed.outcomes)
+        >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
+        1
+    """
+    return [
+        Completion(
+            step=step,
+            prompt=completed.prompts[row].text,
+            completion=completed.texts[row],
+            answer=completed.prompts[row].answer,
+            reward=graded.total[row].item(),
+            rewards={name: values[row].item() for name, values in graded.rewards.items()},
+            finish_reason=completed.samples.finish_reasons[row],
+            policy_version=completed.samples.policy_version,
+        )
+        for row in range(min(count, len(completed.texts)))
+    ]
+
+
+@checked
+def comparable(total: Tensor, group_size: int) -> Tensor:
+    """Return the totals [B] with NaN for a sample that is the only one of its group with a total.
+
+    There is nothing to compare it with. In groups of one, each is.
+
+    Example:
+        >>> import torch, funcrl
+        >>> nan = float("nan")
+        >>> funcrl.rollouts.comparable(torch.tensor([1.0, nan, 0.0, 1.0]), group_size=2)
+        tensor([nan, nan, 0., 1.])
+    """
+    graded = total.isfinite().view(-1, group_size).sum(dim=1).repeat_interleave(group_size)
+    return total.masked_fill(graded < min(2, group_size), torch.nan)
+
+
+@checked
+def to_rollout(completed: Completed, total: Tensor) -> Rollout:
+    """Return the rollout of graded completions; those without a reward are left out.
+
+    Its `behavior_logprobs` are `Samples.logprobs`, of the distribution that was sampled from: train
+    with a `model_fn` at that temperature. Where a generator has none of those (vLLM with
+    `VLLMConfig.logprobs="policy"` at another temperature than 1), they are
+    `Samples.policy_logprobs`: train with a `model_fn` at temperature 1, so that both sides of the
+    ratio are of one distribution.
+
+    Args:
+        completed: B completions.
+        total: [B], of each what it is worth; NaN where nothing is known.
+
+    Example:
+        >>> import torch, funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
+        >>> completed = funcrl.rollouts.complete(
+        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
+        >>> total = torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 1.0])
+        >>> funcrl.rollouts.to_rollout(completed, total).group
+        tensor([0, 0, 1, 1, 1])
+    """
+    samples = completed.samples
+    device = samples.tokens.device
+    rewarded = torch.Size([len(completed.prompts)])
+    checks.check_shape("to_rollout", "total", total, "completed.prompts", rewarded)
+    if total.isinf().any():
+        row = int(total.isinf().nonzero()[0])
+        raise ValueError(
+            f"to_rollout expects total to be finite, or NaN where there is no reward, got "
+            f"{total[row].item()} in row {row}."
+        )
+    rows = total.isfinite().nonzero().squeeze(-1).tolist()
+    prompts = [completed.prompt_tokens[row] for row in rows]
+    ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
+    counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
+    width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
+    # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
+    known = _known_logprobs(samples)
+    drawn, logprobs = samples.tokens[rows].tolist(), known[rows].tolist()
+    sampled = samples.mask[rows].tolist()
+
+    def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
+        return [*before, *values[:count], *[0] * (width - len(before) - count)]
+
+    joined = zip(prompts, drawn, sampled, logprobs, counts, strict=True)
+    columns = [
+        (padded(p, t, n), padded([0] * len(p), m, n), padded([0.0] * len(p), values, n))
+        for p, t, m, values, n in joined
+    ]
+    tokens, mask, behavior = (list(column) for column in zip(*columns, strict=True))
+    return Rollout(
+        tokens=torch.tensor(tokens, device=device),
+        mask=torch.tensor(mask, dtype=torch.bool, device=device),
+        behavior_logprobs=torch.tensor(behavior, dtype=known.dtype, device=device),
+        rewards=total[rows].to(device),
+        group=torch.tensor([row // completed.group_size for row in rows], device=device),
+        policy_version=torch.full((len(rows),), samples.policy_version, device=device),
+    )
+
+
+def _float32(values: list[float]) -> Tensor:
+    """Return numbers from Python, where rewards are: on the CPU."""
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _known_logprobs(samples: Samples) -> Tensor:
+    """Return the log-probabilities of the two that the generator has, of both those of its draws.
+
+    Never some of each: their ratios would be of two kinds.
+    """
+    of_draws = (samples.logprobs.isfinite() & samples.mask).any()
+    return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
+
+
+@checked
+def named_rewards(
+    task: Task | Environment, prompt: Prompt, outcome: Any
+) -> tuple[Mapping[str, float], str]:
+    """Return a completion's named rewards, or none and what went wrong.
+
+    Args:
+        task: whose `reward` to call.
+        prompt: that was completed.
+        outcome: the text of the completion, or an environment's last state.
+
+    Example:
+        >>> import funcrl
+        >>> prompt = funcrl.tasks.Prompt("1+2=", "3")
+        >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
+        ({'correct': 1.0}, '')
+    """
+    if isinstance(outcome, Failure):
+        return {}, outcome.message
+    asked = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
+    try:
+        row = dict(task.reward(prompt, outcome))
+    except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run
+        return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {asked}."
+    if not row:
+        return {}, f"The reward of {task.name!r} is empty {asked}."
+    for name, value in row.items():
+        if not _is_finite(value):
+            return {}, f"The reward {name!r} of {task.name!r} is {value!r} {asked}."
+    return row, ""
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a reward is a number of float32."""
+    try:
+        return isinstance(value, SupportsFloat) and abs(float(value)) <= _LARGEST
+    except (OverflowError, TypeError, ValueError):  # an integer too large, an array of several
+        return False

@@ -1,0 +1,359 @@
+"""The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from funcrl.config import TrainConfig
+from funcrl.core import rng, tree
+from funcrl.core.arguments import checked
+from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
+from funcrl.loop.parts import Parts, build, empty_state, first_params
+from funcrl.loop.rollouts import (
+    Completed,
+    Graded,
+    accuracies,
+    comparable,
+    complete,
+    grade,
+    punish_overlong,
+    to_completions,
+    to_rollout,
+)
+from funcrl.loop.supervised import warm_start
+from funcrl.models.logprobs import score
+from funcrl.rl import metrics
+from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
+from funcrl.run import runs
+from funcrl.run.logging import SilentView, View
+from funcrl.run.record import Record, open_folder, reference_policy
+from funcrl.run.runs import Completion
+from funcrl.run.trackers import check_trackers
+from funcrl.run.trust import RECORDED, check_run, remember, task_code
+from funcrl.tasks.contracts import Environment, Prompt, Task, is_environment
+from funcrl.tasks.watch import Note
+
+# What the run's seed is folded with, so that no two uses draw the same numbers.
+_PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
+
+
+class Rolled(NamedTuple):
+    """One step's completions, what they are worth, and how long it took."""
+
+    completed: Completed
+    graded: Graded
+    rollout: Rollout | None  # none where no completion has another one to be compared with
+    numbers: dict[str, float]
+
+
+class Trained(NamedTuple):
+    """What a run came to."""
+
+    state: TrainState
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
+
+
+@checked
+def train(
+    config: TrainConfig,
+    *,
+    task: Task | Environment | None = None,
+    view: View | None = None,
+    resume: bool = False,
+    command: Sequence[str] = (),
+    stop: Callable[[], bool] = lambda: False,
+    trust: bool = False,
+) -> Trained:
+    """Return the state and the metrics of a run, which `config.run_dir` holds as well.
+
+    Everything that is drawn comes from `config.seed` and the number of the step, so that a run
+    that was stopped, at any moment and by whatever, goes on to the same bits.
+
+    Args:
+        config: the whole configuration; its `run_dir` must be given.
+        task: in place of the one that `config.task` names.
+        view: shows the run; nothing when left out.
+        resume: go on with the run in `config.run_dir`.
+        command: what started the run, for its environment.json.
+        stop: asked after each step; True saves and raises `KeyboardInterrupt`.
+        trust: go on with a run whose task's code is not what it began with, or that this account
+            has not run before (docs/security.md).
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
+        >>> config = TrainConfig(
+        ...     run_dir=pathlib.Path(tempfile.mkdtemp()) / "run", steps=2, num_prompts=2,
+        ...     num_generations=2, warm_start=WarmStartConfig(steps=1),
+        ...     evaluation=EvaluationConfig(num_prompts=2))
+        >>> [row["step"] for row in funcrl.train(config).history]
+        [0, 1, 2]
+    """
+    started, process = time.perf_counter(), os.getpid()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    check_trackers(config.log.trackers)
+    view = view or SilentView()
+    folder = open_folder(config.run_dir, resume)
+    if task is None:
+        runs.check_task_named("train", folder)
+    if resume and not trust:
+        for line in check_run("train", config, folder, task):
+            view.note(line)
+    parts = build(config, task, note=view.note)
+    facts = _facts(config, parts, task, view.note)
+    record = Record(config, folder, parts.task.name, view, command, facts)
+    try:
+        if record.resumed(empty_state(config, parts)) is None:
+            _begin(config, parts, record, started, stop)
+        _loop(config, parts, record, stop)
+        record.wait()
+    except BaseException as error:
+        if os.getpid() == process:
+            record.save_unsaved(error)
+        raise
+    finally:
+        if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
+            record.close()
+            parts.generator.close()
+    return Trained(record.progress.state, runs.read_history(folder))
+
+
+def _facts(
+    config: TrainConfig, parts: Parts, task: Task | Environment | None, note: Note
+) -> dict[str, str]:
+    """Return what the run writes down about its task, whose code this account now has run."""
+    facts = {
+        "task" if task is None else "task_object": parts.task.name,
+        "vocab_size": str(parts.task.tokenizer.vocab_size),
+        "max_turns": str(getattr(parts.task, "max_turns", 1)),
+    }
+    code = None if task is not None else task_code(config.task)
+    if code is not None:
+        facts[RECORDED] = code.digest
+    try:
+        remember(config if task is None else replace(config, task=TrainConfig.task))
+    except OSError as error:
+        note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
+    return facts
+
+
+def _begin(
+    config: TrainConfig,
+    parts: Parts,
+    record: Record,
+    started: float,
+    stop: Callable[[], bool],
+) -> None:
+    """Warm the policy up, measure it, and write that down as step 0."""
+
+    def accuracy(params: Params) -> float:
+        if stop():
+            raise KeyboardInterrupt
+        return _accuracy(config, parts, params, 0, prompts).get("eval/accuracy", 0.0)
+
+    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    # A task without held-out prompts has the next best: some of a stream that is not trained on.
+    prompts = held_out or parts.task.prompts(
+        rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
+    )
+    params = first_params(config, parts)
+    row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
+    if config.warm_start.steps:
+        clock = time.perf_counter()
+        params, numbers = warm_start(
+            parts.model_fn,
+            params,
+            parts.task,
+            config.warm_start,
+            rng.fold_in(config.seed, _WARM_START),
+            accuracy,
+        )
+        row |= numbers | {"time/warm_start": time.perf_counter() - clock}
+        record.note(
+            f"Warm start: accuracy {row['warm_start/accuracy']:.2f} after "
+            f"{row['warm_start/steps']} supervised steps."
+        )
+    if config.evaluation.every:
+        row |= _accuracy(config, parts, params, 0, held_out)
+    record.begin(parts.step.init(params, config.seed), row)
+
+
+def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
+    """Run the steps that are left."""
+    done, state, _ = record.progress
+    reference = None
+    if config.algorithm.kl:
+        reference = reference_policy(record.folder, done, state.params)
+        if parts.donates:  # the first step is to overwrite what it was given, and not the reference
+            reference = tree.map(torch.clone, reference)
+    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    parts.generator.push(parts.policy(state.params), done)
+    for index in range(done + 1, config.steps + 1):
+        record.claim.check()  # a forked child computes nothing: torch's threads are not in it
+        clock = time.perf_counter()
+        rolled = _roll(config, parts, index)
+        if rolled.graded.errors:
+            record.note(
+                f"Step {index} left out {len(rolled.graded.errors)}: {rolled.graded.errors[0]}"
+            )
+        if rolled.rollout is None:
+            record.note(
+                f"Step {index} trains on nothing: no group has two completions with a reward."
+            )
+        row: dict[str, Any] = {"step": index, **rolled.numbers}
+        start = time.perf_counter()
+        if parts.donates:
+            record.give_up_state()
+        state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
+        row |= numbers | {"time/train": time.perf_counter() - start}
+        start = time.perf_counter()
+        parts.generator.push(parts.policy(state.params), index)
+        row["time/push"] = time.perf_counter() - start
+        row["step_time"] = time.perf_counter() - clock
+        every = config.evaluation.every
+        if every and (index % every == 0 or index == config.steps):
+            row |= _accuracy(config, parts, state.params, index, held_out)
+        record.advance(state, row, _seen(config, rolled, index))
+        if stop() and index < config.steps:
+            raise KeyboardInterrupt
+
+
+def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
+    """Generate and reward the step's rollout."""
+    start = time.perf_counter()
+    first = (index - 1) * config.num_prompts
+    prompts = parts.task.prompts(rng.fold_in(config.seed, _PROMPTS), first, config.num_prompts)
+    if len(prompts) != config.num_prompts:
+        raise ValueError(
+            f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
+            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
+        )
+    seed = rng.fold_in(config.seed, _DRAWS, index)
+    completed = complete(parts.task, parts.generator, prompts, parts.sampling, seed)
+    generated = time.perf_counter()
+    graded = grade(
+        parts.task,
+        completed.prompts,
+        completed.outcomes,
+        config.reward_weights,
+        config.on_reward_error,
+    )
+    if config.overlong:
+        most = config.sampling.max_tokens * getattr(parts.task, "max_turns", 1)
+        lengths = completed.samples.mask.sum(dim=1).cpu()
+        graded = punish_overlong(graded, lengths, most, config.overlong)
+    rollout, numbers = _compared(config, completed, graded)
+    if is_environment(parts.task):
+        numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
+    if graded.errors:
+        numbers["num_reward_errors"] = len(graded.errors)
+    numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
+    return Rolled(completed, graded, rollout, numbers)
+
+
+def _compared(
+    config: TrainConfig, completed: Completed, graded: Graded
+) -> tuple[Rollout | None, dict[str, float]]:
+    """Return the rollout of the completions that can be compared, if any, and how it looked."""
+    total = comparable(graded.total, completed.group_size)
+    kept = total.isfinite()
+    if not kept.any():
+        return None, {}
+    rollout = to_rollout(completed, total)
+    device = rollout.tokens.device
+    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
+    reasons = completed.samples.finish_reasons
+    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
+    cut = cut.to(device)
+    numbers = metrics.describe_rollout(rollout, named, cut)
+    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
+
+
+def _update(
+    config: TrainConfig,
+    parts: Parts,
+    state: TrainState,
+    rollout: Rollout | None,
+    reference: Params | None,
+    index: int,
+) -> tuple[TrainState, dict[str, float]]:
+    """Train on a rollout: every pass over its mini-batches."""
+    if rollout is not None and config.drop_zero_variance:
+        rollout = drop_zero_variance(rollout)
+    if rollout is None or not len(rollout.rewards):
+        return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
+    rollout = pad_length(rollout, config.length_multiple)
+    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
+    rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
+    if parts.sampling.truncates:
+        # The sampler's numbers are of a distribution cut short and normalised again, which is not
+        # the one that is trained: the ratio would be off before the first update.
+        behavior = score(parts.model_fn, state.params, rows, config.microbatch).logprobs
+        rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
+    ref_logprobs: torch.Tensor | Absent = ()
+    if reference is not None:
+        ref_logprobs = score(parts.model_fn, reference, rows, config.microbatch).logprobs
+    batch = collate(rollout, parts.algorithm, ref_logprobs)
+    reports: list[Metrics] = []
+    for iteration in range(config.num_iterations):
+        order = rng.fold_in(config.seed, _ORDER, index, iteration)
+        count = min(config.num_minibatches, batch.tokens.shape[0])
+        for part in minibatches(batch, parts.algorithm, count, order):
+            state, report = parts.step(state, part)
+            reports.append(report)
+    return state, _summary(reports)
+
+
+def _summary(reports: Sequence[Metrics]) -> dict[str, float]:
+    """Return one number a metric: tokens and counts add up, maxima stay, means are over tokens."""
+    rows = [metrics.to_floats(report) for report in reports]
+    tokens = [row["num_tokens"] for row in rows]
+    numbers = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name.startswith("num_"):
+            numbers[name] = max(values) if name in reports[0].maxes else sum(values)
+        elif name.endswith("/max"):
+            numbers[name] = max(values)
+        elif name in reports[0].sums and any(tokens):
+            weighed = zip(values, tokens, strict=True)
+            numbers[name] = sum(value * count for value, count in weighed) / sum(tokens)
+        else:
+            numbers[name] = sum(values) / len(values)
+    return numbers
+
+
+def _accuracy(
+    config: TrainConfig, parts: Parts, params: Params, index: int, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Measure parameters on prompts that are not trained on; nothing where there are none."""
+    start = time.perf_counter()
+    if not prompts:
+        return {}
+    parts.generator.push(parts.policy(params), index)
+    sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
+    seed = rng.fold_in(config.seed, _EVALUATION)
+    completed = complete(parts.task, parts.generator, prompts, sampling, seed)
+    graded = grade(
+        parts.task, completed.prompts, completed.outcomes, config.reward_weights,
+        config.on_reward_error,
+    )  # fmt: skip
+    return {
+        "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
+        "eval/num_prompts": len(prompts) - len(graded.errors),
+        "time/eval": time.perf_counter() - start,
+    }
+
+
+def _seen(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
+    """Return the completions to write down: a few of the first prompts' every so often."""
+    if index != 1 and index % config.log.completions_every and index != config.steps:
+        count = 1  # one to look at
+    else:
+        count = config.log.num_completions
+    return to_completions(rolled.completed, rolled.graded, index, count)

@@ -1,0 +1,336 @@
+"""Any `nn.Module` as a pure function of its parameters."""
+
+import copy
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+from torch.func import functional_call
+
+from funcrl.core import checks, tree
+from funcrl.core.arguments import checked
+from funcrl.core.types import Params
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+# torch's hooks that set a weight before each forward, and what there is in place of each. By name:
+# torch may drop them.
+_HOOKS = {
+    "WeightNorm": ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    "SpectralNorm": (
+        "spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm and module.eval()",
+    ),
+    "BasePruningMethod": ("prune", "make its weights parameters by torch.nn.utils.prune.remove"),
+}  # fmt: skip
+Bound = TypeVar("Bound", bound=nn.Module)
+
+_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+# What torch raises for a value that a tensor without data does not have, while a graph is traced.
+_NO_VALUE = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
+_ADVICE = (
+    " A model of transformers reads none when it gets attention_mask of shape [1, 1, T, T], with 0 "
+    "where a token sees another and -inf elsewhere, and position_ids: docs/models.md shows how."
+)
+
+
+@checked
+def functional(module: nn.Module) -> Callable[..., Any]:
+    """Return `apply(params, *args, **kwargs)`, the module's forward as a function of `params`.
+
+    `apply` calls a skeleton on the meta device, which holds no weights: every parameter must come
+    from `params`, and a missing, extra or misshaped one is an error that names its path. Tied
+    parameters are given once, under the name that `named_parameters()` lists. Buffers are
+    constants, copied now; they may be overridden by name in `params`.
+
+    A module that would not be a function is refused by name: active dropout, running statistics,
+    weights that a hook computes before each forward (the old `weight_norm`), a forward that changes
+    a buffer, or a number, text or tensor kept in an attribute. What it keeps in a list, and random
+    numbers that it draws by other means, cannot be seen. `nn.RNN`, `nn.GRU` and `nn.LSTM` are
+    refused under `torch.vmap`, which every step and gradient of funcrl uses.
+
+    Under `vmap` and `funcrl.trace` a tensor has no value that Python could read, so a forward that
+    reads one is refused there. transformers' models read masks and positions in some calls:
+    docs/models.md shows the calls that work.
+
+    Args:
+        module: any module, one from transformers too. It is not changed, and not kept.
+
+    Example:
+        >>> import torch, funcrl
+        >>> apply = funcrl.functional(torch.nn.Linear(2, 1))
+        >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}
+        >>> apply(params, torch.tensor([3.0, 4.0]))
+        tensor([11.])
+        >>> apply({"weight": torch.zeros(1, 2)}, torch.zeros(2))
+        Traceback (most recent call last):
+        ValueError: functional expects all parameters of Linear, got none for 'bias'.
+    """
+    _refuse_impure(module)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            raise ValueError(
+                f"functional expects buffers with values, got a meta tensor for {name!r}."
+            )
+    skeleton = _on_meta(module)
+    shapes = {name: leaf.shape for name, leaf in skeleton.named_parameters()}
+    first_names = {id(leaf): name for name, leaf in skeleton.named_parameters()}
+    tied = {
+        name: first_names[id(leaf)]
+        for name, leaf in skeleton.named_parameters(remove_duplicate=False)
+        if name not in shapes
+    }
+    kind = type(module).__name__
+    recurrent = [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase)]
+    attributes = _attributes(skeleton)
+    buffer_shapes = {name: buffer.shape for name, buffer in buffers.items()}
+
+    @checked
+    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+        _check_params("functional", kind, params, shapes)
+        _check_extra("functional", kind, params, {*shapes, *buffers}, tied)
+        before = {**buffers, **params}
+        _check_params("functional", kind, before, buffer_shapes)
+        if recurrent and _is_batched((before, args, kwargs)):
+            raise NotImplementedError(_unbatched(skeleton, recurrent[0]))
+        versions = {name: _version(before[name]) for name in buffers}
+        after = dict(before)  # functional_call writes here what the forward bound anew
+        try:
+            result = functional_call(skeleton, after, args, kwargs, strict=True)
+        except RuntimeError as error:
+            if reads_a_value(error):
+                raise _read_in_forward(kind, error) from error
+            raise
+        changed = [name for name, leaf in before.items() if after[name] is not leaf]
+        changed += [name for name in buffers if _version(before[name]) != versions[name]]
+        changed += _changed_attributes(attributes, _attributes(skeleton))
+        if changed:
+            raise ValueError(
+                f"functional expects a forward that changes nothing, got a new value of "
+                f"{changed[0]!r} from {kind}."
+            )
+        return result
+
+    return apply
+
+
+def bind(module: Bound, params: Params) -> Bound:
+    """Return a copy of the module whose weights are `params` themselves, by reference.
+
+    For code that only runs forward, again and again: a call costs a module's call, where
+    `functional` checks and swaps all parameters. The tensors do not require gradients.
+
+    Args:
+        module: any module; it is not changed.
+        params: every parameter by name, tied ones once, as for `functional`.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.models.functional import bind
+        >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}
+        >>> module = bind(torch.nn.Linear(2, 1), params)
+        >>> module.weight.data_ptr() == params["weight"].data_ptr()
+        True
+    """
+    check_params(module, params)
+    named = dict(module.named_parameters())
+    # deepcopy takes what the memo has for an id, so tied parameters stay tied.
+    memo: dict[int, Any] = {
+        id(leaf): nn.Parameter(params[name].detach(), requires_grad=False)
+        for name, leaf in named.items()
+    }
+    return copy.deepcopy(module, memo)
+
+
+def check_params(
+    module: nn.Module, params: Mapping[str, Tensor], function: str = "functional"
+) -> None:
+    """Raise unless `params` are the module's parameters: all of them, no others, of its shapes.
+
+    Args:
+        module: any module.
+        params: every parameter by name, tied ones once.
+        function: the name in errors.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.models.functional import check_params
+        >>> check_params(torch.nn.Linear(2, 1), {})
+        Traceback (most recent call last):
+        ValueError: functional expects all parameters of Linear, got none for 'weight'.
+    """
+    kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
+    if not isinstance(params, Mapping):
+        raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
+    _check_params(function, kind, params, shapes)
+    _check_extra(function, kind, params, set(shapes), {})
+
+
+def reads_a_value(error: RuntimeError) -> bool:
+    """Return whether torch refused to tell Python a tensor's value, under vmap or while tracing.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.models.functional import reads_a_value
+        >>> try:
+        ...     torch.func.vmap(lambda x: x if x > 0 else -x)(torch.ones(2))
+        ... except RuntimeError as error:
+        ...     print(reads_a_value(error))
+        True
+    """
+    return type(error).__name__ in _NO_VALUE or str(error).startswith("vmap: It looks like you're")
+
+
+def _read_in_forward(kind: str, error: RuntimeError) -> ValueError:
+    """Return the error that names the code that read a value, and what to pass instead."""
+    inside = {Path(torch.__file__).parent, Path(__file__)}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not inside & {Path(frame.filename), *Path(frame.filename).parents}
+    ]
+    place = advice = ""
+    if frames:
+        last = frames[-1]
+        place = f" in {last.name}() at line {last.lineno} of {Path(last.filename).name}"
+        if "transformers" in Path(last.filename).parts:
+            advice = _ADVICE
+    return ValueError(
+        f"functional expects a forward that reads no tensor's value in Python (float(), if) under "
+        f"vmap or funcrl.trace, got {kind}, which reads one{place}.{advice}"
+    )
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of the module on the meta device, without copying a weight on the way."""
+    tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
+    # deepcopy takes what the memo has for an id, so tied parameters stay tied.
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+        memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
+    return copy.deepcopy(module, memo)
+
+
+def _refuse_impure(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        path = name or type(module).__name__
+        _refuse_hooks(path, child)
+        for attribute in _active_dropouts(child):
+            raise ValueError(
+                f"functional expects a forward without random numbers, got dropout "
+                f"{attribute}={getattr(child, attribute)} at {path!r}; call module.eval() first."
+            )
+        if isinstance(child, _RUNNING_STATISTICS) and child.training and child.track_running_stats:
+            raise ValueError(
+                f"functional expects a forward that changes no buffer, got running statistics at "
+                f"{path!r}; call module.eval() first."
+            )
+
+
+def _refuse_hooks(path: str, module: nn.Module) -> None:
+    """Raise if weights are no parameters, but what a hook computes of them before each forward."""
+    for hook in module._forward_pre_hooks.values():
+        for kind in type(hook).__mro__:
+            if kind.__module__.startswith("torch.nn.utils") and kind.__name__ in _HOOKS:
+                name, instead = _HOOKS[kind.__name__]
+                raise ValueError(
+                    f"functional expects weights that no hook computes, got those of "
+                    f"torch.nn.utils.{name} at {path!r}; {instead}."
+                )
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise ValueError(
+                f"functional expects the tensors in attributes to be constants, got {name!r} at "
+                f"{path!r}, which was computed from parameters; compute it in the forward."
+            )
+
+
+def _is_batched(values: Any) -> bool:
+    """Return whether a tensor has a batch axis of `torch.vmap`, which its shape does not show."""
+    return any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree.leaves(values))
+
+
+def _unbatched(module: nn.Module, path: str) -> str:
+    kind = type(module.get_submodule(path)).__name__
+    return (
+        f"functional expects modules that torch.vmap can run, got nn.{kind} at {path or kind!r}, "
+        f"which it cannot; write the recurrence as a loop over the tokens, as docs/models.md does."
+    )
+
+
+def _active_dropouts(module: nn.Module) -> list[str]:
+    """Return the names of attributes that say how much this module drops while it trains."""
+    if not module.training:
+        return []
+    if isinstance(module, _DROPOUTS):
+        return ["p"] if module.p > 0 else []
+    if isinstance(module, nn.RReLU):
+        return ["upper"]
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    return [name for name, value in rates.items() if isinstance(value, float) and value > 0]
+
+
+def _attributes(skeleton: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return numbers, text and tensors kept in attributes, by path; a tensor with its version."""
+    return {
+        f"{path}.{name}".lstrip("."): (value, _version(value) if isinstance(value, Tensor) else 0)
+        for path, child in skeleton.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, bool | int | float | str | Tensor)
+    }
+
+
+def _changed_attributes(
+    before: dict[str, tuple[Any, int]], after: dict[str, tuple[Any, int]]
+) -> list[str]:
+    """Return the paths of those that are new, gone or different."""
+    changed = sorted(before.keys() ^ after.keys())
+    for path in before.keys() & after.keys():
+        (old, version), (new, now) = before[path], after[path]
+        tensors = isinstance(old, Tensor) or isinstance(new, Tensor)
+        if version != now or (old is not new and (tensors or old != new)):
+            changed.append(path)
+    return changed
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_params(
+    function: str, kind: str, params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> None:
+    for name, shape in shapes.items():
+        if name not in params:
+            raise ValueError(f"{function} expects all parameters of {kind}, got none for {name!r}.")
+        checks.check_tensor(function, repr(name), params[name])
+        if params[name].shape != shape:
+            raise ValueError(
+                f"{function} expects {name!r} of shape {list(shape)}, "
+                f"got {list(params[name].shape)}."
+            )
+
+
+def _check_extra(
+    function: str, kind: str, params: Mapping[str, Tensor], known: set[str], tied: dict[str, str]
+) -> None:
+    for name in params:
+        if name in tied:
+            raise ValueError(
+                f"{function} expects tied parameters once, as {tied[name]!r}, got {name!r} too."
+            )
+        if name not in known:
+            raise ValueError(
+                f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
+            )

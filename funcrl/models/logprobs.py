@@ -1,0 +1,146 @@
+"""From logits to scores of tokens. The one shift between a prediction and its token lives here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcrl import ops
+from funcrl.core import checks, numerics, tree
+from funcrl.core.arguments import checked
+from funcrl.core.rows import over_rows, split_rows
+from funcrl.core.types import ModelFn, Params, Row, TokenScores
+from funcrl.models.functional import functional
+
+
+@checked
+def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenScores:
+    """Return the log-probability of each token under the logits before it, and their entropy.
+
+        logprobs[t] = log softmax(logits[t - 1] / temperature)[tokens[t]]
+
+    Position 0 has no prediction and gets 0. Computed in at least float32.
+
+    Args:
+        logits: [T, V]; `logits[t]` predicts `tokens[t + 1]`.
+        tokens: [T] int64.
+        temperature: that of sampling, so that the scores are those of the sampling policy.
+
+    Example:
+        >>> import torch, funcrl
+        >>> scores = funcrl.token_scores(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        >>> scores.logprobs, scores.entropy
+        (tensor([ 0.0000, -0.6931, -0.6931]), tensor([0.0000, 0.6931, 0.6931]))
+    """
+    checks.check_rank("token_scores", "logits", logits, "TV")
+    checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
+    checks.check_positive("token_scores", "temperature", temperature)
+    wide = numerics.at_least_float32(logits.dtype)
+    # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
+    predictions = logits[:-1] if temperature == 1.0 else logits[:-1].to(wide) / temperature
+    log_softmax = torch.log_softmax(predictions, dim=-1, dtype=wide)
+    chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
+    start = chosen.new_zeros(1)
+    return TokenScores(torch.cat([start, chosen]), torch.cat([start, ops.entropy(log_softmax)]))
+
+
+@checked
+def logprob_fn(
+    model: nn.Module,
+    temperature: float = 1.0,
+    *,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    attend: ops.AttendFn | None = None,
+) -> ModelFn:
+    """Return `(params, sample) -> TokenScores` of a module `model(tokens, positions) -> logits`.
+
+    Args:
+        model: an `nn.Module` from tokens [T] and positions [T] to logits [T, V], such as
+            `funcrl.models.Transformer`; only its structure is used, never its weights. For the
+            rows of a `PackedBatch` it must take `attend`, as `Transformer` does.
+        temperature: that of sampling.
+        chunk: tokens whose logits are alive at a time, forward and backward, so that [T, V] never
+            is; all when left out. The model must take `head`, as `Transformer` does.
+        dtype: to compute in: one cast of the parameters, and the gradient is that of the
+            parameters as they are. Theirs when left out.
+        attend: who sees whom, such as `funcrl.ops.attend_flash`; the model must take it, as
+            `Transformer` does. The model's own when left out, and that of their segments for rows
+            of a `PackedBatch`, which are refused where it is given.
+
+    Example:
+        >>> import torch, funcrl
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8)
+        >>> model = funcrl.models.Transformer(config)
+        >>> sample = funcrl.types.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
+        >>> params = funcrl.init_params(model, seed=0)
+        >>> funcrl.logprob_fn(model, chunk=2)(params, sample).logprobs.shape
+        torch.Size([3])
+    """
+    checks.check_positive("logprob_fn", "temperature", temperature)
+    if chunk is not None:
+        checks.check_count("logprob_fn", "chunk", chunk)
+    apply = functional(model)
+
+    @checked
+    def model_fn(params: Params, sample: Row) -> TokenScores:
+        options: dict[str, Any] = {} if attend is None else {"attend": attend}
+        segment_ids = getattr(sample, "segment_ids", ())
+        if not isinstance(segment_ids, tuple):
+            if attend is not None:
+                raise ValueError(
+                    "logprob_fn expects no attend for the rows of a PackedBatch, whose samples do "
+                    f"not see each other, got {getattr(attend, '__name__', attend)}."
+                )
+            options["attend"] = ops.attend_segments(segment_ids)
+        if dtype is not None:
+            params = tree.cast(params, dtype)
+        if chunk is None:
+            logits = apply(params, sample.tokens, sample.positions, **options)
+            return token_scores(logits, sample.tokens, temperature)
+
+        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            # The last token predicts nothing, and is scored all the same: T rows, unlike T - 1,
+            # need no copy and suit a GPU's tiles.
+            return ops.linear_scores(hidden, weight, sample.tokens.roll(-1), temperature, chunk)
+
+        logprobs, entropy = apply(params, sample.tokens, sample.positions, head=scores, **options)
+        start = logprobs.new_zeros(1)
+        return TokenScores(torch.cat([start, logprobs[:-1]]), torch.cat([start, entropy[:-1]]))
+
+    return model_fn
+
+
+@checked
+def score(
+    model_fn: ModelFn, params: Params, batch: Any, microbatch: int | None = None
+) -> TokenScores:
+    """Return the scores [B, T] of every row, without gradients.
+
+    For a reference model's log-probabilities, and for those of the policy before several passes.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores`.
+        params: the parameters to score with.
+        batch: a `Batch`, or any tree of [B, T] tensors whose rows the model function reads.
+        microbatch: rows scored at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model_fn = lambda params, sample: funcrl.TokenScores(
+        ...     sample["x"] * params["w"], sample["x"])
+        >>> funcrl.score(model_fn, {"w": torch.tensor(2.0)}, {"x": torch.ones(2, 1)}).logprobs
+        tensor([[2.],
+                [2.]])
+    """
+    if microbatch is not None:
+        checks.check_count("score", "microbatch", microbatch)
+    mapped: Callable[..., TokenScores] = over_rows("score", model_fn)
+    with torch.no_grad():
+        parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]
+        scores = TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    tokens = getattr(batch, "tokens", scores.logprobs)
+    for name, value in scores._asdict().items():
+        checks.check_shape("score", f"model_fn(...).{name}", value, "batch.tokens", tokens.shape)
+    return scores

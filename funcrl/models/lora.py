@@ -1,0 +1,121 @@
+"""Low-rank adapters as a function of a small tree of parameters."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from funcrl.core import checks, rng
+from funcrl.core.arguments import checked
+from funcrl.core.types import ModelFn, Params, TokenScores
+
+_DOWN, _UP = ".lora_down", ".lora_up"
+
+
+class Lora(NamedTuple):
+    """A model as a function of its adapters."""
+
+    model_fn: ModelFn  # (adapters, sample) -> TokenScores
+    init: Callable[[int], Params]  # seed -> adapters, under which the model is the base itself
+    merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
+
+
+@checked
+def lora(
+    model_fn: ModelFn,
+    base: Params,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Callable[[str], bool] = lambda name: ".attention." in name or ".mlp." in name,
+) -> Lora:
+    """Return a model whose parameters are low-rank changes of some matrices (arXiv:2106.09685).
+
+        W = W_base + alpha / rank * up down
+
+    The base is a constant. Any step trains the adapters as it trains all parameters, and
+    `merge` makes parameters to push into a generator or to save.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores`.
+        base: its parameters; they are referred to, never changed.
+        rank: of each change.
+        alpha: scales the change.
+        targets: of a parameter's name, whether it gets an adapter; vectors never do.
+
+    Example:
+        >>> import funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> base = funcrl.init_params(model, seed=0)
+        >>> small = funcrl.lora(funcrl.logprob_fn(model), base, rank=4)
+        >>> step = funcrl.grpo_step(small.model_fn)
+        >>> state = step.init(small.init(0))
+        >>> sum(leaf.numel() for leaf in state.params.values())
+        9728
+        >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
+    """
+    checks.check_count("lora", "rank", rank)
+    checks.check_positive("lora", "alpha", alpha)
+    base = dict(base)  # what happens to the caller's later does not matter
+    adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
+    if not adapted:
+        raise ValueError(
+            f"lora expects targets among the matrices of the base, got none of {len(base)} "
+            f"parameters."
+        )
+    for name, leaf in adapted.items():
+        if rank > min(leaf.shape):
+            raise ValueError(
+                f"lora expects a rank of at most {min(leaf.shape)} for {name!r} of shape "
+                f"{list(leaf.shape)}, got {rank}."
+            )
+
+    @checked
+    def init(seed: int) -> Params:
+        adapters = {}
+        for index, (name, leaf) in enumerate(sorted(adapted.items())):
+            rows, columns = leaf.shape
+            # Uniform with the deviation of a linear layer's weights; the other factor is 0.
+            generator = rng.generator(seed, index)
+            drawn = torch.rand(
+                rank, columns, generator=generator, dtype=torch.float32, device="cpu"
+            )
+            down = (drawn * 2 - 1) / math.sqrt(columns)
+            adapters[name + _DOWN] = down.to(device=leaf.device, dtype=leaf.dtype)
+            adapters[name + _UP] = leaf.new_zeros(rows, rank)
+        return dict(sorted(adapters.items()))
+
+    @checked
+    def merge(adapters: Params) -> Params:
+        _check_adapters(adapters, adapted, rank)
+        changed = {
+            name: leaf + (alpha / rank) * (adapters[name + _UP] @ adapters[name + _DOWN])
+            for name, leaf in adapted.items()
+        }
+        return {**base, **changed}
+
+    @checked
+    def scores(adapters: Params, sample: Any) -> TokenScores:
+        return model_fn(merge(adapters), sample)
+
+    return Lora(scores, init, merge)
+
+
+def _check_adapters(adapters: Params, adapted: Params, rank: int) -> None:
+    """Raise unless the adapters are those of this rank: others would get another scale."""
+    wanted = {}
+    for name, leaf in adapted.items():
+        wanted[name + _DOWN] = (rank, leaf.shape[1]), leaf.dtype
+        wanted[name + _UP] = (leaf.shape[0], rank), leaf.dtype
+    if adapters.keys() != wanted.keys():
+        odd = min(adapters.keys() ^ wanted.keys())
+        problem = f"got none for {odd!r}" if odd in wanted else f"got {odd!r} besides"
+        raise ValueError(f"lora expects the adapters that its init makes, {problem}.")
+    for name, (shape, dtype) in wanted.items():
+        found = adapters[name]
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise ValueError(
+                f"lora expects {name!r} of shape {list(shape)} and {dtype}, got "
+                f"{list(found.shape)} and {found.dtype}."
+            )

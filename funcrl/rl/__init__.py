@@ -1,0 +1,1 @@
+"""The mathematics of a step: rewards to advantages, losses, gradients, the update."""

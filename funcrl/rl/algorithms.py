@@ -1,0 +1,335 @@
+"""GRPO and its family: each algorithm composes five functions and adds nothing of its own.
+
+`docs/algorithms.md` has them side by side.
+"""
+
+from functools import partial
+from typing import TypedDict, Unpack
+
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.types import AdvantageFn, Algorithm, CorrectionFn, RatioFn, SurrogateFn, WeightFn
+from funcrl.rl import advantages, aggregation, losses, ratios, surrogates
+
+
+class Tunables(TypedDict, total=False):
+    """What every algorithm takes besides its own arguments.
+
+    Args:
+        kl: coefficient of the KL penalty (TRL's `beta`), 0 when left out; above 0 the batch needs
+            `ref_logprobs`.
+        kl_estimator: "k1", "k2", "k3" (when left out), "k1+", "k3+", or a function of
+            (logprobs, ref_logprobs); see `funcrl.losses` for which are biased as losses.
+        entropy: coefficient of the entropy bonus, 0 when left out. Each token's has the weight of
+            its surrogate; TRL's `entropy_coef` multiplies the mean over tokens, which is the same
+            for `weight=funcrl.aggregation.token_mean` (`dapo`, `cispo`) alone.
+        correction: importance weights for the generator's log-probabilities, such as
+            `funcrl.ratios.truncated(3.0)`; when left out the ratio is taken against them.
+        weight: `(mask [B, T], dtype) -> token weights`, in place of the algorithm's own rule; see
+            `funcrl.aggregation`.
+    """
+
+    kl: float
+    kl_estimator: str | losses.EstimatorFn
+    entropy: float
+    correction: CorrectionFn | None
+    weight: WeightFn
+
+
+_SCALES: dict[str, AdvantageFn] = {
+    "group": advantages.by_group(advantages.standardize),
+    "batch": advantages.standardize_by_batch,
+    "none": advantages.by_group(advantages.center),
+}
+_RATIOS: dict[str, RatioFn] = {"token": ratios.token, "sequence": ratios.sequence}
+
+
+@checked
+def grpo(
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+    level: str = "token",
+    scale_rewards: str | AdvantageFn = "group",
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return GRPO (DeepSeekMath, arXiv:2402.03300).
+
+        A_i = (R_i - mean(R)) / std(R)                              over the prompt's group
+        J = mean_i (1/|y_i|) sum_t min(r A, clip(r, 1-low, 1+high) A) - kl k3(pi, ref)
+        r = pi(y_t) / pi_behavior(y_t)
+
+    The paper uses `kl=0.04`; the default, like TRL's, needs no reference model.
+
+    Args:
+        clip: (low, high): the ratio's bounds are `1 - low` and `1 + high`.
+        dual_clip: bounds the loss where the advantage is negative (verl's `clip_ratio_c`).
+        level: "token", or "sequence" for one ratio a completion (GSPO).
+        scale_rewards: "group", "batch" or "none": whose deviation divides the advantage; or a
+            function `(rewards [B], group [B]) -> [B]`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import funcrl
+        >>> algorithm = funcrl.grpo(clip=(0.2, 0.28), kl=0.04)
+        >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=algorithm)
+    """
+    return _compose(
+        "grpo",
+        advantage=checks.choose("grpo", "scale_rewards", scale_rewards, _SCALES),
+        ratio=checks.choose("grpo", "level", level, _RATIOS),
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
+        weight=aggregation.sequence_mean,
+        tunables=tunables,
+    )
+
+
+@checked
+def dr_grpo(
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    length: float = 512,
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return Dr. GRPO (arXiv:2503.20783): GRPO without its two biases.
+
+        A_i = R_i - mean(R)                 no deviation: no bias to prompts too easy or too hard
+        J = mean_i (1/length) sum_t min(r A, clip(r) A)      no bias to long failures
+
+    Args:
+        clip: as in `grpo`.
+        length: the constant in place of a completion's own length; the longest completion
+            allowed (TRL's default is 512). Another value only rescales the loss.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.dr_grpo(length=4).weight(torch.tensor([[False, True, True]]))
+        tensor([[0.0000, 0.2500, 0.2500]])
+    """
+    checks.check_positive("dr_grpo", "length", length)
+    return _compose(
+        "dr_grpo",
+        advantage=_SCALES["none"],
+        ratio=ratios.token,
+        surrogate=surrogates.clipped(*clip),
+        weight=partial(aggregation.constant, length=length),
+        tunables=tunables,
+    )
+
+
+@checked
+def dapo(
+    *,
+    clip: tuple[float, float] = (0.2, 0.28),
+    dual_clip: float | None = None,
+    scale_rewards: str | AdvantageFn = "group",
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return DAPO (arXiv:2503.14476): GRPO with clip-higher and the mean over all tokens.
+
+        J = 1 / (sum_i |y_i|) sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+
+    Its other parts act on the rollout: `funcrl.drop_zero_variance` (dynamic sampling),
+    `funcrl.mask_truncated` and `funcrl.rewards.soft_overlong`.
+
+    Args:
+        clip: as in `grpo`; (0.2, 0.28) in the paper.
+        dual_clip: as in `grpo`.
+        scale_rewards: as in `grpo`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.dapo().weight(torch.tensor([[False, True, True]]))
+        tensor([[0.0000, 0.5000, 0.5000]])
+    """
+    return _compose(
+        "dapo",
+        advantage=checks.choose("dapo", "scale_rewards", scale_rewards, _SCALES),
+        ratio=ratios.token,
+        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
+        weight=aggregation.token_mean,
+        tunables=tunables,
+    )
+
+
+@checked
+def gspo(
+    *,
+    clip: tuple[float, float] = (3e-4, 4e-4),
+    scale_rewards: str | AdvantageFn = "group",
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return GSPO (arXiv:2507.18071): GRPO with one ratio for a whole completion.
+
+        s_i = (pi(y_i) / pi_behavior(y_i))^(1/|y_i|)
+        J = mean_i min(s_i A_i, clip(s_i, 1-low, 1+high) A_i)
+
+    Args:
+        clip: as in `grpo`, much tighter; (3e-4, 4e-4) in the paper.
+        scale_rewards: as in `grpo`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.gspo().ratio is funcrl.ratios.sequence
+        True
+    """
+    return _compose(
+        "gspo",
+        advantage=checks.choose("gspo", "scale_rewards", scale_rewards, _SCALES),
+        ratio=ratios.sequence,
+        surrogate=surrogates.clipped(*clip),
+        weight=aggregation.sequence_mean,
+        tunables=tunables,
+    )
+
+
+@checked
+def cispo(
+    *,
+    clip: tuple[float, float] = (1.0, 4.0),
+    scale_rewards: str | AdvantageFn = "group",
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE under a clipped, constant ratio.
+
+        J = 1 / (sum_i |y_i|) sum_i sum_t stop_gradient(clip(r, 1-low, 1+high)) A log pi(y_t)
+
+    Args:
+        clip: (low, high) around 1. The paper bounds above only and tunes it; (1, 4) is no lower
+            bound and at most 5, the cap that TRL suggests.
+        scale_rewards: as in `grpo`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> surrogate = funcrl.cispo().surrogate
+        >>> surrogate(torch.tensor([-2.0]), torch.tensor([9.0]), torch.tensor([1.0])).objective
+        tensor([-10.])
+    """
+    return _compose(
+        "cispo",
+        advantage=checks.choose("cispo", "scale_rewards", scale_rewards, _SCALES),
+        ratio=ratios.token,
+        surrogate=surrogates.clipped_weight(*clip),
+        weight=aggregation.token_mean,
+        tunables=tunables,
+    )
+
+
+@checked
+def sapo(
+    *,
+    temperature: tuple[float, float] = (1.0, 1.05),
+    scale_rewards: str | AdvantageFn = "group",
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return SAPO (arXiv:2511.20347): GRPO with a sigmoid gate in place of the clip.
+
+        J = mean_i (1/|y_i|) sum_t f(r) A,   f(r) = sigmoid(tau (r - 1)) 4 / tau
+
+    Args:
+        temperature: tau for A > 0 and for the rest; (1.0, 1.05) in the paper.
+        scale_rewards: as in `grpo`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> one = torch.ones(1)
+        >>> funcrl.sapo().surrogate(torch.zeros(1), one, one).objective
+        tensor([2.])
+    """
+    return _compose(
+        "sapo",
+        advantage=checks.choose("sapo", "scale_rewards", scale_rewards, _SCALES),
+        ratio=ratios.token,
+        surrogate=surrogates.soft_gate(*temperature),
+        weight=aggregation.sequence_mean,
+        tunables=tunables,
+    )
+
+
+@checked
+def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
+    """Return RLOO (arXiv:2402.14740): REINFORCE with the other samples' mean as the baseline.
+
+        J = mean_i (R_i - mean_{j != i} R_j) log pi(y_i),   log pi(y) = sum_t log pi(y_t)
+
+    The samples are taken to be on-policy unless a `correction` is given. The paper takes its KL
+    penalty off the reward; here it is a loss like everywhere else.
+
+    Args:
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.rloo().advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
+        tensor([-2.,  2.])
+    """
+    return _compose(
+        "rloo",
+        advantage=advantages.by_group(advantages.leave_one_out),
+        ratio=ratios.token,
+        surrogate=surrogates.score_function,
+        weight=partial(aggregation.constant, length=1),
+        tunables=tunables,
+    )
+
+
+@checked
+def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunables]) -> Algorithm:
+    """Return REINFORCE (Williams 1992).
+
+        J = mean_i R_i log pi(y_i),   log pi(y) = sum_t log pi(y_t)
+
+    The samples are taken to be on-policy unless a `correction` is given.
+
+    Args:
+        advantage: `(rewards [B], group [B]) -> [B]`, the reward itself when left out; for the
+            group's mean as a baseline `funcrl.advantages.by_group(funcrl.advantages.center)`.
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.reinforce().advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
+        tensor([1., 3.])
+    """
+    return _compose(
+        "reinforce",
+        advantage=advantage or advantages.by_group(advantages.raw),
+        ratio=ratios.token,
+        surrogate=surrogates.score_function,
+        weight=partial(aggregation.constant, length=1),
+        tunables=tunables,
+    )
+
+
+def _compose(
+    name: str,
+    *,
+    advantage: AdvantageFn,
+    ratio: RatioFn,
+    surrogate: SurrogateFn,
+    weight: WeightFn,
+    tunables: Tunables,
+) -> Algorithm:
+    unknown = sorted(tunables.keys() - Tunables.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Tunables.__annotations__)
+        raise TypeError(
+            f"{name} expects the arguments of its signature or {known}, got {unknown[0]!r}."
+        )
+    correction = tunables.get("correction")
+    return Algorithm(
+        advantage=advantage,
+        ratio=ratio if correction is None else ratios.corrected(ratio, correction),
+        surrogate=surrogate,
+        penalty=losses.penalty(
+            tunables.get("kl", 0.0),
+            tunables.get("kl_estimator", "k3"),
+            tunables.get("entropy", 0.0),
+        ),
+        weight=tunables.get("weight", weight),
+    )

@@ -1,0 +1,357 @@
+"""From a rollout to what a step trains on: filters, weights, and rows packed with many samples."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcrl.core import checks, numerics, rng, tree
+from funcrl.core.arguments import checked
+from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
+
+RowsT = TypeVar("RowsT", Batch, PackedBatch)
+
+
+@checked
+def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
+    """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
+
+    Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
+    made, so they are in no numerator and no denominator. Their value stays in the batch, where a
+    step counts it as `num_nonfinite_logprobs`. A rollout in which no sampled token has a finite one
+    is refused. Numbers are kept in at least float32.
+
+    Args:
+        rollout: B = N prompts x G samples, padded on the right. `logprob_fn` cannot score a row's
+            first token; only a `model_fn` that can (a bandit's, say) may have it in the mask.
+        algorithm: whose `advantage` and `weight` to use.
+        ref_logprobs: [B, T] of the reference model, for a KL penalty; finite inside the mask.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[5, 6, 7], [5, 8, 0]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, False]]),
+        ...     behavior_logprobs=torch.zeros(2, 3), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.collate(rollout, funcrl.dr_grpo(length=2)).advantages
+        tensor([[ 0.0000, -0.5000, -0.5000],
+                [ 0.0000,  0.5000,  0.0000]])
+    """
+    _check_rollout("collate", rollout)
+    _check_reference("collate", rollout, ref_logprobs)
+    dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
+    behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
+    mask = rollout.mask & behavior.isfinite()
+    if rollout.mask.any() and not mask.any():
+        raise ValueError(
+            f"collate expects a finite rollout.behavior_logprobs for at least one sampled token, "
+            f"got none for {int(rollout.mask.sum())}; take Samples.policy_logprobs where "
+            f"Samples.logprobs is NaN, as funcrl.rollouts.to_rollout does, or funcrl.score."
+        )
+    rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
+    advantages = algorithm.advantage(rewards, rollout.group).to(dtype)
+    checks.check_shape(
+        "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
+    )
+    weights = _weights("collate", algorithm, "rollout.mask", mask, dtype)
+    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return Batch(
+        tokens=rollout.tokens,
+        positions=positions.contiguous(),
+        mask=mask,
+        behavior_logprobs=behavior,
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        token_weights=weights,
+        ref_logprobs=ref_logprobs,
+    )
+
+
+def pad_rows(
+    rows: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return rows of numbers as one tensor, padded on the right with zeros.
+
+    Args:
+        rows: of any lengths.
+        dtype: of the tensor.
+        device: of the tensor.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.batching.pad_rows([[1, 2], [3]], torch.int64)
+        tensor([[1, 2],
+                [3, 0]])
+    """
+    width = max(map(len, rows))
+    return torch.tensor(
+        [[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device
+    )
+
+
+@checked
+def pack(
+    rollout: Rollout, algorithm: Algorithm, length: int, ref_logprobs: Tensor | Absent = ()
+) -> PackedBatch:
+    """Return the same batch with the samples laid end to end in rows of `length`.
+
+    Each sample, up to its last sampled token, goes whole into the first row with room, longest
+    first. Weights are made before packing, so that the loss is the same number.
+
+    Args:
+        rollout: B = N prompts x G samples, padded on the right.
+        algorithm: whose `advantage` and `weight` to use.
+        length: tokens a row; no sample may be longer.
+        ref_logprobs: [B, T] of the reference model, for a KL penalty.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[5, 6, 7], [5, 8, 0]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, False]]),
+        ...     behavior_logprobs=torch.zeros(2, 3), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> packed = funcrl.pack(rollout, funcrl.grpo(), length=6)
+        >>> packed.tokens, packed.segment_ids
+        (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
+    """
+    checks.check_count("pack", "length", length)
+    batch = collate(rollout, algorithm, ref_logprobs)
+    width = rollout.mask.shape[1]
+    # One past the last sampled token; a sample without one has nothing to train on.
+    ends = (torch.arange(1, width + 1, device=rollout.mask.device) * rollout.mask).amax(dim=1)
+    sizes: list[int] = ends.tolist()
+    if max(sizes) > length:
+        row = sizes.index(max(sizes))
+        raise ValueError(
+            f"pack expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
+        )
+    rows = _first_fit(sizes, length) or [[]]
+    # On the CPU, slice by slice, and moved once.
+    source = torch.full((len(rows), length), -1, dtype=torch.int64, device="cpu")
+    segment_ids = source.clone()
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, sample in enumerate(members):
+            stop = start + sizes[sample]
+            first = sample * width
+            source[row, start:stop] = torch.arange(first, first + sizes[sample], device="cpu")
+            segment_ids[row, start:stop] = segment
+            start = stop
+    source = source.to(rollout.mask.device)
+
+    def gather(values: Tensor) -> Tensor:
+        taken = values.reshape(-1)[source.clamp(min=0)]
+        return torch.where(source < 0, torch.zeros_like(taken), taken)
+
+    reference = batch.ref_logprobs
+    return PackedBatch(
+        tokens=gather(batch.tokens),
+        positions=gather(batch.positions),
+        mask=gather(batch.mask),
+        behavior_logprobs=gather(batch.behavior_logprobs),
+        advantages=gather(batch.advantages),
+        token_weights=gather(batch.token_weights),
+        segment_ids=segment_ids.to(rollout.mask.device),
+        ref_logprobs=() if isinstance(reference, tuple) else gather(reference),
+    )
+
+
+@checked
+def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
+    """Return the batch's rows in `count` shares, in an order drawn from the seed.
+
+    Advantages stay those of the whole batch; weights are made anew, so that each share's loss is
+    normalised over that share. A packed row goes whole into one share, and the weights are those
+    of the share's samples, as if each had a row of its own.
+
+    Args:
+        batch: of B rows; of a `PackedBatch` with the positions that `pack` makes.
+        algorithm: whose `weight` to use.
+        count: how many shares; at most B.
+        seed: of the order. One share is the batch itself.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(4, 2, dtype=torch.int64), group=torch.zeros(4).long(),
+        ...     mask=torch.ones(4, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(4, 2),
+        ...     rewards=torch.arange(4.0), policy_version=torch.zeros(4, dtype=torch.int64))
+        >>> batch = funcrl.collate(rollout, funcrl.grpo())
+        >>> [part.token_weights.sum() for part in funcrl.minibatches(batch, funcrl.grpo(), 2, 0)]
+        [tensor(1.), tensor(1.)]
+    """
+    rows = batch.tokens.shape[0]
+    checks.check_range("minibatches", "count", count, 1, rows)
+    if count == 1:
+        return [batch]
+    order = torch.randperm(rows, generator=rng.generator(seed), device="cpu")
+    parts = []
+    for share in order.to(batch.tokens.device).tensor_split(count):
+        part: RowsT = tree.map(operator.itemgetter(share), batch)
+        parts.append(part._replace(token_weights=_share_weights(algorithm, part)))
+    return parts
+
+
+def pad_length(rollout: Rollout, multiple: int) -> Rollout:
+    """Return the rollout with rows of a multiple of so many tokens: tokens 0 outside the mask.
+
+    Padding has no weight and changes no score before it; a compiled step then meets few shapes.
+
+    Args:
+        rollout: of rows of T tokens.
+        multiple: of the new length, the smallest one that is at least T.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(2, 3, dtype=torch.int64), group=torch.tensor([0, 0]),
+        ...     mask=torch.ones(2, 3, dtype=torch.bool), behavior_logprobs=torch.zeros(2, 3),
+        ...     rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.batching.pad_length(rollout, 4).mask[0]
+        tensor([ True,  True,  True, False])
+    """
+    _check_rollout("pad_length", rollout)
+    checks.check_count("pad_length", "multiple", multiple)
+    missing = -rollout.tokens.shape[1] % multiple
+    padded = {
+        name: torch.nn.functional.pad(getattr(rollout, name), (0, missing))
+        for name in ("tokens", "mask", "behavior_logprobs")
+    }
+    return rollout._replace(**padded)
+
+
+@checked
+def drop_zero_variance(rollout: Rollout) -> Rollout:
+    """Return the rollout without the groups whose rewards are all equal: they teach nothing.
+
+    Their number is `frac_reward_zero_std` of `metrics.describe_rollout`. The result can be empty,
+    which `collate` refuses.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(4, 2, dtype=torch.int64), group=torch.tensor([0, 0, 1, 1]),
+        ...     mask=torch.ones(4, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(4, 2),
+        ...     rewards=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        ...     policy_version=torch.zeros(4, dtype=torch.int64))
+        >>> funcrl.drop_zero_variance(rollout).group
+        tensor([1, 1])
+    """
+    _check_rollout("drop_zero_variance", rollout)
+    same_group = rollout.group[:, None] == rollout.group[None, :]
+    differs = rollout.rewards[:, None] != rollout.rewards[None, :]
+    keep = (same_group & differs).any(dim=1)
+    return Rollout(*(field[keep] for field in rollout))
+
+
+@checked
+def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
+    """Return the rollout with cut-off completions out of the mask: they are not trained on.
+
+    DAPO's overlong filtering (arXiv:2503.14476). Their rewards still count in their group.
+
+    Args:
+        rollout: of B rows.
+        truncated: [B] bool, True where the completion hit the length limit.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(2, 2, dtype=torch.int64), group=torch.tensor([0, 0]),
+        ...     mask=torch.ones(2, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(2, 2),
+        ...     rewards=torch.tensor([1.0, 0.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> funcrl.mask_truncated(rollout, torch.tensor([False, True])).mask
+        tensor([[ True,  True],
+                [False, False]])
+    """
+    rows = torch.Size(rollout.mask.shape[:1])
+    checks.check_shape("mask_truncated", "truncated", truncated, "rollout's rows", rows)
+    checks.check_dtype("mask_truncated", "truncated", truncated, torch.bool)
+    return rollout._replace(mask=rollout.mask & ~truncated[:, None])
+
+
+def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
+    """Return the token weights of the samples in these rows."""
+    dtype = part.token_weights.dtype
+    if isinstance(part, Batch):
+        return _weights("minibatches", algorithm, "batch.mask", part.mask, dtype)
+    # A rule knows rows of one sample: each token goes to its sample's row, and its weight back.
+    num_rows, length = part.segment_ids.shape
+    filled = part.segment_ids >= 0
+    first_id = torch.arange(num_rows, device=filled.device)[:, None] * length
+    ids, row = torch.unique((first_id + part.segment_ids)[filled], return_inverse=True)
+    place = (row, part.positions[filled])
+    mask = part.mask.new_zeros(len(ids), length)
+    mask[place] = part.mask[filled]
+    weights = torch.zeros_like(part.token_weights)
+    made = _weights("minibatches", algorithm, "the mask of samples", mask, dtype)
+    weights[filled] = made[place]
+    return weights
+
+
+def _weights(
+    function: str, algorithm: Algorithm, name: str, mask: Tensor, dtype: torch.dtype
+) -> Tensor:
+    weights = algorithm.weight(mask, dtype=dtype)
+    checks.check_shape(function, "algorithm.weight(...)", weights, name, mask.shape)
+    return weights
+
+
+def _check_rollout(function: str, rollout: Rollout) -> None:
+    checks.check_rank(function, "rollout.tokens", rollout.tokens, "BT")
+    shape = rollout.tokens.shape
+    if 0 in shape:
+        raise ValueError(
+            f"{function} expects at least one row and one token, got rollout.tokens of shape "
+            f"{list(shape)}."
+        )
+    for name in ("mask", "behavior_logprobs"):
+        value = getattr(rollout, name)
+        checks.check_shape(function, f"rollout.{name}", value, "rollout.tokens", shape)
+    checks.check_dtype(function, "rollout.tokens", rollout.tokens, torch.int64)
+    checks.check_dtype(function, "rollout.mask", rollout.mask, torch.bool)
+    for name in ("rewards", "group", "policy_version"):
+        value = getattr(rollout, name)
+        checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
+    for name in ("group", "policy_version"):
+        checks.check_dtype(function, f"rollout.{name}", getattr(rollout, name), torch.int64)
+    if not rollout.rewards.isfinite().all():
+        row = int((~rollout.rewards.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"{function} expects finite rewards, got {rollout.rewards[row].item()} in row {row}."
+        )
+
+
+def _check_reference(function: str, rollout: Rollout, ref_logprobs: Tensor | Absent) -> None:
+    if isinstance(ref_logprobs, tuple):
+        return
+    shape = rollout.tokens.shape
+    checks.check_shape(function, "ref_logprobs", ref_logprobs, "rollout.tokens", shape)
+    bad = rollout.mask & ~ref_logprobs.isfinite()
+    if bad.any():
+        row, token = (int(place) for place in bad.nonzero()[0])
+        raise ValueError(
+            f"{function} expects finite ref_logprobs inside the mask, got "
+            f"{ref_logprobs[row, token].item()} in row {row} at {token}."
+        )
+
+
+def _first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return which samples share each row: first-fit decreasing, empty samples left out."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):
+        if sizes[sample] == 0:
+            continue
+        row = next((row for row, left in enumerate(room) if left >= sizes[sample]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[row].append(sample)
+        room[row] -= sizes[sample]
+    return rows

@@ -1,0 +1,358 @@
+"""Gradients as function transforms: summed, per sample, accumulated; and what norms tell of noise.
+
+A loss function is `loss_fn(params, sample) -> scalar` for one sample; a batch is a tree of tensors
+with a leading axis B. Losses are sums (their weights hold the normalisation), so gradients of
+parts add up exactly to the gradient of the whole.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from funcrl.core import checks, numerics, tree
+from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.rows import num_rows, over_rows, split_rows
+from funcrl.core.types import LossFn, Metrics, Params, Tree
+
+PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
+# What a step differentiates: (params, sample) -> (loss, metrics).
+AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
+
+
+class Gradient(NamedTuple):
+    """A summed gradient, and the summed loss and metrics of the samples it came from."""
+
+    grads: TensorTree
+    loss: Tensor
+    metrics: Metrics
+
+
+class GradientMoments(NamedTuple):
+    """First and second moments of per-sample gradients, enough for `noise_scale`."""
+
+    sum: Tree  # the sum of the gradients
+    sum_square_norms: Tensor  # [] the sum of their squared norms
+    num_samples: int
+
+
+class NoiseScale(NamedTuple):
+    """Estimates from one batch; over steps, average `noise` and `signal` before dividing."""
+
+    noise: Tensor  # [] tr(Sigma), the variance of one sample's gradient
+    signal: Tensor  # [] |G|^2, the squared norm of the true gradient
+    scale: Tensor  # [] noise / signal, infinite where the signal is not positive
+
+
+@checked
+def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Params, Tree], Tree]:
+    """Return `(params, batch) -> grads` with a leading axis B on every leaf: `vmap(grad(loss_fn))`.
+
+    Args:
+        loss_fn: the loss of one sample, `(params, sample) -> scalar`.
+        chunk: how many samples are differentiated at a time; bounds the activations, not the
+            result, which holds B gradients.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: (params["w"] * x).sum() ** 2 / 2
+        >>> params, batch = {"w": torch.tensor([1.0, 2.0])}, torch.eye(2)
+        >>> funcrl.per_sample_grad(loss_fn)(params, batch)
+        {'w': tensor([[1., 0.],
+                [0., 2.]])}
+    """
+    if chunk is not None:
+        checks.check_count("per_sample_grad", "chunk", chunk)
+
+    no_metrics = Metrics({}, {})
+    scalar_loss = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
+
+    def gradient(params: TensorTree, sample: Any) -> Tree:
+        return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
+
+    mapped = over_rows("per_sample_grad", gradient, chunk)
+
+    @checked
+    def per_sample(params: TensorTree, batch: Tree) -> Tree:
+        return mapped(params, batch)
+
+    return per_sample
+
+
+@checked
+def summed_gradient(
+    loss_fn: AuxLossFn,
+    per_sample: PerSampleTransform | None = None,
+    microbatch: int | None = None,
+    *,
+    function: str = "summed_gradient",
+) -> Callable[[Params, Tree], Gradient]:
+    """Return `(params, batch) -> Gradient`, summed over the batch.
+
+    With `per_sample=None` it is the gradient of the summed vmap and costs no per-sample memory;
+    otherwise each micro-batch's per-sample gradients go through the transform before they are
+    summed. Only one micro-batch's activations (and per-sample gradients) are alive at a time.
+
+    Args:
+        loss_fn: `(params, sample) -> (loss, metrics)` of one sample.
+        per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`,
+            that returns such gradients.
+        microbatch: rows differentiated at a time, all of them when left out.
+        function: for errors.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), funcrl.Metrics({}, {}))
+        >>> gradient = funcrl.grads.summed_gradient(loss_fn, microbatch=1)
+        >>> gradient({"w": torch.ones(2)}, torch.eye(2)).grads
+        {'w': tensor([1., 1.])}
+    """
+    if microbatch is not None:
+        checks.check_count(function, "microbatch", microbatch)
+    loss_fn = _one_number(function, loss_fn)
+    if per_sample is None:
+        of_chunk = _batched(loss_fn)
+    else:
+        of_chunk = _transformed(loss_fn, _checked(function, per_sample))
+
+    @checked
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
+        chunks = split_rows(function, batch, microbatch)
+        return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
+
+    return gradient
+
+
+@checked
+def clip_per_sample(max_norm: float) -> PerSampleTransform:
+    """Return the transform that scales each sample's gradient down to at most `max_norm`.
+
+        g_i * min(1, max_norm / |g_i|)
+
+    The norm is that of the sample's contribution to the batch's gradient, token weights included,
+    so `max_norm` compares with the `grad_norm` of a step.
+
+    Args:
+        max_norm: the largest norm of one sample's gradient, over all leaves.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.clip_per_sample(1.0)({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])})
+        {'w': tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])}
+    """
+    checks.check_positive("clip_per_sample", "max_norm", max_norm)
+
+    @checked
+    def clip(grads: TensorTree) -> Tree:
+        norms = per_sample_norms(grads)
+        # A zero gradient has no direction to keep: the quotient is infinite and the factor 1.
+        factors = (max_norm / norms).clamp(max=1.0)
+        # Multiplied in the wider dtype: a factor rounded to bfloat16 would miss the norm.
+        return tree.map(lambda leaf: (leaf * _along_rows(factors, leaf)).to(leaf.dtype), grads)
+
+    return clip
+
+
+@checked
+def per_sample_norms(grads: TensorTree) -> Tensor:
+    """Return [B], the norm of each sample's gradient over all leaves, in at least float32.
+
+    Args:
+        grads: a tree with a leading axis B on every leaf, from `per_sample_grad`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> grads = {"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[4.0], [2.0]])}
+        >>> funcrl.per_sample_norms(grads)
+        tensor([5., 2.])
+    """
+    num_rows("per_sample_norms", grads)
+    return vmap(tree.global_norm)(grads)
+
+
+@checked
+def gradient_moments(
+    loss_fn: LossFn, chunk: int | None = None
+) -> Callable[[Params, Tree], GradientMoments]:
+    """Return `(params, batch) -> GradientMoments`; `chunk` gradients are alive at a time.
+
+    Args:
+        loss_fn: the loss of one sample, `(params, sample) -> scalar`.
+        chunk: how many samples are differentiated at a time, all of them when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> loss_fn = lambda params, x: (params["w"] * x).sum()
+        >>> moments = funcrl.gradient_moments(loss_fn, chunk=1)
+        >>> moments({"w": torch.zeros(2)}, torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+        GradientMoments(sum={'w': tensor([4., 4.])}, sum_square_norms=tensor(26.), num_samples=2)
+    """
+    if chunk is not None:
+        checks.check_count("gradient_moments", "chunk", chunk)
+
+    def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return loss_fn(params, sample), Metrics({}, {})
+
+    @checked
+    def moments(params: TensorTree, batch: Tree) -> GradientMoments:
+        square_norms: list[Tensor] = []
+
+        def record(grads: TensorTree) -> Tree:
+            square_norms.append(per_sample_norms(grads).square().sum())
+            return grads
+
+        total = summed_gradient(with_metrics, record, chunk, function="gradient_moments")(
+            params, batch
+        )
+        count = num_rows("gradient_moments", batch)
+        return GradientMoments(total.grads, torch.stack(square_norms).sum(), count)
+
+    return moments
+
+
+@checked
+def noise_scale(moments: GradientMoments) -> NoiseScale:
+    """Return the simple gradient noise scale, the batch size beyond which returns diminish.
+
+    With n gradients, S1 the sum of their squared norms and S2 the squared norm of their sum, the
+    unbiased estimates of McCandlish et al. (arXiv:1812.06162, appendix A.1, batches of 1 and n):
+
+        noise  = (S1 - S2 / n) / (n - 1)         tr(Sigma)
+        signal = (S2 - S1) / (n (n - 1))         |G|^2
+        scale  = noise / signal                  in samples
+
+    Args:
+        moments: from `gradient_moments`, of at least two samples.
+
+    Example:
+        >>> import torch, funcrl
+        >>> grads = {"w": torch.tensor([4.0, 4.0])}  # of [3, 4] and [1, 0]
+        >>> funcrl.noise_scale(funcrl.GradientMoments(grads, torch.tensor(26.0), 2)).scale
+        tensor(3.3333)
+    """
+    count = moments.num_samples
+    if count < 2:
+        raise ValueError(f"noise_scale expects the moments of at least 2 samples, got {count}.")
+    square_of_sum = tree.global_norm(moments.sum).square()
+    noise = (moments.sum_square_norms - square_of_sum / count) / (count - 1)
+    signal = (square_of_sum - moments.sum_square_norms) / (count * (count - 1))
+    infinite = torch.full_like(noise, float("inf"))
+    return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
+
+
+def _value_and_grad(
+    fn: Callable[[Params], tuple[Tensor, Any]], params: Params
+) -> tuple[Tensor, Tree, Any]:
+    """Return `fn`'s value, its gradient and what else it returned.
+
+    `torch.func.grad` records its own backward pass, to be differentiated again, and so keeps every
+    activation to its end: 2.5 times the memory. This frees them as it goes, unless grad mode is
+    on, which says that somebody may differentiate the gradient.
+    """
+    value, pullback, aux = vjp(fn, params, has_aux=True)  # type: ignore[misc]  # (three, with aux)
+    record = torch.is_grad_enabled()
+    (grads,) = pullback(torch.ones_like(value), retain_graph=record, create_graph=record)
+    return value, grads, aux
+
+
+def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
+    """Return the loss function, which must return one number: of several the sum is trained on."""
+
+    def scalar_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        loss, metrics = loss_fn(params, sample)
+        checks.check_rank(function, "the loss of a sample", loss, "")
+        return loss, metrics
+
+    return scalar_loss
+
+
+def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
+    """Return the transform, whose results must have an axis of samples to sum over."""
+
+    name = f"{function}'s per_sample"
+
+    def transform(grads: TensorTree) -> Tree:
+        transformed = per_sample(grads)
+        tree.check_same_structure(name, grads, transformed)
+        pairs = zip(tree.leaves(grads), tree.leaves(transformed), strict=True)
+        for index, (leaf, result) in enumerate(pairs):
+            if result.ndim != leaf.ndim or result.shape[1:] != leaf.shape[1:]:
+                wanted = ", ".join(["B", *map(str, leaf.shape[1:])])
+                raise ValueError(
+                    f"{name} expects to return gradients with an axis of samples, [{wanted}] at "
+                    f"{tree.paths(grads)[index]!r}, got {list(result.shape)}."
+                )
+        return transformed
+
+    return transform
+
+
+def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
+    """Differentiate the sum of the vmapped losses: one backward pass for all samples."""
+
+    mapped = over_rows("summed_gradient", loss_fn)
+
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
+        def total_loss(params: Params) -> tuple[Tensor, Metrics]:
+            losses, metrics = mapped(params, batch)
+            return losses.sum(), _reduce_rows(metrics)
+
+        loss, grads, metrics = _value_and_grad(total_loss, params)
+        return Gradient(grads, loss, metrics)
+
+    return gradient
+
+
+def _transformed(
+    loss_fn: AuxLossFn, per_sample: PerSampleTransform
+) -> Callable[[Params, Tree], Gradient]:
+    """Vmap the gradient, transform what it gives, and sum."""
+
+    def of_sample(params: Params, sample: Any) -> tuple[Tensor, Tree, Metrics]:
+        return _value_and_grad(lambda p: loss_fn(p, sample), params)
+
+    mapped = over_rows("summed_gradient", of_sample)
+
+    def gradient(params: TensorTree, batch: Tree) -> Gradient:
+        losses, grads, metrics = mapped(params, batch)
+        summed = tree.map(lambda leaf: leaf.sum(dim=0), per_sample(grads))
+        return Gradient(summed, losses.sum(), _reduce_rows(metrics))
+
+    return gradient
+
+
+def _reduce_rows(metrics: Metrics) -> Metrics:
+    return Metrics(
+        sums=tree.map(lambda values: values.sum(dim=0), metrics.sums),
+        maxes=tree.map(lambda values: values.amax(dim=0), metrics.maxes),
+    )
+
+
+def _sum_gradients(parts: Iterator[Gradient]) -> Gradient:
+    """Return the sum of all parts, added in at least float32 and kept in the gradients' dtype."""
+    grads, loss, metrics = next(parts)
+    totals, unflatten = tree.flatten(grads)
+    dtypes = [leaf.dtype for leaf in totals]
+    del grads
+    for part in parts:
+        loss = loss + part.loss
+        metrics = Metrics(
+            sums=tree.add(metrics.sums, part.metrics.sums),
+            maxes=tree.map(torch.maximum, metrics.maxes, part.metrics.maxes),
+        )
+        added = tree.leaves(part.grads)
+        del part
+        # Leaf by leaf, each freed as soon as it is added: two gradients are alive, not three.
+        for index in range(len(totals)):
+            wide = numerics.at_least_float32(dtypes[index])
+            totals[index] = totals[index].to(wide) + added[index]
+            added[index] = None
+    totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+    return Gradient(unflatten(totals), loss, metrics)
+
+
+def _along_rows(factors: Tensor, leaf: Tensor) -> Tensor:
+    return factors.reshape(-1, *[1] * (leaf.ndim - 1))

@@ -1,0 +1,315 @@
+"""The loss of one sample, and the KL estimators and penalties that it may add.
+
+The three estimators (Schulman, "Approximating KL divergence", 2020) differ as values and again as
+losses, once they are differentiated through `logprobs` on tokens the policy sampled:
+
+| estimator | value, expected over the policy | its gradient as a loss, expected |
+|---|---|---|
+| k1 | KL(pi, ref), unbiased, high variance | 0: no penalty at all |
+| k2 | biased, low variance | that of KL(pi, ref): right |
+| k3 | KL(pi, ref), unbiased, low variance | that of KL(ref, pi), the other direction |
+
+`with_kl_gradient(k1)` and `with_kl_gradient(k3)` keep the value and have the right gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl.core import checks, numerics
+from funcrl.core.arguments import checked
+from funcrl.core.types import (
+    Absent,
+    Algorithm,
+    Metrics,
+    Penalty,
+    PenaltyFn,
+    Ratio,
+    Surrogate,
+    TokenScores,
+)
+
+EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+# (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
+KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@checked
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return `log pi - log ref` per token; as a loss its expected gradient is 0.
+
+    Args:
+        logprobs: [T], of the policy.
+        ref_logprobs: [T], of the reference.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.losses.k1(torch.tensor([-1.0]), torch.tensor([-2.0]))
+        tensor([1.])
+    """
+    return _log_ratio("k1", logprobs, ref_logprobs)
+
+
+@checked
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return `(log pi - log ref)^2 / 2` per token; as a loss its gradient is that of KL(pi, ref).
+
+    Args:
+        logprobs: [T], of the policy.
+        ref_logprobs: [T], of the reference.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.losses.k2(torch.tensor([-1.0]), torch.tensor([-3.0]))
+        tensor([2.])
+    """
+    return _log_ratio("k2", logprobs, ref_logprobs).square() / 2
+
+
+@checked
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return `ref/pi - 1 - log(ref/pi)` per token, never negative: the KL of the GRPO paper.
+
+    As a loss its expected gradient is that of KL(ref, pi), not of KL(pi, ref). The exponent is
+    held at 20, so that one token cannot overflow the batch.
+
+    Args:
+        logprobs: [T], of the policy.
+        ref_logprobs: [T], of the reference.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.losses.k3(torch.tensor([0.5]).log(), torch.tensor([1.0]).log())
+        tensor([0.3069])
+    """
+    log_ratio = _log_ratio("k3", logprobs, ref_logprobs)
+    # expm1 keeps the digits of small differences, where k3 is about log_ratio^2 / 2.
+    return torch.expm1((-log_ratio).clamp(max=numerics.MAX_LOG_RATIO)) + log_ratio
+
+
+@checked
+def as_loss(estimator: EstimatorFn) -> KLCostFn:
+    """Return the estimator as a per-token cost, differentiated as it stands.
+
+    Example:
+        >>> import torch, funcrl
+        >>> cost = funcrl.losses.as_loss(funcrl.losses.k2)
+        >>> cost(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([-3.0]))
+        tensor([2.])
+    """
+
+    @checked
+    def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        del behavior_logprobs
+        return estimator(logprobs, ref_logprobs)
+
+    return cost
+
+
+@checked
+def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
+    """Return a cost with the estimator's expected value and the gradient of KL(pi, ref).
+
+        stop_gradient(pi / pi_behavior) * (stop_gradient(estimate - k2) + k2)
+
+    The gradient is k2's, unbiased whatever the estimator; the constant importance weight keeps it
+    so on tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556; verl's "k3+").
+
+    Example:
+        >>> import torch, funcrl
+        >>> cost = funcrl.losses.with_kl_gradient(funcrl.losses.k1)
+        >>> cost(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([-3.0]))
+        tensor([2.])
+    """
+
+    @checked
+    def cost(logprobs: Tensor, behavior_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        checks.check_shape(
+            "with_kl_gradient", "behavior_logprobs", behavior_logprobs, "logprobs", logprobs.shape
+        )
+        weight = numerics.exp_ratio(logprobs - behavior_logprobs).detach()
+        surrogate = k2(logprobs, ref_logprobs)
+        value = estimator(logprobs, ref_logprobs)
+        return weight * ((value - surrogate).detach() + surrogate)
+
+    return cost
+
+
+_KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
+    "k1": (k1, as_loss(k1)),
+    "k2": (k2, as_loss(k2)),
+    "k3": (k3, as_loss(k3)),
+    "k1+": (k1, with_kl_gradient(k1)),
+    "k3+": (k3, with_kl_gradient(k3)),
+}
+
+
+@checked
+def penalty(
+    kl: float = 0.0, kl_estimator: str | EstimatorFn = "k3", entropy: float = 0.0
+) -> PenaltyFn:
+    """Return `kl * cost(estimator) - entropy * H(pi)` per token.
+
+    Args:
+        kl: how much the distance to the reference costs; 0 needs no reference.
+        kl_estimator: "k1", "k2", "k3", "k1+", "k3+" (`with_kl_gradient`), or a function of
+            (logprobs, ref_logprobs). Of the names only k2 and those with "+" have the gradient
+            of KL(pi, ref); see the module's table.
+        entropy: how much a nat of a token's entropy earns, before the token's weight.
+
+    Example:
+        >>> import torch, funcrl
+        >>> fn = funcrl.losses.penalty(entropy=0.5)
+        >>> scores = funcrl.TokenScores(torch.tensor([-1.0]), torch.tensor([2.0]))
+        >>> fn(scores, torch.tensor([-1.0]), ())
+        Penalty(cost=tensor([-1.]), kl=())
+    """
+    checks.check_range("penalty", "kl", kl, 0.0, float("inf"))
+    checks.check_finite("penalty", "entropy", entropy)
+    if callable(kl_estimator):
+        estimator, kl_cost = kl_estimator, as_loss(kl_estimator)
+    else:
+        checks.check_choice("penalty", "kl_estimator", kl_estimator, _KL_COSTS)
+        estimator, kl_cost = _KL_COSTS[kl_estimator]
+
+    @checked
+    def penalty_fn(
+        scores: TokenScores, behavior_logprobs: Tensor, ref_logprobs: Tensor | Absent
+    ) -> Penalty:
+        cost = -entropy * scores.entropy if entropy else torch.zeros_like(scores.logprobs)
+        if isinstance(ref_logprobs, tuple):
+            if kl:
+                raise ValueError(f"penalty(kl={kl}) expects ref_logprobs in the batch, got ().")
+            return Penalty(cost, ())
+        if kl:
+            cost = cost + kl * kl_cost(scores.logprobs, behavior_logprobs, ref_logprobs)
+        return Penalty(cost, estimator(scores.logprobs, ref_logprobs).detach())
+
+    return penalty_fn
+
+
+@checked
+def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple[Tensor, Metrics]:
+    """Return one sample's loss and its metrics; the caller vmaps and sums.
+
+        loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
+
+    Tokens outside the mask, and those whose behaviour log-probability is not finite, add nothing
+    to the loss, its gradient or the metrics. The algorithm's functions see a ratio of 1 there and
+    0 for everything else, and what they return there is not used: it may be NaN.
+
+    Args:
+        algorithm: whose ratio, surrogate and penalty to use.
+        scores: [T], what `model_fn(params, sample)` returned.
+        sample: a row of a `Batch` or of a `PackedBatch`.
+
+    Returns:
+        The 0-d loss, and `Metrics` in which every sum is over the sample's tokens.
+
+    Example:
+        >>> import torch, funcrl
+        >>> sample = funcrl.Batch(
+        ...     tokens=torch.tensor([5, 6]), positions=torch.tensor([0, 1]),
+        ...     mask=torch.tensor([False, True]), behavior_logprobs=torch.tensor([0.0, -1.0]),
+        ...     advantages=torch.tensor([0.0, 2.0]), token_weights=torch.tensor([0.0, 1.0]))
+        >>> scores = funcrl.TokenScores(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 0.7]))
+        >>> funcrl.policy_loss(funcrl.grpo(), scores, sample)[0]
+        tensor(-2.)
+    """
+    _check_sample(scores, sample)
+    kept = sample.mask & sample.behavior_logprobs.isfinite()
+    scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
+    ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
+    _check_part("ratio", ratio, Ratio, kept.shape)
+    # What goes into a function is selected, and not only what comes out: a gradient of 0 times a
+    # slope that is not finite is NaN, which a ratio over a whole sequence would spread.
+    surrogate = algorithm.surrogate(
+        scores.logprobs,
+        torch.where(kept, ratio.ratio, 1.0),
+        torch.where(kept, advantages * ratio.correction, 0.0),
+    )
+    _check_part("surrogate", surrogate, Surrogate, kept.shape)
+    penalized = algorithm.penalty(scores, behavior, reference)
+    _check_part("penalty", penalized, Penalty, kept.shape)
+    loss = (weights * torch.where(kept, penalized.cost - surrogate.objective, 0.0)).sum()
+    return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
+
+
+def _inside(
+    kept: Tensor, scores: TokenScores, sample: Any
+) -> tuple[TokenScores, Tensor, Tensor, Tensor, Tensor | Absent]:
+    """Return everything with 0 outside the mask, so that junk there reaches neither pass."""
+    nothing = torch.zeros_like(scores.logprobs)
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(kept, values, nothing)
+
+    reference = sample.ref_logprobs
+    return (
+        TokenScores(select(scores.logprobs), select(scores.entropy)),
+        select(sample.behavior_logprobs),
+        select(sample.advantages),
+        select(sample.token_weights),
+        reference if isinstance(reference, tuple) else select(reference),
+    )
+
+
+def _token_metrics(
+    kept: Tensor, scores: TokenScores, behavior: Tensor, surrogate: Surrogate, penalized: Penalty
+) -> Metrics:
+    """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
+    difference = (scores.logprobs - behavior).detach()
+    low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
+    token_values = {
+        "entropy": scores.entropy.detach(),
+        "clip_ratio/low_mean": low.to(difference.dtype),
+        "clip_ratio/high_mean": high.to(difference.dtype),
+        "clip_ratio/region_mean": (low | high).to(difference.dtype),
+        "sampling/sampling_logp_difference/mean": difference.abs(),
+        "sampling/importance_sampling_ratio/mean": numerics.exp_ratio(difference) * kept,
+    }
+    if not isinstance(penalized.kl, tuple):
+        token_values["kl"] = torch.where(kept, penalized.kl, 0.0)
+    return Metrics(
+        sums={name: values.sum() for name, values in token_values.items()},
+        maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
+    )
+
+
+def _check_sample(scores: TokenScores, sample: Any) -> None:
+    read = ("mask", "behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
+    missing = [name for name in read if not hasattr(sample, name)]
+    if missing:
+        raise TypeError(
+            f"policy_loss expects sample to be a row of a Batch or PackedBatch, got "
+            f"{type(sample).__name__} without {missing[0]}."
+        )
+    checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
+    values = {f"scores.{name}": value for name, value in scores._asdict().items()}
+    for name in ("behavior_logprobs", "advantages", "token_weights"):
+        values[f"sample.{name}"] = getattr(sample, name)
+    values["sample.ref_logprobs"] = sample.ref_logprobs
+    values["sample.segment_ids"] = getattr(sample, "segment_ids", ())
+    for name, value in values.items():
+        if not isinstance(value, tuple):
+            checks.check_shape("policy_loss", name, value, "sample.mask", sample.mask.shape)
+
+
+def _check_part(name: str, part: Any, kind: type[Any], shape: torch.Size) -> None:
+    """Refuse what a function of the algorithm returned if it is not one number a token."""
+    what = f"algorithm.{name}(...)"
+    if not isinstance(part, kind):
+        raise TypeError(
+            f"policy_loss expects {what} to be a {kind.__name__}, got {type(part).__name__}."
+        )
+    for field, value in part._asdict().items():
+        if not isinstance(value, tuple):
+            checks.check_shape("policy_loss", f"{what}.{field}", value, "sample.mask", shape)
+
+
+def _log_ratio(function: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    checks.check_rank(function, "logprobs", logprobs, "T")
+    checks.check_shape(function, "ref_logprobs", ref_logprobs, "logprobs", logprobs.shape)
+    return logprobs - ref_logprobs

@@ -1,0 +1,100 @@
+"""What a step may do to a batch before its gradients, knowing the current policy's scores.
+
+A prepare function is `(scores [B, T], batch) -> batch`. `grpo_step(prepare=...)` scores the batch
+once, without gradients, and calls it; a loop with several passes over a rollout calls
+`funcrl.score` and the function itself, once, before the first.
+"""
+
+import torch
+from torch.func import vmap
+
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.core.types import CorrectionFn, PrepareFn, Rows, TokenScores
+
+
+@checked
+def top_entropy(fraction: float) -> PrepareFn:
+    """Return the function that keeps the policy gradient of the most uncertain tokens alone.
+
+    The advantages of all but the `fraction` of sampled tokens with the highest entropy, over the
+    whole batch, become 0 (arXiv:2506.01939 uses 0.2; TRL's `top_entropy_quantile`). Token weights
+    stay, so denominators and penalties do too. Ties with the last token kept are kept.
+
+    Args:
+        fraction: of the sampled tokens to keep, rounded up.
+
+    Example:
+        >>> import torch, funcrl
+        >>> batch = funcrl.Batch(
+        ...     tokens=torch.ones(1, 3, dtype=torch.int64), positions=torch.arange(3)[None],
+        ...     mask=torch.tensor([[False, True, True]]), behavior_logprobs=torch.zeros(1, 3),
+        ...     advantages=torch.ones(1, 3), token_weights=torch.ones(1, 3))
+        >>> scores = funcrl.TokenScores(torch.zeros(1, 3), torch.tensor([[9.0, 0.1, 0.7]]))
+        >>> funcrl.top_entropy(0.5)(scores, batch).advantages
+        tensor([[0., 0., 1.]])
+    """
+    checks.check_range("top_entropy", "fraction", fraction, 0.0, 1.0)
+
+    @checked
+    def prepare(scores: TokenScores, batch: Rows) -> Rows:
+        checks.check_shape(
+            "top_entropy", "scores.entropy", scores.entropy, "batch.mask", batch.mask.shape
+        )
+        entropy = torch.where(batch.mask, scores.entropy, -torch.inf)
+        # In float64 and a hair below, so that 0.1 * 30 is not rounded up to 4 tokens.
+        exact = batch.mask.sum().to(torch.float64) * fraction
+        num_kept = torch.ceil(exact * (1 - 1e-12)).to(torch.int64)
+        descending = entropy.reshape(-1).sort(descending=True).values
+        threshold = descending.gather(0, (num_kept - 1).clamp(min=0)[None])
+        keep = (entropy >= threshold) & batch.mask & (num_kept > 0)
+        return batch._replace(advantages=torch.where(keep, batch.advantages, 0.0))
+
+    return prepare
+
+
+@checked
+def recenter(correction: CorrectionFn) -> PrepareFn:
+    """Return the function that makes the current policy the one the ratio is taken against.
+
+    For several optimizer steps on one rollout, before the first: advantages are multiplied by the
+    bounded importance weight of the current policy against the generator, and the current
+    log-probabilities take the place of the generator's (decoupled PPO, arXiv:2110.00641). The
+    first step's policy gradient is then what `correction=` in the algorithm gives. From here on
+    the metrics under `sampling/`, and the weights of the "+" KL penalties, speak of the policy at
+    this moment and no longer of the generator. As `grpo_step(prepare=...)` it recentres at every
+    step; for several steps call it yourself, once.
+
+    Args:
+        correction: such as `funcrl.ratios.truncated(3.0)`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> batch = funcrl.Batch(
+        ...     tokens=torch.ones(1, 2, dtype=torch.int64), positions=torch.arange(2)[None],
+        ...     mask=torch.tensor([[False, True]]), behavior_logprobs=torch.tensor([[0.0, -2.0]]),
+        ...     advantages=torch.tensor([[0.0, 1.0]]), token_weights=torch.ones(1, 2))
+        >>> scores = funcrl.TokenScores(torch.tensor([[0.0, -1.0]]), torch.zeros(1, 2))
+        >>> corrected = funcrl.recenter(funcrl.ratios.truncated(2.0))(scores, batch)
+        >>> corrected.advantages, corrected.behavior_logprobs
+        (tensor([[0., 2.]]), tensor([[ 0., -1.]]))
+    """
+
+    @checked
+    def prepare(scores: TokenScores, batch: Rows) -> Rows:
+        behavior = batch.behavior_logprobs
+        checks.check_shape(
+            "recenter", "scores.logprobs", scores.logprobs, "batch.mask", batch.mask.shape
+        )
+        kept = batch.mask & behavior.isfinite()
+        log_ratio = torch.where(kept, scores.logprobs - behavior, 0.0)
+        segment_ids = getattr(batch, "segment_ids", ())
+        weight = vmap(correction)(log_ratio, kept, segment_ids)
+        checks.check_shape("recenter", "correction(...)", weight, "batch.mask", kept.shape)
+        return batch._replace(
+            advantages=batch.advantages * weight,
+            # Where the generator's value was not finite it stays, to be left out and counted.
+            behavior_logprobs=torch.where(kept, scores.logprobs, behavior),
+        )
+
+    return prepare

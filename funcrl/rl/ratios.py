@@ -1,0 +1,167 @@
+"""How far the policy has moved from the one that sampled: ratios, and their bounded corrections.
+
+A ratio function is `(logprobs, behavior_logprobs, mask, segment_ids) -> Ratio`, all [T]. Outside
+the mask both log-probabilities must be finite; their ratio there is never used.
+"""
+
+import torch
+from torch import Tensor
+
+from funcrl.core import checks, numerics
+from funcrl.core.arguments import checked
+from funcrl.core.types import Absent, CorrectionFn, Ratio, RatioFn
+
+_LEVELS = ("token", "sequence")
+
+
+@checked
+def token(
+    logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()
+) -> Ratio:
+    """Return `pi(token) / pi_behavior(token)` for each token, as PPO and GRPO use it.
+
+    Example:
+        >>> import torch, funcrl
+        >>> logprobs, mask = torch.tensor([0.25, 0.5]).log(), torch.tensor([True, True])
+        >>> funcrl.ratios.token(logprobs, torch.tensor([0.5, 0.5]).log(), mask).ratio
+        tensor([0.5000, 1.0000])
+    """
+    del mask, segment_ids
+    ratio = numerics.exp_ratio(_log_ratio("token", logprobs, behavior_logprobs))
+    return Ratio(ratio, torch.ones_like(ratio))
+
+
+@checked
+def sequence(
+    logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()
+) -> Ratio:
+    """Return GSPO's ratio of whole completions, the same at each token (arXiv:2507.18071).
+
+        s = exp(mean over the completion's tokens of log(pi / pi_behavior))
+
+    Example:
+        >>> import torch, funcrl
+        >>> logprobs, mask = torch.tensor([0.25, 1.0]).log(), torch.tensor([True, True])
+        >>> funcrl.ratios.sequence(logprobs, torch.tensor([0.5, 0.5]).log(), mask).ratio
+        tensor([1., 1.])
+    """
+    log_ratio = _log_ratio("sequence", logprobs, behavior_logprobs)
+    checks.check_shape("sequence", "mask", mask, "logprobs", logprobs.shape)
+    count = _segment_sum(mask.to(log_ratio.dtype), mask, segment_ids)
+    mean = _segment_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
+    ratio = numerics.exp_ratio(mean)
+    return Ratio(ratio, torch.ones_like(ratio))
+
+
+@checked
+def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
+    """Return `ratio_fn` around the current policy, and the generator's mismatch as a constant.
+
+    The generator (vLLM, another precision, older weights) is not quite the trainer's policy.
+    Instead of clipping against it, the surrogate's ratio is taken against the current policy,
+    where it is 1 and carries the gradient, and a bounded, constant importance weight multiplies
+    the advantage: truncated importance sampling. It is meant for one optimizer step a rollout;
+    with several, `funcrl.recenter` puts both into the batch once, before the first.
+
+    Example:
+        >>> import torch, funcrl
+        >>> ratio_fn = funcrl.ratios.corrected(funcrl.ratios.token, funcrl.ratios.truncated(2.0))
+        >>> logprobs, mask = torch.tensor([0.9, 0.5]).log(), torch.tensor([True, True])
+        >>> ratio_fn(logprobs, torch.tensor([0.1, 0.5]).log(), mask, ())
+        Ratio(ratio=tensor([1., 1.]), correction=tensor([2., 1.]))
+    """
+
+    @checked
+    def ratio(
+        logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor | Absent
+    ) -> Ratio:
+        current = logprobs.detach()
+        near_one = ratio_fn(logprobs, current, mask, segment_ids)
+        log_ratio = _log_ratio("corrected", current, behavior_logprobs)
+        weight = correction(log_ratio, mask, segment_ids)
+        checks.check_shape("corrected", "correction(...)", weight, "logprobs", logprobs.shape)
+        return near_one._replace(correction=near_one.correction * weight)
+
+    return ratio
+
+
+@checked
+def truncated(cap: float = 3.0, level: str = "token") -> CorrectionFn:
+    """Return the correction `min(pi / pi_behavior, cap)`: truncated importance sampling.
+
+    Args:
+        cap: the largest weight (TRL's `vllm_importance_sampling_clip_max`).
+        level: "token" for a weight of each token, "sequence" for the product over a completion.
+
+    Example:
+        >>> import torch, funcrl
+        >>> correction = funcrl.ratios.truncated(cap=3.0)
+        >>> correction(torch.tensor([2.0, 0.0]), torch.tensor([True, True]), ())
+        tensor([3., 1.])
+    """
+    checks.check_positive("truncated", "cap", cap)
+    weight_fn = _importance("truncated", level)
+
+    @checked
+    def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+        return weight_fn(log_ratio, mask, segment_ids).clamp(max=cap)
+
+    return correction
+
+
+@checked
+def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> CorrectionFn:
+    """Return the correction `pi / pi_behavior` where it lies in `[floor, cap]`, and 0 elsewhere.
+
+    The defaults are TRL's `sequence_mask`.
+
+    Args:
+        cap: a larger weight is left out.
+        floor: a smaller weight is left out.
+        level: "token" for a weight of each token, "sequence" for the product over a completion.
+
+    Example:
+        >>> import torch, funcrl
+        >>> correction = funcrl.ratios.masked(cap=3.0, level="token")
+        >>> correction(torch.tensor([2.0, 0.0]), torch.tensor([True, True]), ())
+        tensor([0., 1.])
+    """
+    checks.check_positive("masked", "cap", cap)
+    checks.check_range("masked", "floor", floor, 0.0, cap)
+    weight_fn = _importance("masked", level)
+
+    @checked
+    def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+        weight = weight_fn(log_ratio, mask, segment_ids)
+        return torch.where((weight >= floor) & (weight <= cap), weight, torch.zeros_like(weight))
+
+    return correction
+
+
+def _importance(function: str, level: str) -> CorrectionFn:
+    checks.check_choice(function, "level", level, _LEVELS)
+
+    def by_token(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+        del mask, segment_ids
+        return numerics.exp_ratio(log_ratio)
+
+    def by_sequence(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+        checks.check_shape(function, "mask", mask, "log_ratio", log_ratio.shape)
+        return numerics.exp_ratio(_segment_sum(log_ratio, mask, segment_ids))
+
+    return by_token if level == "token" else by_sequence
+
+
+def _log_ratio(function: str, logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    checks.check_shape(function, "behavior_logprobs", behavior_logprobs, "logprobs", logprobs.shape)
+    return logprobs - behavior_logprobs
+
+
+def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
+    """Return at each token the masked sum over its completion: the row, or its segment of it."""
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    if isinstance(segment_ids, tuple):
+        return kept.sum().expand_as(values)
+    # T^2 work, but sums of one fixed order: index_add on a GPU gives other bits at each call.
+    same_segment = segment_ids[:, None] == segment_ids[None, :]
+    return same_segment.to(kept.dtype) @ kept

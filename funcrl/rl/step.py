@@ -1,0 +1,208 @@
+"""One GRPO step as a pure function: loss, gradients, optimizer, state. It imports no model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl import optim
+from funcrl.core import checks, tree
+from funcrl.core.arguments import checked
+from funcrl.core.types import (
+    Algorithm,
+    Batch,
+    GradientTransformation,
+    Metrics,
+    ModelFn,
+    PackedBatch,
+    Params,
+    PrepareFn,
+    Rows,
+    Step,
+    TokenScores,
+    TrainState,
+    Tree,
+)
+from funcrl.models.logprobs import score
+from funcrl.rl import grads
+from funcrl.rl.algorithms import grpo
+from funcrl.rl.losses import policy_loss
+from funcrl.rl.metrics import token_means
+
+
+@checked
+def grpo_step(
+    model_fn: ModelFn,
+    *,
+    algorithm: Algorithm | None = None,
+    optimizer: GradientTransformation | None = None,
+    per_sample: grads.PerSampleTransform | None = None,
+    microbatch: int | None = None,
+    prepare: PrepareFn | None = None,
+) -> Step:
+    """Return the step `state, metrics = step(state, batch)` that trains `model_fn`.
+
+        grads = sum over samples of per_sample(grad(policy_loss))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = params + updates
+
+    Nothing is mutated and nothing is remembered: the same state and batch give the same bits.
+    An update whose gradient is not finite is skipped and counted. The step runs without recording
+    gradients, so one cannot differentiate through it.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
+            any function.
+        algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out.
+        optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
+            global norm of 1 when left out.
+        per_sample: a function of gradients with a leading axis B, such as
+            `funcrl.clip_per_sample(1.0)`; without it no per-sample gradient is ever made.
+        microbatch: rows differentiated at a time; any value gives the same step up to rounding.
+        prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
+            pass.
+
+    Returns:
+        A `Step`: `step.init(params, seed=0)` makes the first state, `step(state, batch)` the next
+        one and its `Metrics`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
+        >>> model = funcrl.models.Transformer(config)
+        >>> step = funcrl.grpo_step(funcrl.logprob_fn(model))
+        >>> state = step.init(funcrl.init_params(model, seed=0))
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[1, 2, 3], [1, 4, 5]]), group=torch.tensor([0, 0]),
+        ...     mask=torch.tensor([[False, True, True], [False, True, True]]),
+        ...     behavior_logprobs=torch.full((2, 3), -2.0), rewards=torch.tensor([0.0, 1.0]),
+        ...     policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> state, metrics = step(state, funcrl.collate(rollout, funcrl.grpo()))
+        >>> state.step, metrics.sums["num_tokens"]
+        (tensor(1), tensor(4))
+    """
+    model_fn = _scoring(model_fn)
+    if microbatch is not None:
+        checks.check_count("grpo_step", "microbatch", microbatch)
+    algorithm = grpo() if algorithm is None else algorithm
+    if optimizer is None:
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
+    transformation = optim.skip_nonfinite(_checked(optimizer))
+
+    def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
+        return policy_loss(algorithm, model_fn(params, sample), sample)
+
+    gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
+
+    @checked
+    def init(params: Params, seed: int = 0) -> TrainState:
+        _check_params(params)
+        # A copy, so that nobody else's update of a module changes the state; detached, because
+        # a state of leaves that require grad would keep every past step alive.
+        params = tree.map(lambda leaf: leaf.detach().clone(), params)
+        device = tree.leaves(params)[0].device
+        opt_state = transformation.init(params)
+        tree.check_tensors("grpo_step's init", "the optimizer's state", opt_state.inner)
+        return TrainState(
+            params=params,
+            opt_state=opt_state,
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            seed=torch.full((), seed, dtype=torch.int64, device=device),
+        )
+
+    @checked
+    @torch.no_grad()
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        _check_batch("grpo_step", batch, per_sample)
+        if prepare is not None:
+            batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
+            _check_batch("grpo_step(prepare=...)", batch, per_sample)
+        grads_, loss, token_sums = gradient(state.params, batch)
+        grad_norm = tree.global_norm(grads_)
+        updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
+        del grads_  # not alive beside the new parameters
+        params = optim.apply_updates(state.params, updates)
+        # The same number on every rank, so that the largest is that number.
+        replicated = {"grad_norm": grad_norm, "num_skipped_updates": opt_state.num_skipped}
+        learning_rate = optim.current_learning_rate(opt_state)
+        if not isinstance(learning_rate, tuple):
+            replicated["learning_rate"] = learning_rate
+        metrics = _report(loss, token_sums, batch, replicated)
+        return TrainState(params, opt_state, state.step + 1, state.seed), metrics
+
+    return Step(init, update)
+
+
+def _report(
+    loss: Tensor, token_sums: Metrics, batch: Rows, replicated: dict[str, Tensor]
+) -> Metrics:
+    """Return the means over trained tokens, the loss, what was counted, and what is given."""
+    finite = batch.behavior_logprobs.isfinite()
+    num_tokens = (batch.mask & finite).sum()
+    means = token_means(token_sums, num_tokens)
+    counts = {"loss": loss, "num_tokens": num_tokens, "num_nonfinite_logprobs": (~finite).sum()}
+    return Metrics(means.sums | counts, means.maxes | replicated)
+
+
+def _scoring(model_fn: ModelFn) -> ModelFn:
+    """Return the model function; a module, and what does not return `TokenScores`, are refused."""
+    if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
+        raise TypeError(
+            "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
+            f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
+        )
+
+    def scores_of(params: Params, sample: Any) -> TokenScores:
+        scores = model_fn(params, sample)
+        if not isinstance(scores, TokenScores):
+            raise TypeError(
+                f"grpo_step expects model_fn to return TokenScores(logprobs, entropy), "
+                f"got {type(scores).__name__}."
+            )
+        return scores
+
+    return scores_of
+
+
+def _checked(optimizer: GradientTransformation) -> GradientTransformation:
+    """Return the optimizer; updates that are not of the shapes of the parameters are refused."""
+
+    def update(grads: Tree, state: Any, params: Params) -> tuple[Tree, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        what = "the optimizer's updates"
+        tree.check_same_shapes("grpo_step", what, updates, "the parameters", params)
+        return updates, state
+
+    return optimizer._replace(update=update)
+
+
+def _check_params(params: Params) -> None:
+    if not params:
+        raise ValueError("grpo_step's init expects a non-empty dict of tensors, got {}.")
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if not leaf.is_floating_point() or leaf.is_meta:
+            raise TypeError(
+                f"grpo_step's init expects floating-point parameters with values, got {path!r} of "
+                f"{leaf.dtype} on {leaf.device}."
+            )
+
+
+def _check_batch(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> None:
+    if not isinstance(batch, Batch | PackedBatch):
+        raise TypeError(f"{function} expects a Batch or PackedBatch, got {type(batch).__name__}.")
+    if per_sample is not None and isinstance(batch, PackedBatch):
+        raise TypeError(
+            "grpo_step(per_sample=...) expects a Batch, one sample a row, got a "
+            "PackedBatch, many a row."
+        )
+    checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
+    shape = batch.tokens.shape
+    if 0 in shape:
+        raise ValueError(
+            f"{function} expects at least one row and one token, got an empty batch of shape "
+            f"{list(shape)}."
+        )
+    for name, value in batch._asdict().items():
+        if not (name == "ref_logprobs" and isinstance(value, tuple)):
+            checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
+    checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)

@@ -1,0 +1,1 @@
+"""A run on disk and on the screen: its files, checkpoints, views, trackers and report."""

@@ -1,0 +1,390 @@
+"""Checkpoints: a tree of tensors and a few facts on disk, whole or not at all, equal to the bit.
+
+    PATH/state/           the leaves, written by orbax
+    PATH/manifest.json    their paths, shapes, dtypes and checksums, and the facts
+
+A checkpoint is made under a hidden name and renamed when all of it is on disk: the rename is the
+commit. Torn, changed and foreign folders are told by the manifest and its checksums.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from funcrl.core import checks, tree
+from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.arrays import to_array, to_tensor
+from funcrl.core.files import sync
+from funcrl.core.reading import brief, read_text
+from funcrl.core.terminal import warn_safely
+from funcrl.core.types import Tree
+from funcrl.run.manifest import file_checksum, is_manifest
+from funcrl.run.storage import read_arrays, write_arrays
+
+Extra: TypeAlias = Mapping[str, Any] | None
+OnSkip: TypeAlias = Callable[[str], None] | None
+_Manifest: TypeAlias = dict[str, Any]
+
+_FORMAT, _STATE, _MANIFEST = "funcrl checkpoint 2", "state", "manifest.json"
+_MOST_BYTES = 1 << 30  # of a manifest, with whatever facts its maker put there
+# What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
+_LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted: torn, changed, foreign or not there."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint read back."""
+
+    step: int
+    state: Tree
+    extra: dict[str, Any]
+
+
+@checked
+def save(path: Path | str, state: TensorTree, extra: Extra = None) -> None:
+    """Write a checkpoint; when this returns it is on disk, and when it fails nothing is harmed.
+
+    Args:
+        path: the folder to make; an old checkpoint there is replaced.
+        state: a tree of dense tensors of any dtype that is not quantized, such as a `TrainState`.
+        extra: what JSON can hold.
+
+    Example:
+        >>> import pathlib, tempfile, torch, funcrl
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "five"
+        >>> funcrl.save(path, {"w": torch.ones(2)}, {"step": 5})
+        >>> funcrl.restore(path, like={"w": torch.zeros(2)})
+        ({'w': tensor([1., 1.])}, {'step': 5})
+    """
+    _write(Path(path), _describe(state, extra, None), _to_arrays(state))
+
+
+@checked
+def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    """Return the state and the extra facts of a checkpoint, equal to the bit to what was saved.
+
+    The learning rate of an optimizer that was given a number is part of its state, and comes back:
+    `funcrl.optim.with_learning_rate` puts another one there. A schedule is not.
+
+    Args:
+        path: a checkpoint, or a folder of numbered ones such as RUN/checkpoints, of which the
+            newest good one is read; a warning names each newer one that is broken.
+        like: a tree of the same structure, shapes and dtypes, on the devices to restore to.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.restore("no/such/folder", like={})
+        Traceback (most recent call last):
+        funcrl.run.checkpoint.CheckpointError: restore expects a checkpoint, got none at \
+no/such/folder.
+    """
+    path = Path(path)
+    if not (path / _MANIFEST).exists() and _numbered(path):
+        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=6))
+        return found.state, found.extra
+    return _read(path, like)
+
+
+class Checkpoints:
+    """A folder of numbered checkpoints, written in the background: the last ones and the best.
+
+    A state is never mutated, so that it can be written while training goes on; `wait` before the
+    buffers of a state on a CPU are donated. A save waits for the one before it, and raises its
+    error if it failed. One process at a time writes to a folder, and closes it before it ends.
+
+    Args:
+        folder: made when it is missing.
+        keep_last: how many of the newest stay.
+        keep_best: how many of those with the highest score stay besides.
+
+    Example:
+        >>> import pathlib, tempfile, torch
+        >>> from funcrl.run.checkpoint import Checkpoints
+        >>> checkpoints = Checkpoints(pathlib.Path(tempfile.mkdtemp()), keep_last=1)
+        >>> for step in (1, 2, 3):
+        ...     checkpoints.save(step, {"w": torch.full((1,), float(step))}, score=1 / step)
+        >>> checkpoints.close()
+        >>> checkpoints.steps(), checkpoints.restore_latest(like={"w": torch.zeros(1)}).state
+        ([1, 3], {'w': tensor([3.])})
+    """
+
+    def __init__(self, folder: Path | str, keep_last: int = 3, keep_best: int = 1) -> None:
+        checks.check_count("Checkpoints", "keep_last", keep_last)
+        checks.check_range("Checkpoints", "keep_best", keep_best, 0, math.inf)
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".probe.{os.getpid()}"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            reason = f"got {folder}: {error.strerror}."
+            raise OSError(f"Checkpoints expects a folder that it can write to, {reason}") from error
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[int] | None = None
+        self.newest: int | None = None  # the last one restored or saved, known to be whole
+
+    def save(self, step: int, state: Tree, extra: Extra = None, score: float | None = None) -> None:
+        """Begin to write checkpoint number `step`; a score that is not finite counts as none."""
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"Checkpoints.save expects step to be an integer >= 0, got {step!r}.")
+        self.wait()
+        manifest, arrays = _describe(state, extra, score), _to_arrays(state)
+        self._pending = self._writer.submit(self._write, step, manifest, arrays)
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise if the last save failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.newest = pending.result()
+
+    def close(self) -> None:
+        """Wait, and end the background thread."""
+        with self._writer:
+            self.wait()
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the checkpoints on disk, lowest first."""
+        found = _numbered(self.folder).items()
+        return [step for step, path in found if (path / _MANIFEST).is_file()]
+
+    def restore_latest(self, like: Tree, on_skip: OnSkip = None) -> Restored | None:
+        """Return the newest good checkpoint, None when there is none at all.
+
+        `on_skip` is told of each that is broken, and how; when all are, that is an error.
+        """
+        if not _numbered(self.folder):
+            return None
+        found = _newest(self.folder, like, on_skip)
+        self.newest = found.step
+        return found
+
+    def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> int:
+        _clean_up(self.folder)
+        _write(self.folder / str(step), manifest, arrays)
+        self._thin_out(step)
+        return step
+
+    def _thin_out(self, newest: int) -> None:
+        """Delete what is neither new nor good, of the checkpoints up to the one just saved.
+
+        Higher numbers are of a life that could not be gone on from, and will be replaced.
+        """
+        scores: dict[int, float | None] = {}
+        for step, path in _numbered(self.folder).items():
+            # One whose manifest is broken has no vote and is left for a person to look at.
+            with contextlib.suppress(CheckpointError):
+                scores[step] = _read_manifest(path)["score"]
+        mine = [step for step in scores if step <= newest]
+        scored = sorted((s for s in mine if scores[s] is not None), key=lambda s: (scores[s], s))
+        kept = {*mine[-self._keep_last :], *scored[max(0, len(scored) - self._keep_best) :]}
+        for step in set(mine) - kept:
+            # Renamed first, so that at no moment a part of it bears its number.
+            gone = self.folder / f".{step}.gone"
+            (self.folder / str(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _numbered(folder: Path) -> dict[int, Path]:
+    """Return where each numbered checkpoint is, good or not, lowest first."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    numbers = {name.removeprefix(".").removesuffix(".old") for name in names}
+    found = sorted(int(name) for name in numbers if re.fullmatch(r"0|[1-9][0-9]*", name))
+    paths = ((step, _unreplaced(folder / str(step))) for step in found)
+    return {step: path for step, path in paths if path.exists()}
+
+
+def _newest(folder: Path, like: Tree, on_skip: OnSkip) -> Restored:
+    reasons = []
+    for step, path in reversed(_numbered(folder).items()):
+        try:
+            return Restored(step, *_read(path, like))
+        except CheckpointError as error:
+            reasons.append(str(error))
+            if on_skip is not None:
+                on_skip(str(error))
+    raise CheckpointError(f"restore expects a good checkpoint in {folder}: " + " ".join(reasons))
+
+
+def _to_arrays(state: Tree) -> dict[str, Any]:
+    """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
+    return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
+
+
+def _describe(state: Tree, extra: Extra, score: float | None) -> _Manifest:
+    known = score is not None and math.isfinite(score)
+    return {
+        "format": _FORMAT, "leaves": _outline("save", state), "score": score if known else None,
+        # Encoded now, so that what JSON cannot hold is refused here and not in the background.
+        "extra": json.loads(json.dumps(dict(extra or {}))),
+    }  # fmt: skip
+
+
+def _outline(function: str, state: Tree) -> list[dict[str, Any]]:
+    outline = []
+    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+        checks.check_tensor(function, path, leaf)
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+            raise TypeError(
+                f"{function} expects {path} to be a dense tensor with values, neither sparse nor "
+                f"quantized nor on the meta device, got {leaf.dtype}, {leaf.layout}, {leaf.device}."
+            )
+        outline.append({"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
+    return outline
+
+
+def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        # To replace a folder is to delete it: only one that a save has written may go.
+        if path.exists() and not {each.name for each in path.iterdir()} <= {_STATE, _MANIFEST}:
+            raise FileExistsError("a folder with other things in it is there")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        # Before orbax writes: a tensor that is changed meanwhile is then told by its checksum.
+        sums = [_checksum(array) for array in arrays.values()]
+        # An array without elements is not stored; the manifest alone brings it back.
+        filled = {name: array for name, array in arrays.items() if array.size}
+        if filled:
+            write_arrays(draft / _STATE, filled)
+        text = _encode(manifest | {"checksums": sums, "files": _file_checksums(draft)})
+        (draft / _MANIFEST).write_text(text, encoding="utf-8")
+        # orbax syncs the data that it writes, but neither its metadata nor its folders.
+        for written in [*draft.rglob("*"), draft]:
+            sync(written)
+        _replace(path, draft)
+    except Exception as error:
+        raise OSError(
+            f"save could not write {path}: {_reason(error)}; older ones are whole."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _replace(path: Path, draft: Path) -> None:
+    """Give the draft its name; an old checkpoint of that name can be restored until then."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    draft.rename(path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _unreplaced(path: Path) -> Path:
+    """Return where the checkpoint is, if a process was killed while it replaced it."""
+    old = path.with_name(f".{path.name}.old")
+    return old if not path.exists() and old.exists() else path
+
+
+def _clean_up(folder: Path) -> None:
+    """Remove what killed processes left behind; what they were replacing gets its name back."""
+    for path in folder.iterdir():
+        if _LEFT_OVER.fullmatch(path.name):
+            named = folder / path.name.split(".")[1]
+            if path.suffix == ".old" and not named.exists():
+                path.rename(named)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    path = _unreplaced(path)
+    manifest = _read_manifest(path)
+    saved = manifest["leaves"]
+    _check_like(path, saved, _outline("restore", like))
+    wanted, unflatten = tree.flatten(like)
+    arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
+    leaves = []
+    for index, leaf in enumerate(wanted):
+        array = arrays.get(str(index), np.zeros(0))
+        if _checksum(array) != manifest["checksums"][index]:
+            raise _broken(path, f"whose {saved[index]['path']!r} is not what was saved")
+        leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
+    return unflatten(leaves), manifest["extra"]
+
+
+def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
+    # The files first: a changed byte in a length would have orbax reserve or read anything.
+    try:
+        changed = sorted(files.items() - _file_checksums(path).items())
+        if not changed:
+            return read_arrays(path / _STATE)
+    except Exception as error:
+        raise _broken(path, f"whose {_STATE} cannot be read, {error!r}") from error
+    raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    if not path.exists():
+        raise CheckpointError(f"restore expects a checkpoint, got none at {path}.")
+    try:
+        text = read_text("restore", path / _MANIFEST, _MOST_BYTES)
+        manifest = json.loads(text)["checkpoint"]
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _broken(path, f"whose {_MANIFEST} is missing, torn or not of funcrl") from error
+    # Writing it again gives the same bytes, unless one of them has changed.
+    if text != _encode(manifest):
+        raise _broken(path, f"whose {_MANIFEST} has changed since it was saved")
+    if version != _FORMAT:
+        raise _broken(path, f"whose format is {brief(version)} and not {_FORMAT!r}")
+    if not is_manifest(manifest):
+        raise _broken(path, f"whose {_MANIFEST} is not one that funcrl writes")
+    return dict(manifest)
+
+
+def _encode(manifest: _Manifest) -> str:
+    checksum = zlib.crc32(json.dumps(manifest).encode())
+    return json.dumps({"checksum": checksum, "checkpoint": manifest}) + "\n"
+
+
+def _broken(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"restore expects a whole checkpoint, got {path}, {what}.")
+
+
+def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    ours, theirs = ({leaf["path"]: leaf for leaf in leaves} for leaves in (wanted, saved))
+    for at in [*ours, *theirs]:
+        want, got = ours.get(at), theirs.get(at)
+        if want != got:
+            raise ValueError(f"restore expects {_say(want)} for {at!r}, got {_say(got)} in {path}.")
+    if saved != wanted:  # two leaves of one path, or another order
+        raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
+
+
+def _say(leaf: dict[str, Any] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _file_checksums(path: Path) -> dict[str, int]:
+    """Return the checksum of each file that orbax wrote into a checkpoint."""
+    files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
+    return {str(each.relative_to(path)): file_checksum(each) for each in files}

@@ -1,0 +1,236 @@
+"""What a run shows while it runs: a live view, or plain lines."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from funcrl.core.terminal import escaped, print_safely, printable
+from funcrl.run.runs import Completion, Row
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN = {
+    "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
+    "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm",
+}  # fmt: skip
+
+
+class View(Protocol):
+    """What shows a run on the screen."""
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Begin, with `done` of `total` steps behind."""
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Show a finished step."""
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+def view_for(stream: TextIO) -> View:
+    """Return the live view for a terminal, and plain lines for anything else.
+
+    Example:
+        >>> import io
+        >>> from funcrl.run.logging import PlainView, view_for
+        >>> isinstance(view_for(io.StringIO()), PlainView)
+        True
+    """
+    return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
+
+
+class SilentView:
+    """Shows nothing: a run in a notebook or a test."""
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Show nothing."""
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Show nothing."""
+
+
+class PlainView:
+    """A line every few seconds, without control characters: for a file or a pipe.
+
+    Args:
+        stream: to write to.
+        every: seconds between two lines; first, last and evaluated steps always have one.
+    """
+
+    def __init__(self, stream: TextIO, every: float = 5.0) -> None:
+        self._stream, self._every = stream, every
+        self._pace = _Pace(0, 0)
+        self._last = -math.inf
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Print the title."""
+        self._pace = _Pace(total, done)
+        self._print(title)
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Print the step's numbers when it is time."""
+        del completion
+        self._pace.tick(row)
+        now = time.monotonic()
+        ends = row["step"] in (1, self._pace.total) or "eval/accuracy" in row
+        if not ends and now - self._last < self._every:
+            return
+        self._last = now
+        numbers = [f"{label} {_number(row[name]):>6}" for name, label in _SHOWN.items()
+                   if name in row]  # fmt: skip
+        width = len(str(self._pace.total))
+        head = f"step {row['step']:>{width}}/{self._pace.total}"
+        self._print("  ".join([head, *numbers, f"left {self._pace.left()}"]))
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Flush."""
+        self._stream.flush()
+
+    def _print(self, text: str) -> None:
+        print_safely(text, self._stream)
+
+
+class LiveView:
+    """A panel at the bottom of the terminal: progress, numbers, a sample completion.
+
+    Args:
+        console: rich's, for the terminal to draw on.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._pace = _Pace(0, 0)
+        self._title = ""
+        self._rewards: list[float] = []
+        self._accuracy: float | None = None
+
+    def start(self, title: str, total: int, done: int) -> None:
+        """Draw the empty panel."""
+        self._title, self._pace = title, _Pace(total, done)
+        self._live.start()
+
+    def step(self, row: Row, completion: Completion | None) -> None:
+        """Draw the step."""
+        self._pace.tick(row)
+        if row.get("reward") is not None:
+            self._rewards.append(row["reward"])
+        self._accuracy = row.get("eval/accuracy", self._accuracy)
+        parts: list[Any] = [self._progress(row), self._numbers(row)]
+        if completion is not None:
+            parts.append(self._completion(completion))
+        title = Text(printable(self._title), overflow="ellipsis", no_wrap=True)
+        self._live.update(Panel(Group(*parts), title=title, title_align="left"), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print the line above the panel."""
+        self._console.print(Text(printable(text)))
+
+    def close(self) -> None:
+        """Leave the last panel where it is, and give the cursor back."""
+        self._live.stop()
+
+    def _progress(self, row: Row) -> Progress:
+        progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]} left  {task.fields[speed]}"),
+            console=self._console, expand=True,
+        )  # fmt: skip
+        speed = f"{_number(row.get('step_time'))} s/step"
+        progress.add_task(
+            "", total=self._pace.total, completed=row["step"], left=self._pace.left(), speed=speed
+        )
+        return progress
+
+    def _numbers(self, row: Row) -> Table:
+        known = {**row, "eval/accuracy": self._accuracy}
+        shown = [(label, known[name]) for name, label in _SHOWN.items()
+                 if known.get(name) is not None]  # fmt: skip
+        if row.get("step_time") and row.get("num_tokens"):
+            shown.append(("tokens/s", row["num_tokens"] / row["step_time"]))
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_row(*(Text(label, style="dim", no_wrap=True) for label, _ in shown))
+        table.add_row(*(Text(_number(value), style="bold", no_wrap=True) for _, value in shown))
+        room = max(self._console.width - 12, 10)
+        grid = Table.grid(expand=True)
+        grid.add_row(table)
+        grid.add_row(Text("reward ", style="dim") + Text(sparkline(self._rewards, room)))
+        return grid
+
+    def _completion(self, completion: Completion) -> Text:
+        """As text and not as markup: a completion may contain anything."""
+        room = 3 * max(self._console.width - 4, 10)
+        text = Text("\n")
+        text.append(_visible(completion.prompt, room), style="cyan")
+        text.append(_visible(completion.completion, room), style="bold")
+        return text.append(f"   reward {_number(completion.reward)}", style="dim")
+
+
+class _Pace:
+    """How long the steps take, and so what is left."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self._done, self._first = total, done, done
+        self._started = time.monotonic()
+
+    def tick(self, row: Row) -> None:
+        self._done = int(row["step"])
+
+    def left(self) -> str:
+        steps = self._done - self._first
+        if steps <= 0:
+            return "?"
+        each = (time.monotonic() - self._started) / steps
+        seconds = round(each * (self.total - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as bars between their lowest and highest, the last `width` of them.
+
+    Example:
+        >>> from funcrl.run.logging import sparkline
+        >>> sparkline([0.0, 0.5, 1.0], width=8)
+        '▁▅█'
+    """
+    shown = [value for value in values if math.isfinite(value)][-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    scale = (len(_BARS) - 1) / span if span else 0.0
+    return "".join(_BARS[math.floor((value - low) * scale + 0.5)] for value in shown)
+
+
+def _number(value: Any) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _visible(text: str, room: int) -> str:
+    """Return text with control characters escaped, cut to its room."""
+    shown = escaped(text)
+    return shown if len(shown) <= room else shown[: room - 1] + "…"

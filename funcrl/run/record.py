@@ -1,0 +1,378 @@
+"""What a run leaves behind: its folder, its metrics, its checkpoints; and how it is taken up."""
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from funcrl import config as configs
+from funcrl.config import TrainConfig
+from funcrl.core.files import write_whole
+from funcrl.core.reading import brief
+from funcrl.core.types import Params, TrainState
+from funcrl.run import runs
+from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
+from funcrl.run.logging import View
+from funcrl.run.runs import Completion
+from funcrl.run.trackers import Tracker, tracker
+from funcrl.tasks.watch import ForkedError, Note
+
+_REFERENCE = "reference"
+
+
+class Progress(NamedTuple):
+    """A whole number of steps: what a run goes on from, replaced as one."""
+
+    step: int
+    state: TrainState
+    row: dict[str, Any]  # of metrics.jsonl; those before it are only there
+
+
+class Claim:
+    """The right of one process to write to a run's folder, until it closes this or dies.
+
+    Args:
+        folder: the run's, made when it is missing.
+        title: of the run.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.record import Claim
+        >>> claim = Claim(pathlib.Path(tempfile.mkdtemp()), "sum_digits")
+        >>> claim.check()
+        >>> claim.close()
+    """
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self._folder, self._title, self._process = folder, title, os.getpid()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".lock"
+        try:  # not through a link, which could make a file anywhere
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"train expects to open a file {path}, got: {error.strerror}."
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise FileExistsError(
+                f"train expects a --run-dir that no other run is writing to, got {folder}."
+            ) from None
+
+    def check(self) -> None:
+        """Raise in a child that something forked: it must not compute or write for its parent."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"train expects one process to write to {self._folder}, its own {self._process}, "
+                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
+            )
+
+    def close(self) -> None:
+        """Let others write there."""
+        os.close(self._file)
+
+
+class Record:
+    """The folder of a run and everything that is written to it.
+
+    Args:
+        config: the run's.
+        folder: as `open_folder` gives it.
+        title: shown above the run.
+        view: shows the run.
+        command: what started the run, for environment.json.
+        facts: what else goes there.
+    """
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, title: str, view: View,
+        command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.note, self._config = folder, view.note, config
+        self._display = _Display(view, f"{title} in {config.run_dir}")
+        self._progress: Progress | None = None
+        self._facts = _environment(command) | dict(facts or {})
+        kept = config.checkpoint.keep_last, config.checkpoint.keep_best
+        self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
+        # A run without a checkpoint; a state that an update is overwriting.
+        self._empty, self._given_up = False, False
+        self.claim = Claim(folder, title)
+
+    @property
+    def progress(self) -> Progress:
+        """The last finished step."""
+        if self._progress is None:
+            raise RuntimeError("Record expects begin or resumed first.")
+        return self._progress
+
+    def resumed(self, like: TrainState) -> int | None:
+        """Take up the newest good checkpoint and return its step; None if there is none."""
+        found = self._checkpoints.restore_latest(like, on_skip=self.note)
+        if found is not None:
+            _check_goes_on(self._config, self.folder, found)
+        # From here on the folder holds a run, which `--resume` finds even before its first step.
+        _write_facts(self.folder, self._config, self._facts)
+        if found is None:
+            self._empty = True
+            return None
+        _drop_lines_after(self.folder, found.extra["row"], self.note)
+        self._display.start(self.folder, self._config, found.step)
+        self._progress = Progress(found.step, found.state, found.extra["row"])
+        self.note(f"Resumed {self.folder} after step {found.step}.")
+        return found.step
+
+    def begin(self, state: TrainState, row: dict[str, Any]) -> None:
+        """Write down the state before the first step."""
+        for name in (runs.METRICS, runs.COMPLETIONS):  # of a life that never got to a checkpoint
+            (self.folder / name).unlink(missing_ok=True)
+        self._display.start(self.folder, self._config, 0)
+        self._progress = Progress(0, state, row)
+        runs.append_lines(self.folder / runs.METRICS, [row])
+        self.save()
+
+    def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
+        """Write down a finished step, and show it; `seen` are completions to keep."""
+        self.claim.check()
+        runs.append_lines(self.folder / runs.METRICS, [row])
+        runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
+        # Only now: a step whose lines could not be written is one to do again.
+        self._progress = Progress(row["step"], state, row)
+        self._given_up = False
+        self._display.step(row, seen)
+        if row["step"] == self._config.steps or not row["step"] % self._config.checkpoint.every:
+            self.save()
+
+    def give_up_state(self) -> None:
+        """Let an update overwrite the last finished step's state, until the next `advance`."""
+        if self.progress.state.step.is_cpu:  # where a checkpoint on its way reads its own memory
+            self._checkpoints.wait()
+        self._given_up = True
+
+    def save(self) -> None:
+        """Begin a checkpoint of the last finished step."""
+        step, state, row = self.progress
+        runs.sync_lines(self.folder)  # before what goes on from them
+        facts = {"step": step, "row": row}
+        self._checkpoints.save(step, state, facts, row.get("eval/accuracy"))
+
+    def save_unsaved(self, error: BaseException) -> None:
+        """Save what an error or an interruption would lose; say what is saved, and how to go on.
+
+        An error carries this as a note, which is printed after it; else it is shown now.
+        """
+        if self._progress is None and not self._empty:
+            return
+        lost = self._save_whole_step()
+        step = None if self._progress is None else self._progress.step
+        text = _what_is_saved(self.folder, self._checkpoints.newest, step, lost)
+        if isinstance(error, Exception):
+            error.add_note(text)
+        else:
+            self.note(text)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk; raise if it could not be written."""
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and let go of the screen and the trackers."""
+        try:
+            self._checkpoints.close()
+        finally:
+            self._display.close()
+            self.claim.close()
+
+    def _save_whole_step(self) -> OSError | None:
+        """Save the last finished step, unless an update is overwriting it; return what failed."""
+        try:
+            self.wait()
+            unsaved = self._progress is not None and self._progress.step != self._checkpoints.newest
+            if unsaved and not self._given_up:
+                self.save()
+                self.wait()
+        except OSError as error:
+            return error
+        return None
+
+
+class _Display:
+    """What shows a run: its view, and its trackers."""
+
+    def __init__(self, view: View, title: str) -> None:
+        self._view, self._title = view, title
+        self._trackers: list[Tracker] = []
+
+    def start(self, folder: Path, config: TrainConfig, step: int) -> None:
+        """Open all of it, after a number of steps."""
+        plain = configs.to_plain(config)
+        for name in config.log.trackers:
+            self._trackers.append(tracker(name, folder, plain, step, self._view.note))
+        self._view.start(self._title, config.steps, step)
+
+    def step(self, row: dict[str, Any], seen: Sequence[Completion]) -> None:
+        """Show a finished step, and completions of it."""
+        for each in self._trackers:
+            each.log(row)
+            if seen:
+                each.completions(seen)
+        self._view.step(row, seen[0] if seen else None)
+
+    def close(self) -> None:
+        """Let go of the screen and of what the trackers hold."""
+        for each in self._trackers:
+            each.close()
+        self._view.close()
+
+
+def reference_policy(folder: Path, step: int, params: Params) -> Params:
+    """Return the policy of step 0, which a KL penalty holds on to: saved then, restored later.
+
+    Args:
+        folder: the run's.
+        step: that `params` are of.
+        params: of the policy.
+
+    Example:
+        >>> import pathlib, tempfile, torch
+        >>> from funcrl.run.record import reference_policy
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = reference_policy(folder, 0, {"w": torch.zeros(1)})
+        >>> reference_policy(folder, 7, {"w": torch.ones(1)})
+        {'w': tensor([0.])}
+    """
+    if step == 0:
+        save(folder / _REFERENCE, params)
+        return params
+    found, _ = restore(folder / _REFERENCE, like=params)
+    return dict(found)
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.record import free_folder
+        >>> free_folder(pathlib.Path(tempfile.mkdtemp()), "sum_digits").name
+        'sum_digits-1'
+    """
+    number = 1
+    while True:  # until making one succeeds: another run may be looking too
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
+    """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
+    step, row = found.step, found.extra.get("row")
+    if not isinstance(row, dict) or row.get("step") != step:
+        raise ValueError(
+            f"train expects a run's checkpoint with the metrics of step {step} in "
+            f"{folder / runs.CHECKPOINTS}, got {brief(row)}."
+        )
+    if step > config.steps:
+        raise ValueError(
+            f"train expects --steps of at least {step}, which {folder} has done, got "
+            f"{config.steps}."
+        )
+    if step and config.algorithm.kl and not (folder / _REFERENCE).exists():
+        raise ValueError(
+            f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
+            f"no reference policy, got {config.algorithm.kl}."
+        )
+
+
+def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSError | None) -> str:
+    """Return which step of a run is on disk, why the last one is not, and how to go on."""
+    command = f"funcrl train --resume {shlex.quote(str(folder))}"
+    if step is None:
+        return f"Stopped before the first step; begin again with: {command}"
+    place = folder / runs.CHECKPOINTS
+    if lost is None:
+        return f"Saved step {newest} in {place}; go on with: {command}"
+    known = "No step" if newest is None else f"Step {newest}"
+    return (
+        f"Step {step} is not saved: {lost}\n{known} is saved in {place}; once this is mended, "
+        f"go on with: {command}"
+    )
+
+
+def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
+    """Drop the lines of the steps after that of `row`, which will be done again."""
+    path, step = folder / runs.METRICS, row["step"]
+    last = runs.keep_until(path, step)
+    runs.keep_until(folder / runs.COMPLETIONS, step)
+    if last != step:
+        runs.append_lines(path, [row])
+        note(
+            f"{path} ended at step {last}, before the checkpoint of step {step}: somebody has "
+            "changed it. The steps between are missing there."
+        )
+
+
+def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
+    plain = configs.to_plain(config)
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    write_whole(folder / runs.CONFIG, text)
+    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
+
+
+def open_folder(folder: Path | None, resume: bool) -> Path:
+    """Return a run's folder, which must hold a run to resume, and no run to begin one.
+
+    It is absolute, so that a task that changes the working directory does not move it.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.record import open_folder
+        >>> open_folder(pathlib.Path(tempfile.mkdtemp()) / "new", resume=False).name
+        'new'
+    """
+    if folder is None:
+        raise ValueError("train expects config.run_dir, got none.")
+    holds_run = (folder / runs.CONFIG).exists()
+    if resume and not holds_run:
+        raise FileNotFoundError(
+            f"train expects --resume to name the folder of a run, got {folder} without a "
+            f"{runs.CONFIG}."
+        )
+    if not resume and (holds_run or (folder / runs.METRICS).exists()):
+        raise FileExistsError(
+            f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
+            f"--resume {folder}, or choose another."
+        )
+    return folder.absolute()
+
+
+def _environment(command: Sequence[str]) -> dict[str, str]:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": f"{model}, {torch.get_num_threads()} threads",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(command),
+    }
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+    return {name: value for name, value in facts.items() if value}

@@ -1,0 +1,291 @@
+"""The folder of a run: the names of its files, and lines that survive a crash.
+
+RUN/config.yaml         the resolved configuration
+RUN/environment.json    machine, versions, command
+RUN/metrics.jsonl       one JSON object a step
+RUN/completions.jsonl   one JSON object a logged completion
+RUN/checkpoints/        what `funcrl.restore` reads
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from funcrl.core.files import ENCODING, sync, whole_file
+from funcrl.core.reading import brief, open_file, parse_json, read_json
+
+Row: TypeAlias = Mapping[str, Any]  # a step's metrics
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+CHECKPOINTS = "checkpoints"
+
+_LONGEST_LINE = 1 << 24  # in bytes; a completion of a million tokens has a third of that
+_MOST_FACTS = 1 << 20  # in bytes
+_LAST_STEP = 1 << 53  # what a float, and so a plot, tells from its neighbours
+
+
+class Completion(NamedTuple):
+    """One completion to look at."""
+
+    step: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    rewards: dict[str, float]
+    finish_reason: str
+    policy_version: int
+
+
+def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
+    """Return what a run wrote down about its machine and its task; nothing when there is no file.
+
+    Args:
+        folder: the run's.
+        function: the public function that was given it, for errors.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> runs.read_facts(pathlib.Path(tempfile.mkdtemp()))
+        {}
+    """
+    path = folder / ENVIRONMENT
+    facts = read_json(function, path, _MOST_FACTS) if path.exists() else {}
+    for name, value in facts.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{function} expects a text as {brief(name)} in {path}, got {brief(value)}."
+            )
+    return facts
+
+
+def recorded_count(folder: Path, name: str, function: str = "recorded_count") -> int | None:
+    """Return a count that a run wrote down about its task, None if it did not.
+
+    Args:
+        folder: the run's.
+        name: of the count.
+        function: the public function that was given the folder, for errors.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"vocab_size": "13"}')
+        >>> runs.recorded_count(folder, "vocab_size"), runs.recorded_count(folder, "max_turns")
+        (13, None)
+    """
+    text = read_facts(folder, function).get(name)
+    if text is None:
+        return None
+    if not (isinstance(text, str) and text.isascii() and text.isdigit() and 0 < len(text) < 10):
+        raise ValueError(
+            f"{function} expects a count as {name!r} of {folder / ENVIRONMENT}, got "
+            f"{repr(text)[:80]}."
+        )
+    return int(text)
+
+
+def check_task_named(function: str, folder: Path) -> None:
+    """Raise if a run was given its task as an object, which its configuration does not name.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"task_object": "mine"}')
+        >>> try:
+        ...     runs.check_task_named("evaluate", folder)
+        ... except ValueError as error:
+        ...     print(str(error)[:34])
+        evaluate expects task=, the object
+    """
+    name = read_facts(folder, function).get("task_object")
+    if name is not None:
+        raise ValueError(
+            f"{function} expects task=, the object {name!r} that {folder} was trained on, got none."
+        )
+
+
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line; numbers that JSON cannot write become null.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> runs.append_lines(path, [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}])
+        >>> runs.read_lines(path)
+        [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': None}]
+    """
+    text = "".join(_line(row) for row in rows)
+    try:
+        # A link would have lines written wherever it leads.
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with open(handle, "a", **ENCODING) as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_lines(folder: Path) -> None:
+    """Return when the lines of a run are on disk.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> runs.append_lines(folder / runs.METRICS, [{"step": 1}])
+        >>> runs.sync_lines(folder)
+    """
+    for path in (folder / METRICS, folder / COMPLETIONS):
+        if path.exists():
+            sync(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none when there is no file.
+
+    A last line that a crash cut off is left out. A broken line before it means that something
+    else wrote here, and is an error that names the line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"step": 1}\\n{"step": 2, "lo')
+        >>> runs.read_lines(path)
+        [{'step': 1}]
+    """
+    return [row for _, row in each_line("read_lines", path)]
+
+
+def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Give what `read_lines` returns one by one, with the number of its line.
+
+    Args:
+        function: the public function that was given the file, for errors.
+        path: of the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"step": 1}\\n[2]\\n')
+        >>> list(runs.each_line("report", path))
+        Traceback (most recent call last):
+        ValueError: report expects one JSON object a line, got b'[2]' in line 2 of ...
+    """
+    if not path.exists():
+        return
+    with open_file(function, path) as file:
+        for number in itertools.count(1):
+            line = file.readline(_LONGEST_LINE + 1)
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(
+                    f"{function} expects lines of at most {_LONGEST_LINE} bytes, got a longer one "
+                    f"in line {number} of {path}."
+                )
+            # A line counts once its end is written; a cut may fall inside a character.
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = parse_json(line.decode("utf-8"))
+            except ValueError as error:
+                raise ValueError(
+                    f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
+                    f"{number} of {path} ({str(error)[:100]})."
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
+                    f"{number} of {path}."
+                )
+            yield number, row
+
+
+def step_of(function: str, path: Path, number: int, row: Mapping[str, Any]) -> int:
+    """Return the step of a row.
+
+    Args:
+        function: the public function that was given the file, for errors.
+        path: of the file.
+        number: of the row's line.
+        row: as `each_line` gives it.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl import runs
+        >>> runs.step_of("report", pathlib.Path("metrics.jsonl"), 3, {"step": "7"})
+        Traceback (most recent call last):
+        ValueError: report expects step to be an integer from 0 on, got '7' in line 3 of \
+metrics.jsonl.
+    """
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= _LAST_STEP:
+        raise ValueError(
+            f"{function} expects step to be an integer from 0 on, got {brief(step)} in line "
+            f"{number} of {path}."
+        )
+    return step
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps; what is null in its file, for it was not finite, is NaN.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> runs.append_lines(folder / runs.METRICS, [{"step": 1, "loss": float("inf")}])
+        >>> runs.read_history(folder)
+        [{'step': 1, 'loss': nan}]
+    """
+    rows = read_lines(folder / METRICS)
+    return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
+
+
+def keep_until(path: Path, step: int) -> int | None:
+    """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
+
+    Returns the step of the last row that is kept, None if there is none.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl import runs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> runs.append_lines(path, [{"step": 1}, {"step": 2}])
+        >>> runs.keep_until(path, 1), runs.read_lines(path)
+        (1, [{'step': 1}])
+    """
+    last = None
+    if path.exists() or path.is_symlink():  # a link to nothing would be written through
+        with whole_file(path) as file:
+            for number, row in each_line("train", path):
+                if (own := step_of("train", path, number, row)) <= step:
+                    file.write(bytes(_line(row), **ENCODING))
+                    last = own
+    return last
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(row), ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with NaN and infinities, which JSON does not have, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,225 @@
+"""Code that a configuration names, and which of it runs without a question.
+
+What a user names (`--task` on the command line, an object or a configuration in Python) runs. What
+a file names (a run's config.yaml, or one that `--config` reads) runs if this account has run that
+very file before, and, to go on with a run, if it is the one that the run recorded.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from funcrl.config import TrainConfig
+from funcrl.core.files import write_whole
+from funcrl.run import runs
+from funcrl.tasks import source_file
+
+# Where a run's environment.json says which file its task came from.
+RECORDED = "task_sha256"
+
+
+class TrustError(ValueError):
+    """Code that a file names, and that this account has not run before, or that has changed."""
+
+
+class Code(NamedTuple):
+    """Code that a configuration names."""
+
+    option: str  # that names it
+    path: Path  # absolute
+    digest: str  # SHA-256 of the file's bytes, "" if it has none; of a folder, which one it is
+
+
+def task_code(task: str) -> Code | None:
+    """Return the code of a task's name, None for a task of funcrl's own.
+
+    Nothing of it is run. Of a module it is the module's own file.
+
+    Args:
+        task: as for `funcrl.tasks.load`.
+
+    Example:
+        >>> from funcrl.run.trust import task_code
+        >>> task_code("sum_digits:4"), task_code("funcrl.tasks.sum_digits:SumDigits").path.name
+        (None, 'sum_digits.py')
+    """
+    found = source_file(task)
+    if found is None:
+        return None
+    option = f"--task {task}"
+    if not found.is_file():  # a module that Python itself was built with
+        return Code(option, found, "")
+    return Code(option, found, hashlib.sha256(found.read_bytes()).hexdigest())
+
+
+def cache_code(folder: Path | None) -> Code | None:
+    """Return the compiled programs in a folder, None if there are none.
+
+    Args:
+        folder: `compile.cache_dir` of a configuration.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.trust import cache_code
+        >>> cache_code(pathlib.Path(tempfile.mkdtemp())) is None
+        True
+    """
+    if folder is None or not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    return _folder_code(folder)
+
+
+def check_trusted(
+    function: str,
+    codes: Sequence[Code],
+    file: Path,
+    recorded: Mapping[str, str] | None = None,
+    trust: bool = False,
+) -> list[str]:
+    """Return a line about each code that a file names; raise a `TrustError` if one must not run.
+
+    Args:
+        function: the public function that is to run it, for errors.
+        codes: what the file names.
+        file: the configuration.
+        recorded: what a run's environment.json holds, where the file is a run's configuration.
+        trust: let all of it run.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.trust import check_trusted, task_code
+        >>> code = task_code("funcrl.tasks.sum_digits:SumDigits")._replace(digest="changed")
+        >>> try:
+        ...     check_trusted("train", [code], pathlib.Path("run/config.yaml"), {})
+        ... except ValueError as error:
+        ...     print(str(error)[:23])
+        train expects --trust (
+    """
+    for code in codes:
+        reason = "" if trust else _reason(code, recorded)
+        if reason:
+            raise TrustError(
+                f"{function} expects --trust (trust=True in Python) to run {code.path}, which "
+                f"{file} names as {code.option}: {reason}. It would run as you; read it first."
+            )
+    return [describe(code, file) for code in codes]
+
+
+def check_run(
+    function: str, config: TrainConfig, run: Path, task: object = None, trust: bool = False
+) -> list[str]:
+    """Return a line about each code that a run's configuration names, as `check_trusted` does.
+
+    Args:
+        function: the public function that is to run it, for errors.
+        config: the run's.
+        run: its folder.
+        task: in place of the one that the configuration names.
+        trust: let all of it run.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.config import TrainConfig
+        >>> from funcrl.run.trust import check_run
+        >>> check_run("train", TrainConfig(), pathlib.Path(tempfile.mkdtemp()))
+        []
+    """
+    named = [None if task is not None else task_code(config.task)]
+    named.append(cache_code(config.compile.cache_dir))
+    codes = [code for code in named if code is not None]
+    recorded = runs.read_facts(run, function) if codes and not trust else None
+    return check_trusted(function, codes, run / runs.CONFIG, recorded, trust)
+
+
+def describe(code: Code, file: Path) -> str:
+    """Return the line that says what is run, and from where.
+
+    Example:
+        >>> import pathlib
+        >>> from funcrl.run.trust import Code, describe
+        >>> describe(Code("--task t.py:T", pathlib.Path("/t.py"), "0" * 64), pathlib.Path("c.yaml"))
+        'Runs /t.py (SHA-256 000000000000), which c.yaml names as --task t.py:T.'
+    """
+    digest = f" (SHA-256 {code.digest[:12]})" if code.option.startswith("--task") else ""
+    return f"Runs {code.path}{digest}, which {file} names as {code.option}."
+
+
+def default_store() -> Path:
+    """Return the folder that knows what this account has run: `~/.local/share/funcrl/trusted`.
+
+    Example:
+        >>> from funcrl.run.trust import default_store
+        >>> default_store().name
+        'trusted'
+    """
+    return Path.home() / ".local" / "share" / "funcrl" / "trusted"
+
+
+def remember(config: TrainConfig, store: Path | None = None) -> None:
+    """Remember the code that a configuration names, which this account is about to run.
+
+    Args:
+        config: a whole configuration.
+        store: `default_store()` when left out.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.config import TrainConfig
+        >>> from funcrl.run.trust import is_remembered, remember, task_code
+        >>> store, name = pathlib.Path(tempfile.mkdtemp()), "funcrl.tasks.sum_digits:SumDigits"
+        >>> remember(TrainConfig(task=name), store)
+        >>> is_remembered(task_code(name), store), is_remembered(task_code("json:loads"), store)
+        (True, False)
+    """
+    codes = [task_code(config.task)]
+    folder = config.compile.cache_dir
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        codes.append(_folder_code(folder))
+    place = store or default_store()
+    for code in codes:
+        if code is not None and code.digest:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # For a person who looks what is there; the name alone counts.
+            write_whole(place / _name(code), f"{code.option}\n{code.path}\n{code.digest}\n")
+
+
+def is_remembered(code: Code, store: Path | None = None) -> bool:
+    """Return whether this account has run just this: the same option, path and bytes.
+
+    Args:
+        code: from `task_code` or `cache_code`.
+        store: `default_store()` when left out.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from funcrl.run.trust import is_remembered, task_code
+        >>> is_remembered(task_code("json:loads"), pathlib.Path(tempfile.mkdtemp()))
+        False
+    """
+    return bool(code.digest) and ((store or default_store()) / _name(code)).is_file()
+
+
+def _folder_code(folder: Path) -> Code:
+    # Its files come and go; which folder it is stays, and one from elsewhere is another.
+    which = folder.stat()
+    digest = f"{which.st_dev}:{which.st_ino}"
+    return Code("--compile.cache-dir", folder.resolve(), digest)
+
+
+def _reason(code: Code, recorded: Mapping[str, str] | None) -> str:
+    """Return why code must not run without a question, "" if it may."""
+    if recorded is not None and code.option.startswith("--task"):
+        if RECORDED not in recorded:
+            return f"{runs.ENVIRONMENT} does not say which file the run began with"
+        if recorded[RECORDED] != code.digest:
+            return "it is not the file that the run began with, so that its rewards may be others"
+    return "" if is_remembered(code) else "this account has not run it before"
+
+
+def _name(code: Code) -> str:
+    # The attribute too: a stranger's file may name another function of one's own file.
+    attribute = code.option.rpartition(":")[2]
+    text = "\0".join([attribute, str(code.path), code.digest])
+    return hashlib.sha256(text.encode()).hexdigest()
