@@ -98,7 +98,7 @@ def test_wrong_values_are_refused():
 
 
 def test_a_checked_function_is_the_function():
-    assert str(inspect.signature(funcrl.collate)).startswith("(rollout: funcrl.types.Rollout")
+    assert str(inspect.signature(funcrl.collate)).startswith("(rollout: funcrl.core.types.Rollout")
     assert pickle.loads(pickle.dumps(funcrl.losses.k3)) is funcrl.losses.k3
     a, b = torch.rand(4), torch.rand(4)
     plain = funcrl.losses.k3(a, b)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from funcrl.core import checks
+from funcrl.core.arguments import checked
 from funcrl.core.reading import brief, read_yaml
 
 Config = TypeVar("Config")
@@ -30,6 +31,7 @@ def to_plain(config: Any) -> dict[str, Any]:
     return {part.name: _plain(getattr(config, part.name)) for part in dataclasses.fields(config)}
 
 
+@checked
 def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") -> Config:
     """Return the configuration of nested dictionaries; what they leave out has its default.
 
@@ -55,6 +57,7 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
 
 
+@checked
 def read_config(kind: type[Config], path: Path) -> Config:
     """Return the configuration that a YAML file holds.
 
