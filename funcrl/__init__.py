@@ -22,12 +22,12 @@ from funcrl.core.types import (
 )
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
 from funcrl.loop import memory, rollouts
+from funcrl.loop.build import build
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
 from funcrl.loop.parity import parity
-from funcrl.loop.parts import build
-from funcrl.loop.supervised import warm_start
 from funcrl.loop.train import train
+from funcrl.loop.warm_start import warm_start
 from funcrl.models import init_params
 from funcrl.models.functional import functional
 from funcrl.models.logprobs import logprob_fn, score, token_scores

@@ -14,7 +14,7 @@ from funcrl.cli import bench
 from funcrl.cli.bench import step as bench_step
 from funcrl.cli.bench.inputs import make_case
 from funcrl.graph.remat import phases
-from funcrl.loop import parts
+from funcrl.loop import build
 from funcrl.ops import attend_causal, attend_flash, flash
 
 aten = torch.ops.aten
@@ -450,7 +450,7 @@ def test_training_takes_the_option():
     batch = tree.map(lambda leaf: leaf[0], BATCH)
     runs = {}
     for attend in ("native", "flash"):
-        built = parts.build(config.TrainConfig(attend=attend))
+        built = build.build(config.TrainConfig(attend=attend))
         params = funcrl.init_params(built.model, seed=0, dtype=torch.float64)
         gm = make_fx(built.model_fn)(params, batch)
         assert (FORWARD in {node.target for node in gm.graph.nodes}) == (attend == "flash")

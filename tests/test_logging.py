@@ -14,10 +14,10 @@ from rich.console import Console
 from funcrl import runs
 from funcrl.core import files
 from funcrl.core.terminal import print_safely, printable, safe_warnings, warn_safely
-from funcrl.run import logging, trackers
-from funcrl.run.logging import LiveView, PlainView, view_for
+from funcrl.run import trackers, views
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import tracker
+from funcrl.run.views import LiveView, PlainView, view_for
 
 ROW = {
     "step": 3, "reward": 0.4375, "eval/accuracy": 0.61, "completions/mean_length": 2.84,
@@ -116,9 +116,9 @@ def test_the_view_fits_the_stream():
 
 
 def test_sparklines_scale_between_lowest_and_highest():
-    assert logging.sparkline([3.0, 3.0], 5) == "▁▁"
-    assert logging.sparkline([], 5) == ""
-    assert logging.sparkline([float("nan"), 0.0, 7.0, 3.5], 2) == "█▁"
+    assert views.sparkline([3.0, 3.0], 5) == "▁▁"
+    assert views.sparkline([], 5) == ""
+    assert views.sparkline([float("nan"), 0.0, 7.0, 3.5], 2) == "█▁"
 
 
 def read_board(folder):

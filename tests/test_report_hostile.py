@@ -8,9 +8,9 @@ from bounded import bounded
 
 import funcrl
 from funcrl import config
+from funcrl.loop.build import empty_state, trained_params
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
-from funcrl.loop.parts import empty_state, trained_params
 from funcrl.run import report
 
 ROWS = [{"step": step, "reward": step / 4, "step_time": 0.5} for step in range(4)]

@@ -24,11 +24,11 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.loop import parts
-from funcrl.loop.parts import empty_state
+from funcrl.loop import build
+from funcrl.loop.build import empty_state
 from funcrl.loop.rollouts import RewardError
-from funcrl.run.logging import SilentView
 from funcrl.run.record import Record
+from funcrl.run.views import SilentView
 from funcrl.tasks import CharTokenizer, Prompt, SumDigits
 
 
@@ -508,7 +508,7 @@ def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypat
         return torch.where(count < 3, low(count), high(count))
 
     oracle = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(switched, weight_decay=0.0))
-    monkeypatch.setattr(parts, "_optimizer", lambda *_: oracle)
+    monkeypatch.setattr(build, "_optimizer", lambda *_: oracle)
     whole = funcrl.train(small(tmp_path / "whole", **options))
     assert [row["learning_rate"] for row in resumed.history[1:]] == [
         switched(torch.tensor(count)).item() for count in range(6)

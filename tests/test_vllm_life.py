@@ -24,7 +24,7 @@ from funcrl.generators import VLLM, EngineError
 from funcrl.generators.vllm.memory import left_for_cache, own_weights, with_cache, work_bytes
 from funcrl.generators.vllm.owner import died, out_of_memory
 from funcrl.generators.vllm.settings import cache_bytes, cache_limits, sleep_arguments
-from funcrl.run.logging import SilentView
+from funcrl.run.views import SilentView
 
 SAMPLING = Sampling(4, max_tokens=20)
 FORMS = [

@@ -13,7 +13,7 @@ import funcrl
 from funcrl import cli, config, rollouts, runs
 from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.loop.rollouts import RewardError
-from funcrl.run.logging import SilentView
+from funcrl.run.views import SilentView
 from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, watch
 
 
@@ -148,7 +148,7 @@ def test_a_reward_that_changes_the_directory_does_not_move_an_evaluation(tmp_pat
 FORKING = """
 import os, pathlib, sys
 import funcrl
-from funcrl.run.logging import PlainView
+from funcrl.run.views import PlainView
 from test_watch import Meddling, small
 
 children = []

@@ -36,18 +36,18 @@ from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
 from funcrl.loop import memory
+from funcrl.loop.build import build, defaults, estimate_memory, learner
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity
-from funcrl.loop.parts import build, defaults, estimate_memory, learner
 from funcrl.loop.rollouts import RewardError
 from funcrl.loop.train import train as run_training
 from funcrl.models import SHAPES, Transformer
 from funcrl.run import report, runs
 from funcrl.run.checkpoint import CheckpointError
-from funcrl.run.logging import view_for
 from funcrl.run.record import free_folder
 from funcrl.run.trust import cache_code, check_trusted, task_code
+from funcrl.run.views import view_for
 from funcrl.tasks import is_built_in
 from funcrl.tasks.watch import ForkedError
 from funcrl.weights import sources

@@ -13,8 +13,8 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
+from funcrl.loop.build import build, defaults, first_params, trained_params
 from funcrl.loop.estimates import interval, majority, pass_at
-from funcrl.loop.parts import build, defaults, first_params, trained_params
 from funcrl.loop.rollouts import (
     Completed,
     Graded,

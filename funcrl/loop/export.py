@@ -5,7 +5,7 @@ from pathlib import Path
 
 from funcrl.config import CompileConfig, TrainConfig, read_config
 from funcrl.core.arguments import checked
-from funcrl.loop.parts import learner, trained_params
+from funcrl.loop.build import learner, trained_params
 from funcrl.models import SHAPES
 from funcrl.run import runs
 from funcrl.tasks import is_built_in, load

@@ -10,7 +10,7 @@ from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields, checked
 from funcrl.core.types import Params, Sample, Samples
 from funcrl.generators import VLLM, Sampler
-from funcrl.loop.parts import find_weights
+from funcrl.loop.build import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn, score
 from funcrl.tasks.contracts import Generator

@@ -12,7 +12,7 @@ from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
-from funcrl.loop.parts import Parts, build, empty_state, first_params
+from funcrl.loop.build import Parts, build, empty_state, first_params
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
@@ -24,16 +24,16 @@ from funcrl.loop.rollouts import (
     to_completions,
     to_rollout,
 )
-from funcrl.loop.supervised import warm_start
+from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
-from funcrl.run.logging import SilentView, View
 from funcrl.run.record import Record, open_folder, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import RECORDED, check_run, remember, task_code
+from funcrl.run.views import SilentView, View
 from funcrl.tasks.contracts import Environment, Prompt, Task, is_environment
 from funcrl.tasks.watch import Note
 

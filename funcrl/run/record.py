@@ -20,9 +20,9 @@ from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
-from funcrl.run.logging import View
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
+from funcrl.run.views import View
 from funcrl.tasks.watch import ForkedError, Note
 
 _REFERENCE = "reference"

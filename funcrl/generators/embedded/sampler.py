@@ -7,8 +7,8 @@ from funcrl.config import Sampling
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Samples
-from funcrl.generators.embedded.batch import Batch, Prompts
 from funcrl.generators.embedded.packed import pack_weights
+from funcrl.generators.embedded.slots import Batch, Prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from funcrl.config import Sampling
-from funcrl.generators.embedded.batch import sample_seeds
+from funcrl.generators.embedded.slots import sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.core import Core
 from funcrl.generators.vllm.finished import Spoken, finite, spoken

@@ -11,8 +11,8 @@ from funcrl.config import Sampling
 from funcrl.config.generation import Form, VLLMConfig
 from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
-from funcrl.generators.embedded.batch import Prompts
 from funcrl.generators.embedded.sampler import check_prompts, num_writes
+from funcrl.generators.embedded.slots import Prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.memory import with_cache
 from funcrl.generators.vllm.owner import Owner

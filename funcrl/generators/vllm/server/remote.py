@@ -9,7 +9,7 @@ import torch
 from funcrl.config import Sampling
 from funcrl.config.generation import VLLMConfig
 from funcrl.core.types import Params
-from funcrl.generators.embedded.batch import sample_seeds
+from funcrl.generators.embedded.slots import sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.finished import Spoken, finite, spoken
 from funcrl.generators.vllm.server.link import Link

@@ -156,7 +156,7 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
     The k-th copy of a prompt goes on where the one before ended, so that copies differ.
 
     Example:
-        >>> from funcrl.generators.embedded.batch import sample_seeds
+        >>> from funcrl.generators.embedded.slots import sample_seeds
         >>> alone = sample_seeds([[1, 2]], num_samples=2, seed=0)
         >>> sample_seeds([[7], [1, 2]], num_samples=2, seed=0)[2:] == alone
         True

