@@ -115,7 +115,7 @@ class Receiver(WeightTransferEngine[Any, Any]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Refuse: vLLM 0.24 has the trainer's side here, funcrl has it in `vllm_transport`."""
+        """Refuse: vLLM 0.24 has the trainer's side here, funcrl has it in `transport`."""
         raise NotImplementedError("Receiver expects a funcrl.generators.VLLM to send parameters.")
 
     def shutdown(self) -> None:

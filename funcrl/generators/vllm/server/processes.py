@@ -47,7 +47,7 @@ class Server:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
         described: the config.json that vLLM is to read, if it needs one.
         device: the GPU, as nvidia-smi counts them; where this process is when left out.
-        run: what the trainer and its servers meet by, as `vllm_transport.new_run` makes it.
+        run: what the trainer and its servers meet by, as `transport.new_run` makes it.
     """
 
     def __init__(
