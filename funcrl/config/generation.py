@@ -15,11 +15,12 @@ class Sampling:
     """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
 
     num_samples: int = 1
-    """Completions of each prompt: the group that an advantage compares."""
+    """The number of completions of each prompt: the group that an advantage compares."""
     max_tokens: int = 64
-    """A completion ends here at the latest."""
+    """The largest number of tokens in a completion."""
     min_tokens: int = 0
-    """No stop token is among so many tokens, and no stop string that ends in them counts."""
+    """The number of first tokens that end no completion: none of them is a stop token, and no stop
+    string that ends in them counts."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
@@ -112,7 +113,7 @@ class ServerConfig:
     """How parameters get there: through memory of this host, or from GPU to GPU. auto takes nccl
     where there are `devices`."""
     start_seconds: int = 600
-    """A server that does not answer after so long is given up."""
+    """A server that has not answered after this number of seconds is given up."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -141,12 +142,12 @@ class VLLMConfig:
     context_length: int = 2048
     """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
     slots: int = 64
-    """Samples under way at a time."""
+    """The number of samples that are under way at a time."""
     cache_bytes: int = 0
     """For keys and values; never more than `slots` samples of `context_length` can fill. 0 is what
     the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
     batched_tokens: int = 8192
-    """Tokens of prompts in one forward pass."""
+    """The largest number of prompt tokens in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
     distribution that was sampled from. The other is NaN then; a trainer needs `logprob_fn` at
@@ -156,7 +157,7 @@ class VLLMConfig:
     memory; what is generated next wakes the engine. Needs a GPU."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    """Of the form server."""
+    """The servers of `--vllm.form server`."""
 
     @property
     def network(self) -> str:

@@ -14,12 +14,12 @@ class AlgorithmConfig:
     """The policy gradient; see docs/algorithms.md."""
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
-    """Which one; its clipping is its paper's."""
+    """The algorithm, which is clipped as its paper says."""
     kl: float = 0.1
     """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Which estimate of the KL divergence."""
+    """The formula that estimates the KL divergence from samples."""
     entropy: float = 0.02
     """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
     tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
@@ -41,13 +41,14 @@ class OptimizerConfig:
     """AdamW after clipping to a global norm."""
 
     learning_rate: float = 2e-3
-    """At its highest; a pretrained model wants 1e-6 to 1e-5."""
+    """The highest learning rate; a pretrained model wants 1e-6 to 1e-5."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up; linear and cosine end at 0 after the last update."""
+    """What the learning rate does after the warm-up; linear and cosine end at 0 after the last
+    update."""
     warmup: int = 20
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm."""
 
@@ -66,7 +67,7 @@ class LoraConfig:
     """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
 
     rank: int = 0
-    """Of each adapter, 8 to 64 say; 0 trains all parameters."""
+    """The rank of each adapter, often 8 to 64; 0 trains all parameters instead."""
     alpha: float = 16.0
     """An adapter is scaled by alpha / rank."""
     targets: tuple[str, ...] = (".attention.", ".mlp.")
@@ -90,15 +91,15 @@ class WarmStartConfig:
     """Supervised steps on the task's own answers first, since a random policy earns no reward."""
 
     steps: int = 400
-    """At most; 0 for none."""
+    """The largest number of supervised steps; 0 for none."""
     accuracy: float = 0.3
-    """Stop as soon as so many held-out prompts are answered rightly."""
+    """Stop as soon as this fraction of the held-out prompts is answered correctly."""
     every: int = 5
-    """Steps between two looks at the accuracy."""
+    """The number of steps between two measurements of the accuracy."""
     num_prompts: int = 64
-    """Answers a step."""
+    """The number of answers in each step."""
     learning_rate: float = 1e-3
-    """Of AdamW."""
+    """AdamW's learning rate in these steps."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,11 +116,11 @@ class EvaluationConfig:
     """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
 
     every: int = 25
-    """Steps between two evaluations; 0 for none."""
+    """The number of steps between two evaluations; 0 for none."""
     num_prompts: int = 100
-    """At most."""
+    """The largest number of held-out prompts to ask."""
     temperature: float = 0.0
-    """0 takes the most likely tokens."""
+    """The sampling temperature; 0 takes the most likely tokens."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,11 +135,11 @@ class CheckpointConfig:
     """What is kept to resume from; the last step is always saved."""
 
     every: int = 50
-    """Steps between two checkpoints."""
+    """The number of steps between two checkpoints."""
     keep_last: int = 3
-    """How many of the newest stay."""
+    """The number of newest checkpoints to keep."""
     keep_best: int = 1
-    """How many of the checkpoints with the highest accuracy stay besides."""
+    """The number of checkpoints with the highest accuracy to keep besides."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -152,11 +153,11 @@ class LogConfig:
     """What is written down besides metrics.jsonl."""
 
     completions_every: int = 25
-    """Steps between two looks at completions."""
+    """The number of steps between two at which completions are shown and written down."""
     num_completions: int = 8
-    """How many then."""
+    """The number of completions that are written down at such a step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Where metrics go as well; each must be installed."""
+    """Where the metrics go besides the run's own files; each of these must be installed."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,11 +170,12 @@ class TrainConfig:
     """Train a policy with reinforcement learning: the whole loop, from nothing, on this machine."""
 
     run_dir: Path | None = None
-    """Where everything goes; the first free runs/TASK-1, -2, ... when left out."""
+    """The folder for everything that the run writes; when left out, the first of runs/TASK-1,
+    runs/TASK-2 ... that is free."""
     steps: int = 900
-    """Rollouts to train on."""
+    """The number of rollouts to train on."""
     seed: int = 0
-    """Of the weights, the prompts and every draw."""
+    """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
     """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR, or one's own as
     file.py:Name or module:Name."""
@@ -186,21 +188,23 @@ class TrainConfig:
     generator: Literal["sampler", "vllm"] = "sampler"
     """What draws completions: the embedded sampler, or a vLLM engine in this process."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """To compute in; the parameters and their updates stay float32."""
+    """The dtype to compute in; the parameters and their updates stay float32."""
     threads: int | None = None
-    """CPU threads; torch's default when left out. Bits depend on it."""
+    """The number of CPU threads, torch's default when left out. The bits of the result depend on
+    it."""
     num_prompts: int = 64
-    """Prompts in a rollout."""
+    """The number of prompts in a rollout."""
     num_generations: int = 8
-    """Completions of each prompt: the group."""
+    """The number of completions of each prompt, which form a group."""
     num_iterations: int = 1
-    """Passes over a rollout."""
+    """The number of passes over a rollout."""
     num_minibatches: int = 1
-    """Updates a pass, each on its share of the rollout."""
+    """The number of updates in a pass, each on its share of the rollout."""
     microbatch: int | None = None
-    """Samples differentiated at a time: less memory, the same update; all when left out."""
+    """The number of samples whose gradients are computed at a time: fewer need less memory, for the
+    same update. All when left out."""
     logprob_chunk: int = 1024
     """Tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
@@ -208,7 +212,8 @@ class TrainConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     """How the step is compiled; with all of this at its defaults it runs as it is written."""
     length_multiple: int = 1
-    """Rows are padded to a multiple of so many tokens, so that a compiled step meets few shapes."""
+    """Rows are padded to a multiple of this number of tokens, so that a compiled step meets few
+    shapes."""
     slots: int = 512
     """Samples drawn at a time by the sampler."""
     drop_zero_variance: bool = False
@@ -296,31 +301,31 @@ class EvalConfig:
     model: str | None = None
     """Without a run: a shape, or pretrained weights, as for `funcrl train`; micro when left out."""
     task: str | None = None
-    """As for `funcrl train`; the run's, or sum_digits, when left out."""
+    """The task, as for `funcrl train`; the run's own, or sum_digits, when left out."""
     num_prompts: int = 100
-    """Held-out prompts, at most."""
+    """The largest number of held-out prompts to ask."""
     num_samples: int = 1
-    """Completions of each."""
+    """The number of completions of each prompt."""
     ks: tuple[int, ...] = (1,)
     """The k of pass@k and majority@k; none above num_samples."""
     temperature: float = 0.0
     """0 takes the most likely token, and then one sample says it all."""
     top_p: float | None = None
-    """As in training; the run's when left out, as all else about drawing."""
+    """Top-p as in training; the run's own when left out, as for everything else about drawing."""
     top_k: int | None = None
-    """As in training; the run's when left out."""
+    """Top-k as in training; the run's own when left out."""
     max_tokens: int | None = None
-    """A completion ends here; the run's limit when left out."""
+    """The largest number of tokens in a completion; the run's limit when left out."""
     system_prompt: str | None = None
-    """As for `funcrl train`; the run's when left out."""
+    """The system's message, as for `funcrl train`; the run's own when left out."""
     seed: int = 0
-    """Of the draws."""
+    """The seed of the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """To compute in."""
+    """The dtype to compute in."""
     threads: int | None = None
-    """CPU threads; torch's default when left out."""
+    """The number of CPU threads, torch's default when left out."""
     slots: int = 256
     """Samples drawn at a time."""
     out: Path | None = None

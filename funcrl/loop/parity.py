@@ -28,26 +28,26 @@ class ParityConfig:
     model: str = "micro"
     """A shape, with random weights, or pretrained ones, as for `funcrl train`."""
     generator: Literal["sampler", "vllm"] = "sampler"
-    """Whose numbers to check."""
+    """The generator whose log-probabilities are checked."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     num_prompts: int = 8
-    """Prompts of random tokens."""
+    """The number of prompts, of random tokens."""
     num_samples: int = 4
-    """Completions of each."""
+    """The number of completions of each prompt."""
     prompt_tokens: int = 16
-    """Of each prompt."""
+    """The number of tokens of each prompt."""
     max_tokens: int = 32
-    """Of each completion."""
+    """The number of tokens of each completion."""
     seed: int = 0
-    """Of the weights, the prompts and the draws."""
+    """The seed of the weights, the prompts and the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """To compute in."""
+    """The dtype to compute in."""
     tolerance: float | None = None
     """The largest difference that passes; 1e-3 in float32 and 0.5 in bfloat16 when left out."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -30,19 +30,19 @@ class GenerateBenchConfig:
     batches: tuple[int, ...] = (1, 8, 32)
     """Samples at a time."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
-    """To compute in."""
+    """The dtypes to compute in."""
     prompt_tokens: int = 32
-    """Tokens of a prompt."""
+    """The number of tokens of a prompt."""
     max_tokens: int = 64
-    """Tokens of a completion; none ends earlier."""
+    """The number of tokens of a completion; none ends earlier."""
     repeats: int = 3
-    """Measured runs of each variant, in turns."""
+    """The number of measured runs of each variant, which take turns."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """The device to run on."""
     threads: int | None = None
-    """CPU threads; torch's default when left out."""
+    """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
-    """Also write every row here."""
+    """A file to write every row to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -33,21 +33,21 @@ class StepBenchConfig:
     num_layers: tuple[int, ...] = (2, 12)
     """One table for each depth."""
     width: int = 128
-    """Of the residual stream; the MLP is three times as wide, a head a quarter."""
+    """The width of the residual stream; the MLP is three times as wide, a head a quarter."""
     model: str | None = None
     """A shape by name, such as qwen3-0.6b, instead of num_layers and width."""
     vocab_size: int = 512
-    """Number of tokens the model knows."""
+    """The number of tokens in the vocabulary."""
     rows: int = 32
     """Samples in the batch."""
     length: int = 128
-    """Tokens in a row; the first quarter is the prompt."""
+    """The number of tokens in a row; the first quarter is the prompt."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """To compute in."""
+    """The dtype to compute in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and moments."""
+    """The dtype of the parameters and the optimizer's moments."""
     chunk: int = 4
-    """Samples at a time in the chunked variants."""
+    """The number of samples at a time in the chunked variants."""
     logprob_chunk: int | None = None
     """Tokens whose logits are alive at a time; all when left out."""
     attend: Literal["native", "flash"] = "native"
@@ -56,7 +56,7 @@ class StepBenchConfig:
     """What to measure. The compiled parts are of one graph: forward and backward, or a whole
     step."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """Of the compiled parts, and of the profile."""
+    """How the compiled parts, and the profile, are compiled."""
     variants: tuple[VariantName, ...] = ("batch", "per-sample", "clipped", "donated")
     """Of the compiled parts: the gradient of the batch, the sum of per-sample gradients, the sum
     of clipped ones, and the batch's with the state updated in place; the first of them is the
@@ -69,13 +69,13 @@ class StepBenchConfig:
     """A folder for a profile of the compiled step: a Chrome trace, a table of time by layer and
     kind of op, and a picture of memory."""
     repeats: int = 20
-    """Measured runs of each variant, in turns."""
+    """The number of measured runs of each variant, which take turns."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """The device to run on."""
     threads: int | None = None
-    """CPU threads; torch's default when left out."""
+    """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
-    """Also write every row here."""
+    """A file to write every row to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)

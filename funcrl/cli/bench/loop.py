@@ -20,12 +20,12 @@ class LoopBenchConfig:
     """Time of a training step and of its parts, and of the start."""
 
     steps: int = 20
-    """Measured steps, after two to warm up."""
+    """The number of measured steps, after two that warm up."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """What to run, as for `funcrl train`; its folder, steps, warm start and evaluation are the
     benchmark's own."""
     json: Path | None = None
-    """Also write every row here."""
+    """A file to write every row to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)

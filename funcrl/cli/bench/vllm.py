@@ -40,26 +40,26 @@ class VLLMBenchConfig:
     sequences: int = 256
     """Prompts at a time, no two alike."""
     prompt_tokens: int = 32
-    """Of each prompt."""
+    """The number of tokens of each prompt."""
     max_tokens: int = 256
-    """Exactly so many are drawn from each."""
+    """The number of tokens that are drawn for each prompt, no fewer and no more."""
     modes: tuple[Literal["eager", "graphs", "inductor", "inductor, graphs"], ...] = (
         "eager",
         "inductor, graphs",
     )
     """How the engines are compiled; graphs need a GPU."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the engines; the pushed parameters are float32."""
+    """The dtype of the engines; the pushed parameters are float32."""
     forms: tuple[Form, ...] = ("native", "unified")
     """What is measured beside plain vLLM; a server runs vLLM's own class."""
     server_devices: tuple[int, ...] = ()
     """GPUs of the servers; none for one where the parameters are."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where the parameters are."""
+    """The device of the parameters."""
     repeats: int = 3
-    """Measured generations, after one to warm up."""
+    """The number of measured generations, after one that warms up."""
     json: Path | None = None
-    """Also write every row here."""
+    """A file to write every row to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)
