@@ -8,8 +8,7 @@ from cases import tiny_model
 
 import funcrl
 from funcrl import rng
-from funcrl.generators import Sampler, Sampling, sample, sampling_logprobs
-from funcrl.generators.embedded import draw
+from funcrl.generators import Sampler, Sampling, draw, sample, sampling_logprobs
 from funcrl.generators.embedded.packed import pack_weights
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8]]
