@@ -11,6 +11,7 @@ from pathlib import Path
 
 import funcrl
 from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.run.views import SilentView
 
 
 def resident() -> float:
@@ -19,24 +20,18 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-class Memory:
-    """A view that shows memory."""
+class Memory(SilentView):
+    """A view that shows memory, and what is said."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def start(self, title, total, done):
-        pass
-
-    def step(self, row, sample):
+    def step(self, row, completion):
         if row["step"] % self.every == 0:
             print(f"{row['step']:6} steps {resident():8.1f} MiB", flush=True)
 
     def note(self, text):
         print(text, file=sys.stderr)
-
-    def close(self):
-        pass
 
 
 def main(folder: str, steps: int, every: int) -> None:

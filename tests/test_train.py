@@ -192,20 +192,11 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole")).state)
 
 
-class Notes:
+class Notes(SilentView):
     """A view that keeps what is said."""
 
     def __init__(self, notes):
         self.note = notes.append
-
-    def start(self, title, total, done):
-        pass
-
-    def step(self, row, completion):
-        pass
-
-    def close(self):
-        pass
 
 
 def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(tmp_path):
