@@ -13,7 +13,7 @@ def test_a_broken_file_is_read_or_refused_within_bounds(tmp_path):
     program = Path(fuzz_files.__file__)
     made = subprocess.run(
         [sys.executable, program, tmp_path / "files"], capture_output=True, text=True,
-        timeout=300, check=False, cwd=program.parents[1],
+        timeout=300, check=False, cwd=program.parents[2],
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     result = json.loads(made.stdout)

@@ -119,6 +119,6 @@ def test_suppressions_are_few_and_have_reasons():
 
 
 def test_no_marks_of_unfinished_work():
-    for path in [*FILES, *(ROOT / "tests").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
         marks = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"])
         assert not re.search(rf"\b({marks})\b", path.read_text()), path

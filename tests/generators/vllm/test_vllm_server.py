@@ -39,7 +39,7 @@ from funcrl.generators.vllm.server.transport import (
     unpack,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.slow,

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import killer
 import pytest
 import torch
 from cases import equal, random_case
-from killer import config as killed_config
 
 import funcrl
 from funcrl import optim, runs
@@ -139,7 +139,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, stop):
 @pytest.mark.slow
 def test_twenty_kills_end_in_the_same_bits(tmp_path):
     """SIGKILL at random moments, in saves and in the warm start too."""
-    script = Path(__file__).with_name("killer.py")
+    script = Path(killer.__file__)
     run = subprocess.run(
         [sys.executable, script, tmp_path / "killed", "22"],
         capture_output=True, text=True, timeout=400,
@@ -147,7 +147,7 @@ def test_twenty_kills_end_in_the_same_bits(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     assert "killed 22" in run.stdout
     threads = torch.get_num_threads()
-    whole = funcrl.train(killed_config(tmp_path / "whole"))
+    whole = funcrl.train(killer.config(tmp_path / "whole"))
     torch.set_num_threads(threads)
     state, _ = funcrl.restore(tmp_path / "killed" / "checkpoints", like=whole.state)
     assert equal(state, whole.state)
@@ -386,7 +386,7 @@ def test_sum_digits_keeps_its_splits_apart():
 
 def test_ones_own_task_is_a_file(tmp_path):
     """The example of docs/training.md, as a user would type it."""
-    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "mine.py").write_text(code)
     task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")

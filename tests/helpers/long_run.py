@@ -1,4 +1,4 @@
-"""The memory of a long run: `python tests/long_run.py FOLDER STEPS STEPS_PER_CHECKPOINT`.
+"""The memory of a long run: `python tests/helpers/long_run.py FOLDER STEPS STEPS_PER_CHECKPOINT`.
 
 Prints what is resident after each tenth of the steps, in MiB, once what is free has been given
 back to the system: a straight line up is a leak.

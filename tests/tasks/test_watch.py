@@ -4,26 +4,19 @@ import os
 import subprocess
 import sys
 
+import meddling
 import pytest
 import torch
 from cases import equal
+from meddling import Meddling, small
 from torch import set_num_threads  # torch's own: vLLM's CPU worker puts one that does nothing there
 
 import funcrl
 from funcrl import cli, config, rollouts, runs
-from funcrl.config import CheckpointConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import Sampling
 from funcrl.loop.rollouts import RewardError
 from funcrl.run.views import SilentView
 from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, watch
-
-
-def small(run_dir, **options):
-    """A run of a second."""
-    return TrainConfig(**{
-        "run_dir": run_dir, "steps": 2, "num_prompts": 3, "num_generations": 4,
-        "sampling": Sampling(max_tokens=3), "warm_start": WarmStartConfig(steps=0),
-        "evaluation": EvaluationConfig(every=0), "checkpoint": CheckpointConfig(every=2), **options,
-    })  # fmt: skip
 
 
 class Notes(SilentView):
@@ -32,21 +25,6 @@ class Notes(SilentView):
 
     def note(self, text):
         self.lines.append(text)
-
-
-class Meddling(SumDigits):
-    """Whose reward calls a function first, for some completions."""
-
-    name = "meddling"
-
-    def __init__(self, meddle):
-        super().__init__()
-        self.meddle = meddle
-
-    def reward(self, prompt, completion):
-        if len(completion) == 3:
-            self.meddle()
-        return {"correct": float(len(completion) == 2), "short": float(completion[:1] > "4")}
 
 
 def leave():
@@ -149,7 +127,7 @@ FORKING = """
 import os, pathlib, sys
 import funcrl
 from funcrl.run.views import PlainView
-from test_watch import Meddling, small
+from meddling import Meddling, small
 
 children = []
 
@@ -171,7 +149,7 @@ print("child", [os.waitstatus_to_exitcode(status) for status in children])
 def test_a_forked_child_that_returns_is_stopped(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", FORKING, tmp_path / "run"], capture_output=True, text=True,
-        timeout=100, cwd=os.path.dirname(__file__), check=False,
+        timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("finished in the parent") == 1
@@ -226,7 +204,7 @@ def test_a_record_refuses_rows_of_a_forked_child(tmp_path):
     code = FORKING.replace("Meddling(fork)", "Meddling(lambda: None), stop=lambda: bool(fork())")
     ended = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True,
-        timeout=100, cwd=os.path.dirname(__file__), check=False,
+        timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
     )  # fmt: skip
     assert ended.stdout.count("finished in the parent") == 1
     assert "child [0]" not in ended.stdout
