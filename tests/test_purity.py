@@ -69,7 +69,10 @@ SCORES = funcrl.TokenScores(TABLE["logprobs"], TABLE["entropy"])
 COLLATED = funcrl.collate(ROLLOUT, funcrl.grpo(), REF)
 SAMPLE = tree.map(lambda leaf: leaf[0], COLLATED)
 ROW_SCORES = funcrl.TokenScores(TABLE["logprobs"][0], TABLE["entropy"][0])
-METRICS = funcrl.Metrics({"a": torch.tensor(3.0)}, {"b": torch.tensor(2.0)})
+METRICS = funcrl.Metrics(
+    sums={"a": torch.tensor(3.0)}, means={"b": torch.tensor(2.0)}, maxes={"c": torch.tensor(1.0)},
+    last={"d": torch.tensor(0.0)},
+)  # fmt: skip
 LOGITS, TOKENS = torch.randn(4, 5), torch.tensor([1, 2, 3, 4])
 COUNT = torch.tensor(2)
 SAMPLING = generators.Sampling(num_samples=2, max_tokens=3, top_p=0.9)
@@ -225,6 +228,8 @@ TABLE_OF_CALLS = {
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
     "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
     "pack": (lambda r, ref: funcrl.pack(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "batching.counted_tokens": (
+        funcrl.batching.counted_tokens, (ROLLOUT.mask, ROLLOUT.behavior_logprobs)),
     "batching.pad_length": (lambda r: funcrl.batching.pad_length(r, 16), (ROLLOUT,)),
     "batching.pad_rows": (lambda: funcrl.batching.pad_rows([[1, 2], [3]], torch.int64), ()),
     "drop_zero_variance": (funcrl.drop_zero_variance, (ROLLOUT,)),
@@ -288,6 +293,7 @@ TABLE_OF_CALLS = {
     "losses.with_kl_gradient": (losses.with_kl_gradient(losses.k3), tuple(T)),
     "losses.penalty": (losses.penalty(0.1, "k3+", 0.1), (funcrl.TokenScores(*T[:2]), T[2], T[0])),
     "metrics.token_means": (metrics.token_means, (METRICS, torch.tensor(3))),
+    "metrics.merge": (metrics.merge, ([METRICS, METRICS], [1, torch.tensor(3)])),
     "metrics.to_floats": (metrics.to_floats, (METRICS,)),
     "metrics.describe_rollout": (metrics.describe_rollout, (ROLLOUT, {"x": ROLLOUT.rewards})),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),

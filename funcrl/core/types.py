@@ -105,10 +105,17 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Scalars to report; the field is the reduction over samples, micro-batches and ranks."""
+    """Scalars to report; the field that holds one says how `metrics.merge` reduces it.
 
-    sums: dict[str, Tensor]
-    maxes: dict[str, Tensor]
+    Reports are merged over samples, over micro-batches, and over the updates of one rollout. What
+    will be a mean over tokens stands in `sums` until `metrics.token_means` divides it by their
+    number, which `merge` needs as its weight from then on. No name is in two fields.
+    """
+
+    sums: dict[str, Tensor]  # totals, such as num_tokens: they are added
+    means: dict[str, Tensor]  # averages, such as entropy: they are averaged, with weights
+    maxes: dict[str, Tensor]  # maxima, such as grad_norm: the largest is taken
+    last: dict[str, Tensor]  # how things stand, such as learning_rate: the last report's is taken
 
 
 class Ratio(NamedTuple):

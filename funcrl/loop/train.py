@@ -306,26 +306,8 @@ def _update(
         for part in minibatches(batch, parts.algorithm, count, order):
             state, report = parts.step(state, part)
             reports.append(report)
-    return state, _summary(reports)
-
-
-def _summary(reports: Sequence[Metrics]) -> dict[str, float]:
-    """Return one number a metric: tokens and counts add up, maxima stay, means are over tokens."""
-    rows = [metrics.to_floats(report) for report in reports]
-    tokens = [row["num_tokens"] for row in rows]
-    numbers = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        if name.startswith("num_"):
-            numbers[name] = max(values) if name in reports[0].maxes else sum(values)
-        elif name.endswith("/max"):
-            numbers[name] = max(values)
-        elif name in reports[0].sums and any(tokens):
-            weighed = zip(values, tokens, strict=True)
-            numbers[name] = sum(value * count for value, count in weighed) / sum(tokens)
-        else:
-            numbers[name] = sum(values) / len(values)
-    return numbers
+    num_tokens = [report.sums["num_tokens"] for report in reports]
+    return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
 
 
 def _accuracy(

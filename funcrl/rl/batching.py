@@ -15,6 +15,26 @@ RowsT = TypeVar("RowsT", Batch, PackedBatch)
 
 
 @checked
+def counted_tokens(mask: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """Return the mask of the tokens that count: sampled, and of a finite behaviour log-probability.
+
+    `collate` makes a batch's mask by it; whatever comes after reads that mask.
+
+    Args:
+        mask: True where the policy sampled the token.
+        behavior_logprobs: the generator's log-probabilities, of the same shape.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.batching.counted_tokens(
+        ...     torch.tensor([False, True, True]), torch.tensor([0.0, -1.0, float("nan")]))
+        tensor([False,  True, False])
+    """
+    checks.check_shape("counted_tokens", "behavior_logprobs", behavior_logprobs, "mask", mask.shape)
+    return mask & behavior_logprobs.isfinite()
+
+
+@checked
 def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
     """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
 
@@ -44,7 +64,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     _check_reference("collate", rollout, ref_logprobs)
     dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
-    mask = rollout.mask & behavior.isfinite()
+    mask = counted_tokens(rollout.mask, behavior)
     if rollout.mask.any() and not mask.any():
         raise ValueError(
             f"collate expects a finite rollout.behavior_logprobs for at least one sampled token, "

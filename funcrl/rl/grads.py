@@ -16,8 +16,10 @@ from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import LossFn, Metrics, Params, Tree
+from funcrl.rl.metrics import merge
 
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
+_NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
 # What a step differentiates: (params, sample) -> (loss, metrics).
 AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
 
@@ -66,8 +68,9 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
     if chunk is not None:
         checks.check_count("per_sample_grad", "chunk", chunk)
 
-    no_metrics = Metrics({}, {})
-    scalar_loss = _one_number("per_sample_grad", lambda p, sample: (loss_fn(p, sample), no_metrics))
+    scalar_loss = _one_number(
+        "per_sample_grad", lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
+    )
 
     def gradient(params: TensorTree, sample: Any) -> Tree:
         return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
@@ -104,7 +107,9 @@ def summed_gradient(
 
     Example:
         >>> import torch, funcrl
-        >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), funcrl.Metrics({}, {}))
+        >>> def loss_fn(params, x):
+        ...     loss = (params["w"] * x).sum()
+        ...     return loss, funcrl.Metrics(sums={}, means={}, maxes={"largest": loss}, last={})
         >>> gradient = funcrl.grads.summed_gradient(loss_fn, microbatch=1)
         >>> gradient({"w": torch.ones(2)}, torch.eye(2)).grads
         {'w': tensor([1., 1.])}
@@ -120,7 +125,9 @@ def summed_gradient(
     @checked
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         chunks = split_rows(function, batch, microbatch)
-        return _sum_gradients(of_chunk(params, chunk) for chunk in chunks)
+        return _sum_gradients(
+            (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
+        )
 
     return gradient
 
@@ -194,7 +201,7 @@ def gradient_moments(
         checks.check_count("gradient_moments", "chunk", chunk)
 
     def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return loss_fn(params, sample), Metrics({}, {})
+        return loss_fn(params, sample), _NO_METRICS
 
     @checked
     def moments(params: TensorTree, batch: Tree) -> GradientMoments:
@@ -327,22 +334,25 @@ def _transformed(
 def _reduce_rows(metrics: Metrics) -> Metrics:
     return Metrics(
         sums=tree.map(lambda values: values.sum(dim=0), metrics.sums),
+        means=tree.map(lambda values: values.mean(dim=0), metrics.means),
         maxes=tree.map(lambda values: values.amax(dim=0), metrics.maxes),
+        last=tree.map(lambda values: values[-1], metrics.last),
     )
 
 
-def _sum_gradients(parts: Iterator[Gradient]) -> Gradient:
-    """Return the sum of all parts, added in at least float32 and kept in the gradients' dtype."""
-    grads, loss, metrics = next(parts)
+def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
+    """Return the sum of all parts, each with its number of rows.
+
+    They are added in at least float32 and kept in the gradients' dtype.
+    """
+    (grads, loss, metrics), rows = next(parts)
     totals, unflatten = tree.flatten(grads)
     dtypes = [leaf.dtype for leaf in totals]
     del grads
-    for part in parts:
+    for part, more in parts:
         loss = loss + part.loss
-        metrics = Metrics(
-            sums=tree.add(metrics.sums, part.metrics.sums),
-            maxes=tree.map(torch.maximum, metrics.maxes, part.metrics.maxes),
-        )
+        metrics = merge([metrics, part.metrics], weights=[rows, more])
+        rows += more
         added = tree.leaves(part.grads)
         del part
         # Leaf by leaf, each freed as soon as it is added: two gradients are alive, not three.

@@ -196,9 +196,10 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
 
         loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
 
-    Tokens outside the mask, and those whose behaviour log-probability is not finite, add nothing
-    to the loss, its gradient or the metrics. The algorithm's functions see a ratio of 1 there and
-    0 for everything else, and what they return there is not used: it may be NaN.
+    Tokens outside the mask add nothing to the loss, its gradient or the metrics. The algorithm's
+    functions see a ratio of 1 there and 0 for everything else, and what they return there is not
+    used: it may be NaN. `collate`, and a step, leave tokens without a finite behaviour
+    log-probability out of the mask.
 
     Args:
         algorithm: whose ratio, surrogate and penalty to use.
@@ -219,7 +220,7 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         tensor(-2.)
     """
     _check_sample(scores, sample)
-    kept = sample.mask & sample.behavior_logprobs.isfinite()
+    kept = sample.mask
     scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
     ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
     _check_part("ratio", ratio, Ratio, kept.shape)
@@ -274,7 +275,9 @@ def _token_metrics(
         token_values["kl"] = torch.where(kept, penalized.kl, 0.0)
     return Metrics(
         sums={name: values.sum() for name, values in token_values.items()},
+        means={},
         maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
+        last={},
     )
 
 

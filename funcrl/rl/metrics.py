@@ -1,29 +1,74 @@
 """Numbers to report: what a step measured, and what a rollout looked like, under TRL's names."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from funcrl.core import checks, numerics
+from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, NamedRewards, Rollout
+from funcrl.rl.batching import counted_tokens
 
 
 @checked
 def token_means(metrics: Metrics, num_tokens: Tensor) -> Metrics:
-    """Return the metrics with each sum over tokens divided by their number; 0 without tokens.
+    """Return the metrics with each sum over tokens as a mean over tokens; 0 without tokens.
 
     Args:
-        metrics: sums over tokens, as `policy_loss` gives them, already summed over the batch.
+        metrics: whose sums are all over tokens, as `policy_loss` gives them, summed over the batch.
         num_tokens: [] how many tokens that was.
 
     Example:
         >>> import torch, funcrl
-        >>> metrics = funcrl.Metrics({"entropy": torch.tensor(6.0)}, {})
-        >>> funcrl.metrics.token_means(metrics, torch.tensor(4)).sums
+        >>> metrics = funcrl.Metrics(
+        ...     sums={"entropy": torch.tensor(6.0)}, means={}, maxes={}, last={})
+        >>> funcrl.metrics.token_means(metrics, torch.tensor(4)).means
         {'entropy': tensor(1.5000)}
     """
     count = num_tokens.clamp(min=1)
-    return metrics._replace(sums={name: value / count for name, value in metrics.sums.items()})
+    means = {name: value / count for name, value in metrics.sums.items()}
+    return metrics._replace(sums={}, means=metrics.means | means)
+
+
+@checked
+def merge(reports: Sequence[Metrics], weights: Sequence[float | Tensor] = ()) -> Metrics:
+    """Return one report of several, each number reduced as its field of `Metrics` says.
+
+        sums: sum_i x_i    means: sum_i w_i x_i / sum_i w_i    maxes: max_i x_i    last: x_n
+
+    Args:
+        reports: at least one, in the order in which they were made, all with the same names.
+        weights: of each report's means, the number of tokens or samples that they are over; all
+            reports count the same when left out. A mean is in float64, and 0 if all weights are 0.
+
+    Example:
+        >>> import torch, funcrl
+        >>> reports = [
+        ...     funcrl.Metrics(
+        ...         sums={"num_tokens": count}, means={"entropy": value},
+        ...         maxes={"grad_norm": value}, last={"learning_rate": value})
+        ...     for count, value in torch.tensor([[1.0, 4.0], [3.0, 2.0]])]
+        >>> funcrl.metrics.to_floats(funcrl.metrics.merge(reports, weights=[1, 3]))
+        {'num_tokens': 4.0, 'entropy': 2.5, 'grad_norm': 4.0, 'learning_rate': 2.0}
+    """
+    if not reports:
+        raise ValueError("merge expects at least one report, got none.")
+    if weights and len(weights) != len(reports):
+        raise ValueError(
+            f"merge expects a weight for each of the {len(reports)} reports, got {len(weights)}."
+        )
+    for report in reports[1:]:
+        tree.check_same_structure("merge", reports[0], report)
+    weights = weights or [1] * len(reports)
+    sums, means, maxes, last = zip(*reports, strict=True)
+    return Metrics(
+        sums=tree.map(lambda *values: sum(values[1:], values[0]), *sums),
+        means=tree.map(lambda *values: _weighted_mean(values, weights), *means),
+        maxes=tree.map(lambda *values: functools.reduce(torch.maximum, values), *maxes),
+        last=last[-1],
+    )
 
 
 @checked
@@ -32,11 +77,13 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 
     Example:
         >>> import torch, funcrl
-        >>> metrics = funcrl.Metrics({"loss": torch.tensor(0.5)}, {"grad_norm": torch.tensor(2.0)})
+        >>> metrics = funcrl.Metrics(
+        ...     sums={}, means={"loss": torch.tensor(0.5)},
+        ...     maxes={"grad_norm": torch.tensor(2.0)}, last={})
         >>> funcrl.metrics.to_floats(metrics)
         {'loss': 0.5, 'grad_norm': 2.0}
     """
-    return {name: value.item() for name, value in (metrics.sums | metrics.maxes).items()}
+    return {name: value.item() for field in metrics for name, value in field.items()}
 
 
 @checked
@@ -78,7 +125,7 @@ def describe_rollout(
     total = _wide(rollout.rewards)
     groups = [total[rollout.group == index] for index in rollout.group.unique()]
     deviations = torch.stack([_deviation(group) for group in groups])
-    nonfinite = rollout.mask & ~rollout.behavior_logprobs.isfinite()
+    left_out = rollout.mask & ~counted_tokens(rollout.mask, rollout.behavior_logprobs)
     values = {
         "reward": _mean(total),
         "reward_std": deviations.mean(),
@@ -86,7 +133,7 @@ def describe_rollout(
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.amin(),
         "completions/max_length": lengths.amax(),
-        "num_nonfinite_logprobs": nonfinite.sum(),
+        "num_nonfinite_logprobs": left_out.sum(),
     }
     for name, named in (rewards or {}).items():
         checks.check_shape("describe_rollout", f"rewards[{name!r}]", named, "rows", rows)
@@ -96,6 +143,14 @@ def describe_rollout(
         checks.check_shape("describe_rollout", "truncated", truncated, "rows", rows)
         values["completions/clipped_ratio"] = truncated.to(torch.float32).mean()
     return {name: value.item() for name, value in values.items()}
+
+
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    total = torch.as_tensor(sum(weights), device=values[0].device)
+    weighed = [
+        value.to(torch.float64) * weight for value, weight in zip(values, weights, strict=True)
+    ]
+    return torch.where(total > 0, sum(weighed[1:], weighed[0]) / total, 0.0)
 
 
 def _wide(rewards: Tensor) -> Tensor:

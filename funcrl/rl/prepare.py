@@ -86,15 +86,14 @@ def recenter(correction: CorrectionFn) -> PrepareFn:
         checks.check_shape(
             "recenter", "scores.logprobs", scores.logprobs, "batch.mask", batch.mask.shape
         )
-        kept = batch.mask & behavior.isfinite()
-        log_ratio = torch.where(kept, scores.logprobs - behavior, 0.0)
+        log_ratio = torch.where(batch.mask, scores.logprobs - behavior, 0.0)
         segment_ids = getattr(batch, "segment_ids", ())
-        weight = vmap(correction)(log_ratio, kept, segment_ids)
-        checks.check_shape("recenter", "correction(...)", weight, "batch.mask", kept.shape)
+        weight = vmap(correction)(log_ratio, batch.mask, segment_ids)
+        checks.check_shape("recenter", "correction(...)", weight, "batch.mask", batch.mask.shape)
         return batch._replace(
             advantages=batch.advantages * weight,
-            # Where the generator's value was not finite it stays, to be left out and counted.
-            behavior_logprobs=torch.where(kept, scores.logprobs, behavior),
+            # Outside the mask the generator's value stays: a step counts those not finite.
+            behavior_logprobs=torch.where(batch.mask, scores.logprobs, behavior),
         )
 
     return prepare

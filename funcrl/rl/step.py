@@ -26,6 +26,7 @@ from funcrl.core.types import (
 from funcrl.models.logprobs import score
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
+from funcrl.rl.batching import counted_tokens
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.metrics import token_means
 
@@ -113,35 +114,38 @@ def grpo_step(
     @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        _check_batch("grpo_step", batch, per_sample)
+        batch = _counted("grpo_step", batch, per_sample)
         if prepare is not None:
-            batch = prepare(score(model_fn, state.params, batch, microbatch), batch)
-            _check_batch("grpo_step(prepare=...)", batch, per_sample)
+            prepared = prepare(score(model_fn, state.params, batch, microbatch), batch)
+            batch = _counted("grpo_step(prepare=...)", prepared, per_sample)
         grads_, loss, token_sums = gradient(state.params, batch)
         grad_norm = tree.global_norm(grads_)
         updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
         del grads_  # not alive beside the new parameters
         params = optim.apply_updates(state.params, updates)
-        # The same number on every rank, so that the largest is that number.
-        replicated = {"grad_norm": grad_norm, "num_skipped_updates": opt_state.num_skipped}
-        learning_rate = optim.current_learning_rate(opt_state)
-        if not isinstance(learning_rate, tuple):
-            replicated["learning_rate"] = learning_rate
-        metrics = _report(loss, token_sums, batch, replicated)
+        metrics = _report(loss, token_sums, batch, grad_norm, opt_state)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)
 
 
 def _report(
-    loss: Tensor, token_sums: Metrics, batch: Rows, replicated: dict[str, Tensor]
+    loss: Tensor, token_sums: Metrics, batch: Rows, grad_norm: Tensor, opt_state: Any
 ) -> Metrics:
-    """Return the means over trained tokens, the loss, what was counted, and what is given."""
-    finite = batch.behavior_logprobs.isfinite()
-    num_tokens = (batch.mask & finite).sum()
-    means = token_means(token_sums, num_tokens)
-    counts = {"loss": loss, "num_tokens": num_tokens, "num_nonfinite_logprobs": (~finite).sum()}
-    return Metrics(means.sums | counts, means.maxes | replicated)
+    """Return the metrics of an update, with means over the tokens that it was trained on."""
+    num_tokens = batch.mask.sum()
+    num_nonfinite = (~batch.behavior_logprobs.isfinite()).sum()
+    of_tokens = token_means(token_sums, num_tokens)
+    last = {"num_skipped_updates": opt_state.num_skipped}
+    learning_rate = optim.current_learning_rate(opt_state)
+    if not isinstance(learning_rate, tuple):
+        last["learning_rate"] = learning_rate
+    return Metrics(
+        sums={"num_tokens": num_tokens, "num_nonfinite_logprobs": num_nonfinite},
+        means={"loss": loss} | of_tokens.means,
+        maxes={"grad_norm": grad_norm} | of_tokens.maxes,
+        last=last,
+    )
 
 
 def _scoring(model_fn: ModelFn) -> ModelFn:
@@ -187,7 +191,8 @@ def _check_params(params: Params) -> None:
             )
 
 
-def _check_batch(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> None:
+def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> Rows:
+    """Return the batch, checked, with those tokens in the mask that `collate` would count."""
     if not isinstance(batch, Batch | PackedBatch):
         raise TypeError(f"{function} expects a Batch or PackedBatch, got {type(batch).__name__}.")
     if per_sample is not None and isinstance(batch, PackedBatch):
@@ -206,3 +211,4 @@ def _check_batch(function: str, batch: Rows, per_sample: grads.PerSampleTransfor
         if not (name == "ref_logprobs" and isinstance(value, tuple)):
             checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
     checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)
+    return batch._replace(mask=counted_tokens(batch.mask, batch.behavior_logprobs))

@@ -111,6 +111,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lora": {"model_fn": purity.MICRO_FN},
     "memory.num_params": {"config": purity.MICRO.config},
     "metrics.describe_rollout": {"rewards": None},
+    "metrics.merge": {"reports": [purity.METRICS], "weights": [1.0]},
     "models.shape": {"name": "micro"},
     "numerics.power_of_two": {"values": LOGPROBS},
     "ops.attend_hidden": {"hidden": torch.eye(2) > 2},

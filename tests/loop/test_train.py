@@ -470,7 +470,7 @@ def test_the_learning_rate_ends_near_zero_after_the_last_update(tmp_path, schedu
     )  # fmt: skip
     rates = [row["learning_rate"] for row in funcrl.train(config).history[1:]]
     assert max(rates) == pytest.approx(rates[2], rel=0.15)  # 8 updates are two steps
-    assert rates[-1] <= 1e-3 * 3 / 32  # the mean of the last four of 32
+    assert rates[-1] <= 1e-3 * 1.01 / 32  # that of the last of 32 updates after the warm-up
 
 
 RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0.0, 6),

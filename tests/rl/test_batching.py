@@ -101,7 +101,7 @@ def test_a_step_on_a_share_is_that_on_its_samples_one_a_row(name):
         weights = algorithm.weight(alone.mask, dtype=torch.float64)
         expected, metrics = step(state, alone._replace(token_weights=weights))
         got, packed_metrics = step(state, part)
-        assert abs(packed_metrics.sums["loss"] - metrics.sums["loss"]) <= 1e-15
+        assert abs(packed_metrics.means["loss"] - metrics.means["loss"]) <= 1e-15
         for key, leaf in got.params.items():
             assert (leaf - expected.params[key]).abs().max() <= 1e-15
         assert not torch.equal(got.params["logprobs"], case.params["logprobs"])

@@ -215,7 +215,7 @@ def test_a_loss_is_one_number():
         return params["embed.weight"].sum(dim=1)[:2]
 
     def two_and_metrics(params, sample):
-        return two(params, sample), funcrl.Metrics({}, {})
+        return two(params, sample), funcrl.Metrics({}, {}, {}, {})
 
     with pytest.raises(ValueError, match=r"per_sample_grad expects the loss .* \[\], got \[2\]"):
         funcrl.per_sample_grad(two)(PARAMS, BATCH)

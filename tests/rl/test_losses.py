@@ -137,6 +137,6 @@ def test_the_entropy_bonus_has_the_weights_of_the_tokens(name, options):
         algorithm = getattr(funcrl, name)(entropy=coefficient, **options)
         batch = funcrl.collate(case.rollout, algorithm)
         step = funcrl.grpo_step(table_model, algorithm=algorithm)
-        return step(step.init(case.params), batch)[1].sums["loss"]
+        return step(step.init(case.params), batch)[1].means["loss"]
 
     assert (loss(0.0) - loss(0.3)).item() == pytest.approx(0.3 * expected.item(), rel=1e-12)

@@ -26,7 +26,7 @@ def test_the_one_line_use():
     assert isinstance(new, funcrl.TrainState)
     assert (state.step.item(), new.step.item(), new.seed.item()) == (0, 1, 3)
     assert not equal(state.params, new.params)
-    names = set(metrics.sums) | set(metrics.maxes)
+    names = set(funcrl.metrics.to_floats(metrics))
     assert names == {
         "loss", "grad_norm", "learning_rate", "entropy", "num_tokens",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
@@ -53,9 +53,9 @@ def test_the_step_is_its_parts():
     for leaf in leaves.values():
         leaf.grad.mul_(min(1.0, 0.01 / norm.item()))
     torch_optimizer.step()
-    assert abs(metrics.sums["loss"] - loss.detach()) <= 1e-12
+    assert abs(metrics.means["loss"] - loss.detach()) <= 1e-12
     assert abs(metrics.maxes["grad_norm"] - norm) <= 1e-12
-    assert metrics.maxes["learning_rate"] == 0.1
+    assert metrics.last["learning_rate"] == 0.1
     # A gradient entry near eps = 1e-8 turns an error of 1e-17 into 1e-9 of the step of 0.1.
     assert close(new.params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-9)
 
@@ -77,9 +77,9 @@ def test_metrics_by_hand():
     entropy = torch.tensor([[9.0, 1.0, 2.0], [9.0, 6.0, 9.0]], dtype=torch.float64)
     params = {"logprobs": behavior + ratio.log(), "entropy": entropy}
     step = funcrl.grpo_step(table_model)
-    sums, maxes = step(step.init(params), batch)[1]
+    metrics = step(step.init(params), batch)[1]
     log = ratio.log()
-    expected = {
+    means = {
         "loss": -(1.2 + 1.0 - 0.8) / 3,
         "entropy": 3.0,
         "clip_ratio/low_mean": 1 / 3,
@@ -88,13 +88,11 @@ def test_metrics_by_hand():
         "sampling/sampling_logp_difference/mean": ((log[0, 1] - log[1, 1]) / 3).item(),
         "sampling/importance_sampling_ratio/mean": 1.0,
         "kl": ((1 / 1.5 - 1 + log[0, 1] + 2 - 1 + log[1, 1]) / 3).item(),
-        "num_tokens": 3,
-        "num_nonfinite_logprobs": 0,
     }
-    assert {name: value.item() for name, value in sums.items()} == pytest.approx(expected)
-    assert maxes["sampling/sampling_logp_difference/max"].item() == pytest.approx(
-        0.6931471805599453
-    )
+    assert {name: value.item() for name, value in metrics.means.items()} == pytest.approx(means)
+    assert metrics.sums == {"num_tokens": 3, "num_nonfinite_logprobs": 0}
+    largest = metrics.maxes["sampling/sampling_logp_difference/max"].item()
+    assert largest == pytest.approx(0.6931471805599453)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_an_all_masked_batch_gives_zero():
     batch = BATCH._replace(mask=nothing, token_weights=weights)
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
     new, metrics = step(step.init(PARAMS), batch)
-    assert metrics.sums["loss"] == 0
+    assert metrics.means["loss"] == 0
     assert metrics.maxes["grad_norm"] == 0
     assert metrics.sums["num_tokens"] == 0
     assert equal(new.params, PARAMS)
@@ -200,7 +198,7 @@ def test_a_very_unlikely_token_does_not_stop_training(name, options):
     step = funcrl.grpo_step(table_model, algorithm=algorithm, optimizer=optim.sgd(1.0))
     state = step.init(case.params)
     _, metrics = step(state, funcrl.collate(rollout, algorithm, case.ref_logprobs))
-    assert metrics.maxes["num_skipped_updates"] == 0
+    assert metrics.last["num_skipped_updates"] == 0
     assert all(torch.isfinite(value) for value in tree.leaves(metrics))
     assert metrics.maxes["sampling/sampling_logp_difference/max"] > 9000
 
@@ -251,7 +249,7 @@ def test_any_optimizer_will_do():
     """One without a learning rate: the metric is left out."""
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.stateless(lambda g, p: tree.scale(g, -1.0)))
     _, metrics = step(step.init(PARAMS), BATCH)
-    assert "learning_rate" not in metrics.maxes
+    assert "learning_rate" not in metrics.last
 
 
 def test_junk_outside_the_mask_is_never_seen():
@@ -277,13 +275,13 @@ def test_a_nonfinite_gradient_skips_the_update_and_counts():
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.adamw(0.1))
     state, _ = step(step.init(PARAMS), BATCH)
     poisoned, metrics = step(state, BATCH._replace(advantages=BATCH.advantages * torch.nan))
-    assert metrics.maxes["num_skipped_updates"] == 1
+    assert metrics.last["num_skipped_updates"] == 1
     assert equal(poisoned.params, state.params)
     assert equal(poisoned.opt_state.inner, state.opt_state.inner)
     after, metrics = step(poisoned, BATCH)
     expected, _ = step(state, BATCH)
     assert equal(after.params, expected.params)
-    assert metrics.maxes["num_skipped_updates"] == 1
+    assert metrics.last["num_skipped_updates"] == 1
 
 
 def test_parameters_of_a_module_do_not_tie_steps_together():
@@ -349,7 +347,7 @@ def test_recentering_gives_the_first_step_of_a_correction():
     assert close(got, expected, 1e-14)
     assert not equal(got.params, case.params)
     assert metrics.sums["num_nonfinite_logprobs"] == 1
-    assert metrics.sums["sampling/importance_sampling_ratio/mean"] == 1
+    assert metrics.means["sampling/importance_sampling_ratio/mean"] == 1
 
 
 def test_recentering_a_packed_batch_goes_by_segments():
@@ -378,7 +376,7 @@ def test_top_entropy_leaves_the_penalty_alone():
     _, metrics = step(step.init(case.params), batch)
     kl = funcrl.losses.k3(case.params["logprobs"][batch.mask], case.ref_logprobs[batch.mask])
     expected = 0.1 * (kl * batch.token_weights[batch.mask]).sum()
-    assert abs(metrics.sums["loss"] - expected) <= 1e-14
+    assert abs(metrics.means["loss"] - expected) <= 1e-14
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -71,7 +71,8 @@ def gradient_step(case: Case, name: VariantName) -> Step:
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         found = gradient(state.params, batch)
-        return state._replace(params=found.grads), Metrics({"loss": found.loss}, {})
+        metrics = Metrics(sums={"loss": found.loss}, means={}, maxes={}, last={})
+        return state._replace(params=found.grads), metrics
 
     return Step(init, update)
 

@@ -89,7 +89,7 @@ def test_a_donated_step_follows_its_schedule(backend, name):
         state, metrics = fast(state, BATCH)
         other, _ = step(other, BATCH)
         rates.append(optim.current_learning_rate(state.opt_state).item())
-        assert metrics.maxes["learning_rate"] == rates[-1]
+        assert metrics.last["learning_rate"] == rates[-1]
         assert relative(state.params, other.params) <= 1e-12
         assert equal(state.step, other.step)
     assert rates == pytest.approx(expected, rel=1e-15)
@@ -303,7 +303,7 @@ def test_leaves_may_change_places():
     def update(state, batch):
         a, b = state.params["a"], state.params["b"]
         new = state._replace(params={"a": b, "b": a.view(-1)}, step=state.step + 1)
-        return new, funcrl.Metrics({"a": a}, {"b": b.sum()})
+        return new, funcrl.Metrics({"a": a}, {}, {"b": b.sum()}, {})
 
     step = funcrl.Step(funcrl.grpo_step(MODEL_FN).init, update)
     state = funcrl.TrainState(
@@ -323,7 +323,10 @@ def test_states_that_cannot_be_written_are_refused():
     for made in (step, fast):
         with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
             made(shared, BATCH)
-    narrower = lambda state, batch: (tree.cast(state, torch.float32), funcrl.Metrics({}, {}))  # noqa: E731 (short)
+
+    def narrower(state, batch):
+        return tree.cast(state, torch.float32), funcrl.Metrics({}, {}, {}, {})
+
     with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
         funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
     with pytest.raises(TypeError, match="donate expects step to be a Step"):

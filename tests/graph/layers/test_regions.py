@@ -336,7 +336,7 @@ def test_a_donated_parameter_is_written_after_all_that_reads_it():
         new = {"blocks.0.a": old["blocks.1.a"], "blocks.1.a": old["blocks.0.a"].double().float()}
         sums = {"old": old["blocks.0.a"].double().sum(), "new": (new["blocks.1.a"] * 2).sum()}
         both = (old["blocks.0.a"] * old["blocks.1.a"]).sum()
-        return state._replace(params=new), funcrl.Metrics(sums, {"both": both})
+        return state._replace(params=new), funcrl.Metrics(sums, {}, {"both": both}, {})
 
     params = {"blocks.0.a": torch.zeros(2), "blocks.1.a": torch.ones(2)}
     state = funcrl.TrainState(params, (), torch.tensor(0), torch.tensor(0))
