@@ -1,10 +1,13 @@
 """The house rules that a machine can check: layers, documentation, suppressions."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import funcrl
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "funcrl"
@@ -28,6 +31,10 @@ def unit(path: Path) -> str:
     """The folder of the package that a file belongs to; the root itself is ''."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first == "__init__.py" else first
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def layer(name: str) -> int:
@@ -92,8 +99,22 @@ def test_new_tensors_name_their_device(path):
     assert nameless == MADE_BY_OTHERS.get(str(path.relative_to(PACKAGE)), 0)
 
 
+def public_functions() -> set[tuple[str, str]]:
+    """Module and name of each function that is an attribute of the root or of a public module."""
+    values = [getattr(funcrl, name) for name in funcrl.__all__]
+    found = {(fn.__module__, fn.__name__) for fn in values if inspect.isfunction(fn)}
+    for module in filter(inspect.ismodule, values):
+        for fn in filter(inspect.isfunction, vars(module).values()):
+            if fn.__module__.startswith(module.__name__):  # and not only imported there
+                found.add((fn.__module__, fn.__name__))
+    return found
+
+
+PUBLIC = public_functions()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_public_names_are_documented_with_an_example(path):
+def test_functions_are_documented_and_public_ones_with_an_example(path):
     module = ast.parse(path.read_text())
     assert ast.get_docstring(module), path
     if unit(path) == "cli":
@@ -101,7 +122,9 @@ def test_public_names_are_documented_with_an_example(path):
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             docstring = ast.get_docstring(node) or ""
-            assert ">>>" in docstring, f"{node.name} has no example"
+            assert docstring, f"{node.name} has no docstring"
+            public = (module_name(path), node.name) in PUBLIC
+            assert ">>>" in docstring or not public, f"{node.name} has no example"
             arguments = [a.arg for a in node.args.args + node.args.kwonlyargs]
             if "Args:" in docstring:
                 for name in arguments:
