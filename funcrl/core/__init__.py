@@ -1,1 +1,1 @@
-"""What everything else is written in: types, trees, checks, numbers, rows, files."""
+"""The vocabulary of all other folders: types, trees, checks, numerics, seeds, rows and files."""

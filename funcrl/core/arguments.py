@@ -1,4 +1,4 @@
-"""Arguments are of the types that their annotations name: one check for all public functions.
+"""Comparison of arguments with their annotations, by one decorator for all public functions.
 
 A wrong type would otherwise end deep inside torch, or nowhere. Bounds and shapes are for
 `funcrl.checks`, and what an annotation leaves open (`Any`) is open here, too.
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class Kind(NamedTuple):
-    """What an annotation takes."""
+    """The values that an annotation allows."""
 
     words: str  # "a tensor"
     takes: Callable[[Any], bool]
@@ -42,19 +42,10 @@ class Kind(NamedTuple):
 
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return `fn` that raises a TypeError for an argument that its annotation does not take.
+    """Return `fn` that raises a TypeError for an argument that its annotation does not allow.
 
     No tensor's values are read, so that a checked function can be traced, vmapped and
     differentiated. torch.compile sees `fn` alone, as it would break its graph at the checks.
-
-    Example:
-        >>> from funcrl.core.arguments import checked
-        >>> @checked
-        ... def double(count: int) -> int:
-        ...     return 2 * count
-        >>> double("two")
-        Traceback (most recent call last):
-        TypeError: double expects count to be an integer of 64 bits, got 'two'.
     """
     if torch.compiler.is_compiling():
         return fn
@@ -87,18 +78,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_fields(config: Any) -> None:
-    """Raise for a field of a dataclass that its annotation does not take, in the class's name.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from funcrl.core.arguments import check_fields
-        >>> @dataclass
-        ... class Loop:
-        ...     steps: int = 3
-        >>> check_fields(Loop(steps="many"))
-        Traceback (most recent call last):
-        TypeError: Loop expects steps to be an integer of 64 bits, got 'many'.
-    """
+    """Raise for a field of a dataclass that has a value which its annotation does not allow."""
     for field in dataclasses.fields(config):
         hint: Any = field.type
         kind, value = _kind(hint), getattr(config, field.name)
@@ -107,7 +87,7 @@ def check_fields(config: Any) -> None:
 
 
 def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
-    """Raise for the value, or for the part of it that is wrong."""
+    """Raise an error that names the argument, or the part of it that is wrong."""
     for suffix, part, of_part in kind.parts(value):
         if not of_part.takes(part):
             _refuse(function, argument + suffix, of_part, part)
@@ -138,7 +118,7 @@ def _kinds_of_options(hint: Any) -> dict[str, Kind]:
 
 @functools.cache
 def _kind(hint: Any) -> Kind:
-    """Return what an annotation takes; its words are those that stand for it in errors."""
+    """Return the kind of an annotation."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is Annotated:
         return next(each for each in hint.__metadata__ if isinstance(each, Kind))
@@ -188,7 +168,7 @@ def _tuple(hints: Sequence[Any]) -> Kind:
 
 
 def _container(origin: type, hints: Sequence[Any]) -> Kind:
-    """Return the kind of a list or a mapping; the elements of a list may be too many to look at."""
+    """Return the kind of a list, whose elements may be too many to check, or of a mapping."""
     words = _CONTAINERS[origin]
     if not issubclass(origin, Mapping):
         return Kind(words, lambda value: isinstance(value, origin) and not isinstance(value, str))
@@ -236,29 +216,17 @@ def _class(kind: type) -> Kind:
 
 
 def _all(tree: Any, kind: Any) -> bool:
-    """Return whether each leaf is of the type; None has no leaves, and is no tree to give."""
+    """Return whether each leaf is of the type; None, which has no leaves, is not a tree."""
     return tree is not None and all(isinstance(leaf, kind) for leaf in optree.tree_leaves(tree))
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer, which True is not.
-
-    Example:
-        >>> from funcrl.core.arguments import is_integer
-        >>> is_integer(3), is_integer(True), is_integer(3.0)
-        (True, False, False)
-    """
+    """Return whether a value is an integer; True and False are not."""
     return isinstance(value, int | torch.SymInt | numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number, infinite or NaN included.
-
-    Example:
-        >>> from funcrl.core.arguments import is_number
-        >>> is_number(3), is_number(0.5), is_number("3")
-        (True, True, False)
-    """
+    """Return whether a value is a real number, infinity and NaN included."""
     number = isinstance(value, float | int | torch.SymFloat | torch.SymInt | numbers.Real)
     return number and not isinstance(value, bool)
 

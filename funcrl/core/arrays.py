@@ -1,4 +1,4 @@
-"""Tensors as numpy's arrays and back, equal to the bit, also of dtypes that numpy does not have."""
+"""Conversion of tensors to numpy's arrays and back, equal to the bit, for every dtype."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.core.arguments import checked
 
 # Which dtypes have arrays of their own is a part of the format of checkpoints: written down here,
-# not asked of the numpy and the torch that are installed. bfloat16's are of ml_dtypes.
+# not looked up in the numpy and the torch that are installed. bfloat16's are of ml_dtypes.
 _NUMPY_DTYPES = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64,
@@ -20,18 +20,9 @@ _NUMPY_DTYPES = frozenset({
 
 @checked
 def to_array(tensor: Tensor) -> Any:
-    """Return a dense tensor as an array: of its own dtype and shape, or else of its bytes in a row.
+    """Return a dense tensor as an array of its dtype and shape, or else of its bytes in a row.
 
-    A tensor on a CPU shares its memory with the array, unless it has to be laid out anew.
-
-    Args:
-        tensor: of any dtype that is not quantized.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.core.arrays import to_array
-        >>> to_array(torch.tensor([1.0, 2.0])), to_array(torch.tensor(1.0).to(torch.float8_e5m2))
-        (array([1., 2.], dtype=float32), array([60], dtype=uint8))
+    A tensor on a CPU shares its memory with the array, unless it is not contiguous.
     """
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if plain.dtype == torch.bfloat16:
@@ -43,18 +34,6 @@ def to_array(tensor: Tensor) -> Any:
 
 @checked
 def to_tensor(array: np.ndarray[Any, Any], like: Tensor) -> Tensor:
-    """Return what `to_array` made an array of, on the device of `like`.
-
-    Args:
-        array: from `to_array`.
-        like: of the shape and the dtype of what it was made of.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.core.arrays import to_array, to_tensor
-        >>> eight = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
-        >>> to_tensor(to_array(eight), like=torch.zeros_like(eight)).float()
-        tensor([ 1., -2.])
-    """
+    """Return the tensor that `to_array` made the array of, with dtype, shape, device of `like`."""
     plain = array.view(np.int16) if like.dtype == torch.bfloat16 else array
     return torch.from_numpy(plain).view(like.dtype).reshape(like.shape).to(like.device)

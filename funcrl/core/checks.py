@@ -51,7 +51,7 @@ def check_rank(function: str, name: str, value: Any, axes: str) -> None:
 
 @checked
 def check_shape(function: str, name: str, value: Any, like: str, shape: torch.Size) -> None:
-    """Raise unless `value` is a tensor of `shape`, which is that of the argument `like`.
+    """Raise unless `value` is a tensor of `shape`, the shape of the argument `like`.
 
     Example:
         >>> import torch
@@ -136,7 +136,7 @@ def check_count(function: str, name: str, value: Any) -> None:
 
 @checked
 def import_extra(function: str, module: str, why: str, install: str) -> Any:
-    """Return a module that funcrl does not depend on, or say how to get it.
+    """Return an optional dependency; if it is missing, the error says how to install it.
 
     Example:
         >>> from funcrl import checks
@@ -216,7 +216,7 @@ def check_choice(function: str, name: str, value: Any, choices: Collection[Any])
 
 @checked
 def choose(function: str, name: str, value: Any, choices: Mapping[str, Choice]) -> Choice:
-    """Return `choices[value]`, or `value` itself where a function is passed instead of a name.
+    """Return `choices[value]`, or `value` itself if it is a function.
 
     Example:
         >>> from funcrl import checks

@@ -1,4 +1,4 @@
-"""Files that a crash leaves as they were or as they should be, never a part."""
+"""Files that are written whole: a crash leaves the old content or the new one, never a part."""
 
 import os
 from collections.abc import Iterator
@@ -11,33 +11,14 @@ ENCODING: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old text or the new one, never a part.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core import files
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> files.write_whole(path, "steps: 3")
-        >>> path.read_text()
-        'steps: 3'
-    """
+    """Write a text file so that a crash leaves the old text or the new one, never a part."""
     with whole_file(path) as file:
         file.write(bytes(text, **ENCODING))
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to that becomes `path` at the end, or nothing if an error ends it.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core import files
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-        >>> with files.whole_file(path) as file:
-        ...     _ = file.write(b"123")
-        >>> path.read_bytes()
-        b'123'
-    """
+    """Yield a file to write to, which replaces `path` at the end, unless an error is raised."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.unlink(missing_ok=True)
@@ -51,13 +32,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(path: Path) -> None:
-    """Return when what was written to a file, or which names a folder has, is on disk.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core import files
-        >>> files.sync(pathlib.Path(tempfile.mkdtemp()))
-    """
+    """Return once the content of a file, or the list of names in a folder, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

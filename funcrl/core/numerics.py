@@ -1,4 +1,4 @@
-"""Arithmetic that needs a bound, in one place so that there is one bound."""
+"""Numerical safety in one place: dtypes of sums, bounded exponentials, exact scaling."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written, read within bounds of kind, size, depth and number.
+"""Files of any origin, read within bounds of kind, size, depth and number of values.
 
 A pipe would be waited for, a device never ends, and a short text can stand for gigabytes: each is
 an error that names the file before it costs anything.
@@ -26,15 +26,8 @@ def open_file(function: str, path: Path) -> BinaryIO:
     """Return a regular file, open to read its bytes.
 
     Args:
-        function: the public function that was given it, for errors.
-        path: of the file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core.reading import open_file
-        >>> open_file("report", pathlib.Path(tempfile.gettempdir()))
-        Traceback (most recent call last):
-        OSError: report expects a file at ..., got something else.
+        function: the public function that the path was given to, for errors.
+        path: of the file; a folder, a pipe or a device is refused.
     """
     try:
         # Not to wait for somebody who writes, should it be a pipe.
@@ -52,20 +45,12 @@ def open_file(function: str, path: Path) -> BinaryIO:
 
 
 def read_text(function: str, path: Path, most: int) -> str:
-    """Return a file's text, which is UTF-8.
+    """Return the text of a UTF-8 file of at most `most` bytes.
 
     Args:
-        function: the public function that was given it, for errors.
+        function: the public function that the path was given to, for errors.
         path: of the file.
-        most: bytes that it may have.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core.reading import read_text
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.txt"
-        >>> _ = path.write_text("twelve bytes")
-        >>> read_text("report", path, most=12)
-        'twelve bytes'
+        most: how many bytes the file may have.
     """
     with open_file(function, path) as file:
         raw = file.read(most + 1)
@@ -78,21 +63,7 @@ def read_text(function: str, path: Path, most: int) -> str:
 
 
 def read_json(function: str, path: Path, most: int) -> dict[str, Any]:
-    """Return the object in a file of JSON.
-
-    Args:
-        function: the public function that was given it, for errors.
-        path: of the file.
-        most: bytes that it may have.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core.reading import read_json
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
-        >>> _ = path.write_text('{"vocab_size": 13}')
-        >>> read_json("load_params", path, most=1000)
-        {'vocab_size': 13}
-    """
+    """Return the object in a JSON file of at most `most` bytes; arguments as for `read_text`."""
     text = read_text(function, path, most)
     try:
         values = parse_json(text)
@@ -104,17 +75,11 @@ def read_json(function: str, path: Path, most: int) -> dict[str, Any]:
 
 
 def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None) -> Any:
-    """Return what a text of JSON says, or raise a ValueError that says what is wrong with it.
+    """Return the value of a JSON text; a ValueError says what is wrong with the text.
 
     Args:
         text: of any origin.
-        pairs: makes an object of its names and values; a plain one when left out.
-
-    Example:
-        >>> from funcrl.core.reading import parse_json
-        >>> parse_json("[" * 500 + "]" * 500)
-        Traceback (most recent call last):
-        ValueError: values that are nested too deeply
+        pairs: makes an object of its names and values; a dict when left out.
     """
     try:
         value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
@@ -131,19 +96,11 @@ def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None
 
 
 def read_yaml(function: str, path: Path) -> Any:
-    """Return what a file of YAML says: at most 64 KiB and 10,000 values, its aliases written out.
+    """Return the value in a YAML file of at most 64 KiB and 10,000 values, aliases written out.
 
     Args:
-        function: the public function that was given it, for errors.
+        function: the public function that the path was given to, for errors.
         path: of the file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.core.reading import read_yaml
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> _ = path.write_text("steps: 3")
-        >>> read_yaml("train", path)
-        {'steps': 3}
     """
     text = read_text(function, path, _YAML_BYTES)
     try:
@@ -159,13 +116,7 @@ def read_yaml(function: str, path: Path) -> Any:
 
 
 def brief(value: object) -> str:
-    """Return the `repr` of a value for an error, cut in the middle where it is long.
-
-    Example:
-        >>> from funcrl.core.reading import brief
-        >>> brief("ab"), brief(list(range(1000))), len(brief("x" * 1_000_000))
-        ("'ab'", '[0, 1, 2, 3, 4, 5, ...]', 100)
-    """
+    """Return the `repr` of a value for an error, cut in the middle where it is long."""
     return _BRIEF.repr(value)
 
 
@@ -175,7 +126,7 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 100
 
     def repr_array(self, x: "array[Any]", level: int) -> str:
-        """Return the numbers as those of a list."""
+        """Return the `repr` of a list of the array's first numbers."""
         return self.repr_list(list(x[: self.maxlist + 1]), level)
 
 
@@ -189,7 +140,7 @@ def _integer(text: str) -> int:
 
 
 def _check_nodes(root: yaml.Node | None) -> None:
-    """Raise if YAML comes to more than its bounds; `<<` and aliases would write it out."""
+    """Raise if YAML exceeds the bounds above, before aliases and `<<` are written out."""
     count, length, waiting = 0, 0, [(root, 1)] if root is not None else []
     while waiting:
         node, depth = waiting.pop()

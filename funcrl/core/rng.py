@@ -1,4 +1,4 @@
-"""Explicit seeds: an integer folded with step, rank and sample, never a hidden state."""
+"""Explicit seeds: integers folded with step, rank and sample; there is no hidden state."""
 
 import operator
 from typing import SupportsIndex
@@ -56,7 +56,7 @@ def generator(
 
 @checked
 def uniform(seeds: Tensor, count: int) -> Tensor:
-    """Return numbers in [0, 1), [B, count]: row b's t-th is made from `fold_in(seeds[b], t)`.
+    """Return [B, count] uniform numbers in [0, 1); number t of row b is of `fold_in(seeds[b], t)`.
 
     A row's numbers are a function of its seed alone, and the same on every device.
 
@@ -92,7 +92,7 @@ def _splitmix64(value: int) -> int:
 
 
 def _splitmix64_tensor(value: Tensor) -> Tensor:
-    """The same in int64, whose sums and products wrap like those of 64 bits without a sign."""
+    """Return the same in int64, whose sums and products wrap like unsigned ones."""
     z = value + _signed(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
@@ -100,7 +100,7 @@ def _splitmix64_tensor(value: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Shift zeros in from the left; `>>` alone would repeat the sign."""
+    """Return `value` shifted with zeros from the left; `>>` alone would repeat the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

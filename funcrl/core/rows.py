@@ -1,4 +1,4 @@
-"""A batch as rows: how many there are, some at a time, and a function of one run on all at once."""
+"""Rows of a batch: their number, parts of them, and a function of one mapped over all."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,13 +18,7 @@ _NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast s
 
 @checked
 def num_rows(function: str, batch: Tree) -> int:
-    """Return B, the length of every leaf's leading axis, or raise in the name of `function`.
-
-    Example:
-        >>> import torch, funcrl
-        >>> funcrl.core.rows.num_rows("score", {"tokens": torch.zeros(3, 5)})
-        3
-    """
+    """Return B, the length of every leaf's leading axis; errors are in the name of `function`."""
     sizes: dict[str, int] = {}
     for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
         name = path or "the batch"
@@ -41,13 +35,7 @@ def num_rows(function: str, batch: Tree) -> int:
 
 @checked
 def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
-    """Return the batch in consecutive parts of at most `size` rows, in order.
-
-    Example:
-        >>> import torch, funcrl
-        >>> [part.shape[0] for part in funcrl.core.rows.split_rows("score", torch.zeros(5, 2), 2)]
-        [2, 2, 1]
-    """
+    """Return consecutive parts of the batch, in order, each of at most `size` rows."""
     rows = num_rows(function, batch)
     size = size or rows
     return (
@@ -62,18 +50,12 @@ def over_rows(
 ) -> Callable[[Params, Tree], Any]:
     """Return `(params, batch) -> fn(params, sample)` of all rows at once, by `torch.vmap`.
 
-    Where that cannot run what `fn` runs for a single sample, the error says so.
+    An error names the operator that vmap cannot run.
 
     Args:
-        function: in whose name errors are raised.
+        function: the name of the public function, for errors.
         fn: of the parameters and one sample.
-        chunk: rows at a time, all of them when left out.
-
-    Example:
-        >>> import torch, funcrl
-        >>> funcrl.core.rows.over_rows("score", lambda params, x: params["w"] * x.sum())(
-        ...     {"w": torch.tensor(2.0)}, torch.eye(2))
-        tensor([2., 2.])
+        chunk: how many rows at a time, all of them when left out.
     """
     mapped = vmap(fn, in_dims=(None, 0), chunk_size=chunk)
 

@@ -1,4 +1,4 @@
-"""Verbs over pytrees of tensors: optree underneath, and errors that name the leaf."""
+"""Operations on pytrees of tensors, by optree, with errors that name the leaf."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -79,7 +79,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
 
 @checked
 def structure(tree: Tree) -> Any:
-    """Return what is left without leaves; equal for trees of one form, in any order of keys.
+    """Return the structure of a tree, without leaves; equal for any order of a dictionary's keys.
 
     Example:
         >>> from funcrl import tree
@@ -134,7 +134,7 @@ def scale(tree: NumberTree, factor: float | Tensor) -> Tree:
 
 @checked
 def cast(tree: TensorTree, dtype: torch.dtype) -> Tree:
-    """Return the tree with its floating-point leaves in `dtype`; the others are left as they are.
+    """Return the tree with its floating-point leaves in `dtype` and all others unchanged.
 
     Example:
         >>> import torch
@@ -177,7 +177,7 @@ def leaf_norm(leaf: Tensor) -> Tensor:
 
 @checked
 def check_same_structure(name: str, a: Tree, b: Tree) -> None:
-    """Raise an error in the name of `name` that names the first path at which two trees differ.
+    """Raise, in the name of `name`, at the first path where the structures of two trees differ.
 
     Example:
         >>> from funcrl import tree
@@ -204,7 +204,7 @@ def check_same_structure(name: str, a: Tree, b: Tree) -> None:
 
 @checked
 def check_tensors(name: str, what: str, tree: Tree) -> None:
-    """Raise an error in the name of `name` that names the first leaf of `what` that is no tensor.
+    """Raise, in the name of `name`, at the first leaf of `what` that is not a tensor.
 
     Example:
         >>> from funcrl import tree
@@ -223,7 +223,7 @@ torch.tensor(...) makes one of it.
 
 @checked
 def check_same_shapes(name: str, what: str, values: Tree, like: str, expected: Tree) -> None:
-    """Raise an error in the name of `name` unless two trees have one structure and equal shapes.
+    """Raise, in the name of `name`, unless two trees have one structure and equal shapes.
 
     Leaves that are no tensors have no shape.
 
@@ -255,7 +255,7 @@ got [2, 1].
 
 
 def _like(value: Any, leaf: Any) -> Any:
-    """Return `value` in the leaf's dtype: a 0-d tensor would take on that of a 0-d factor."""
+    """Return `value` in the dtype of the leaf: a 0-d tensor would take on that of a 0-d factor."""
     return value.to(leaf.dtype) if isinstance(leaf, Tensor) else value
 
 

@@ -15,7 +15,7 @@ Absent: TypeAlias = tuple[()]
 
 
 class TokenScores(NamedTuple):
-    """What a `model_fn` returns for one sample.
+    """The scores of one sample's tokens, as a `model_fn` returns them.
 
     `logprobs[t]` scores `tokens[t]` given `tokens[:t]`, and `entropy[t]` is that of the
     distribution it was drawn from; a language model has no prediction for position 0, which
@@ -27,14 +27,14 @@ class TokenScores(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """All that a `model_fn` reads of a row; any NamedTuple with these two fields will do."""
+    """The part of a row that a `model_fn` reads; any NamedTuple with these two fields will do."""
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
 
 
 class Row(Protocol):
-    """What `funcrl.logprob_fn` reads of a sample: a `Sample`, a row of a `Batch`, or your own."""
+    """The argument of a `logprob_fn`: a `Sample`, a row of a `Batch`, or a type of your own."""
 
     @property
     def tokens(self) -> Tensor:
@@ -46,7 +46,7 @@ class Row(Protocol):
 
 
 class Samples(NamedTuple):
-    """What a generator returns: B = N prompts x G samples, group-major, padded on the right.
+    """The completions of a generator: B = N prompts x G samples, group-major, padded right.
 
     A generator that has only one of the two log-probabilities leaves NaN in the other.
     """
@@ -60,7 +60,7 @@ class Samples(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What generation and rewards produce: B = N prompts x G samples, group-major, padded right."""
+    """Rewarded completions: B = N prompts x G samples, group-major, padded on the right."""
 
     tokens: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] bool, True where the policy sampled the token
@@ -71,7 +71,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a step trains on: one sample a row, so that per-sample gradients are legal."""
+    """The input of a step, with one sample a row, so that per-sample gradients are legal."""
 
     tokens: Tensor  # [B, T] int64
     positions: Tensor  # [B, T] int64
@@ -83,7 +83,7 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """`Batch` with many samples in a row of length T; only summed gradients have a meaning."""
+    """`Batch` with many samples in a row of length T, for summed gradients only."""
 
     tokens: Tensor  # [R, T] int64
     positions: Tensor  # [R, T] int64, restarting at 0 with each sample
@@ -96,7 +96,7 @@ class PackedBatch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that a step carries to the next one."""
+    """The values that a step carries to the next one."""
 
     params: Params
     opt_state: Any
@@ -105,7 +105,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Scalars to report; the field that holds one says how `metrics.merge` reduces it.
+    """Numbers to report, each in the field that says how `metrics.merge` reduces it.
 
     Reports are merged over samples, over micro-batches, and over the updates of one rollout. What
     will be a mean over tokens stands in `sums` until `metrics.token_means` divides it by their
@@ -119,14 +119,14 @@ class Metrics(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How far the policy has moved from the one that sampled."""
+    """Ratios of the policy to the one that sampled."""
 
     ratio: Tensor  # [T] differentiable; what the surrogate clips
     correction: Tensor  # [T] constant, non-negative; multiplies the advantages
 
 
 class Surrogate(NamedTuple):
-    """What the policy maximises, and where clipping was active."""
+    """The objective that the policy maximises, and the tokens at which it is clipped."""
 
     objective: Tensor  # [T]
     clipped_low: Tensor  # [T] bool
@@ -134,7 +134,7 @@ class Surrogate(NamedTuple):
 
 
 class Penalty(NamedTuple):
-    """What the loss adds for each token, and the KL estimate that is reported for it."""
+    """The cost that the loss adds for each token, and the KL estimate to report."""
 
     cost: Tensor  # [T]
     kl: Tensor | Absent  # [T]
@@ -150,7 +150,7 @@ WeightFn: TypeAlias = Callable[..., Tensor]
 
 
 class Algorithm(NamedTuple):
-    """Five independent choices, each a function."""
+    """An algorithm as five independent functions."""
 
     advantage: AdvantageFn  # (rewards [B], group [B]) -> [B]
     ratio: RatioFn  # (logprobs, behavior_logprobs, mask, segment_ids), all [T] -> Ratio

@@ -42,7 +42,7 @@ _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new
 
 
 class Rolled(NamedTuple):
-    """One step's completions, what they are worth, and how long it took."""
+    """The completions of one step, their rewards and their metrics."""
 
     completed: Completed
     graded: Graded
@@ -51,7 +51,7 @@ class Rolled(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     state: TrainState
     history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
@@ -79,7 +79,7 @@ def train(
         view: shows the run; nothing when left out.
         resume: go on with the run in `config.run_dir`.
         command: what started the run, for its environment.json.
-        stop: asked after each step; True saves and raises `KeyboardInterrupt`.
+        stop: called after each step; True saves and raises `KeyboardInterrupt`.
         trust: go on with a run whose task's code is not what it began with, or that this account
             has not run before (docs/security.md).
 
@@ -126,7 +126,7 @@ def train(
 def _facts(
     config: TrainConfig, parts: Parts, task: Task | Environment | None, note: Note
 ) -> dict[str, str]:
-    """Return what the run writes down about its task, whose code this account now has run."""
+    """Return facts of the task for the run's record, and remember that its code has been run."""
     facts = {
         "task" if task is None else "task_object": parts.task.name,
         "vocab_size": str(parts.task.tokenizer.vocab_size),
@@ -149,7 +149,7 @@ def _begin(
     started: float,
     stop: Callable[[], bool],
 ) -> None:
-    """Warm the policy up, measure it, and write that down as step 0."""
+    """Run the warm start, evaluate the policy, and record that as step 0."""
 
     def accuracy(params: Params) -> float:
         if stop():
@@ -184,7 +184,7 @@ def _begin(
 
 
 def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
-    """Run the steps that are left."""
+    """Run the remaining steps."""
     done, state, _ = record.progress
     reference = None
     if config.algorithm.kl:
@@ -218,7 +218,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             row |= _accuracy(config, parts, state.params, index, held_out)
-        record.advance(state, row, _seen(config, rolled, index))
+        record.advance(state, row, _completions_to_record(config, rolled, index))
         if stop() and index < config.steps:
             raise KeyboardInterrupt
 
@@ -259,7 +259,7 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
 def _compared(
     config: TrainConfig, completed: Completed, graded: Graded
 ) -> tuple[Rollout | None, dict[str, float]]:
-    """Return the rollout of the completions that can be compared, if any, and how it looked."""
+    """Return the rollout of the completions that can be compared, if any, and its metrics."""
     total = comparable(graded.total, completed.group_size)
     kept = total.isfinite()
     if not kept.any():
@@ -313,7 +313,7 @@ def _update(
 def _accuracy(
     config: TrainConfig, parts: Parts, params: Params, index: int, prompts: Sequence[Prompt]
 ) -> dict[str, float]:
-    """Measure parameters on prompts that are not trained on; nothing where there are none."""
+    """Return metrics of parameters on prompts that are not trained on, if there are any."""
     start = time.perf_counter()
     if not prompts:
         return {}
@@ -332,8 +332,8 @@ def _accuracy(
     }
 
 
-def _seen(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
-    """Return the completions to write down: a few of the first prompts' every so often."""
+def _completions_to_record(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
+    """Return the completions to record: some of the first prompts, every few steps."""
     if index != 1 and index % config.log.completions_every and index != config.steps:
         count = 1  # one to look at
     else:

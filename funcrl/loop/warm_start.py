@@ -25,7 +25,7 @@ def warm_start(
     seed: int,
     accuracy: Callable[[Params], float],
 ) -> tuple[Params, dict[str, float]]:
-    """Return parameters that have seen right answers, and what it took.
+    """Return parameters trained on right answers, with the steps done and the accuracy reached.
 
     Supervised learning is REINFORCE whose samples are the answers and whose reward is always 1:
     the same step, with the mean over tokens. It stops at the wanted accuracy.
@@ -34,7 +34,7 @@ def warm_start(
         model_fn: `(params, sample) -> TokenScores`.
         params: to start from.
         task: whose prompts have answers, or an environment that has demonstrations.
-        config: how long, and how far.
+        config: the number of steps, and the accuracy to stop at.
         seed: of the prompts.
         accuracy: measures parameters on held-out prompts.
 
@@ -71,7 +71,7 @@ def warm_start(
 def _check_right(
     task: Task | Environment, prompts: Sequence[Prompt], shown: Sequence[Demonstration]
 ) -> None:
-    """Raise if a policy would learn to say what earns nothing."""
+    """Raise if a demonstration is not right: a policy would learn what earns nothing."""
     name = getattr(task, "accuracy", "correct")
     for prompt, (_, _, outcome) in zip(prompts, shown, strict=True):
         row, error = named_rewards(task, prompt, outcome)
@@ -92,7 +92,7 @@ def _demonstrated(rows: Sequence[Demonstration], device: torch.device) -> Rollou
     count = len(rows)
     return Rollout(
         tokens=pad_rows([row for row, _, _ in rows], torch.int64, device),
-        mask=pad_rows([said for _, said, _ in rows], torch.bool, device),
+        mask=pad_rows([sampled for _, sampled, _ in rows], torch.bool, device),
         behavior_logprobs=torch.zeros(count, length, dtype=torch.float32, device=device),
         rewards=torch.ones(count, dtype=torch.float32, device=device),
         group=torch.arange(count, device=device),

@@ -133,14 +133,6 @@ def bind(module: Bound, params: Params) -> Bound:
     Args:
         module: any module; it is not changed.
         params: every parameter by name, tied ones once, as for `functional`.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.models.functional import bind
-        >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}
-        >>> module = bind(torch.nn.Linear(2, 1), params)
-        >>> module.weight.data_ptr() == params["weight"].data_ptr()
-        True
     """
     check_params(module, params)
     named = dict(module.named_parameters())
@@ -155,19 +147,12 @@ def bind(module: Bound, params: Params) -> Bound:
 def check_params(
     module: nn.Module, params: Mapping[str, Tensor], function: str = "functional"
 ) -> None:
-    """Raise unless `params` are the module's parameters: all of them, no others, of its shapes.
+    """Raise unless `params` are exactly the parameters of the module, with its shapes.
 
     Args:
         module: any module.
         params: every parameter by name, tied ones once.
-        function: the name in errors.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.models.functional import check_params
-        >>> check_params(torch.nn.Linear(2, 1), {})
-        Traceback (most recent call last):
-        ValueError: functional expects all parameters of Linear, got none for 'weight'.
+        function: the name of the public function, for errors.
     """
     kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
     if not isinstance(params, Mapping):
@@ -177,17 +162,7 @@ def check_params(
 
 
 def reads_a_value(error: RuntimeError) -> bool:
-    """Return whether torch refused to tell Python a tensor's value, under vmap or while tracing.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.models.functional import reads_a_value
-        >>> try:
-        ...     torch.func.vmap(lambda x: x if x > 0 else -x)(torch.ones(2))
-        ... except RuntimeError as error:
-        ...     print(reads_a_value(error))
-        True
-    """
+    """Return whether the error says that a tensor has no value under vmap or in a trace."""
     return type(error).__name__ in _NO_VALUE or str(error).startswith("vmap: It looks like you're")
 
 
@@ -212,7 +187,7 @@ def _read_in_forward(kind: str, error: RuntimeError) -> ValueError:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device, without copying a weight on the way."""
+    """Return a copy of the module on the meta device, made without copying a weight."""
     tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {}
@@ -239,7 +214,7 @@ def _refuse_impure(module: nn.Module) -> None:
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise if weights are no parameters, but what a hook computes of them before each forward."""
+    """Raise if a hook computes weights before each forward: they are no parameters."""
     for hook in module._forward_pre_hooks.values():
         for kind in type(hook).__mro__:
             if kind.__module__.startswith("torch.nn.utils") and kind.__name__ in _HOOKS:
@@ -270,7 +245,7 @@ def _unbatched(module: nn.Module, path: str) -> str:
 
 
 def _active_dropouts(module: nn.Module) -> list[str]:
-    """Return the names of attributes that say how much this module drops while it trains."""
+    """Return the names of the attributes that hold rates of dropout which is active."""
     if not module.training:
         return []
     if isinstance(module, _DROPOUTS):
@@ -282,7 +257,7 @@ def _active_dropouts(module: nn.Module) -> list[str]:
 
 
 def _attributes(skeleton: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return numbers, text and tensors kept in attributes, by path; a tensor with its version."""
+    """Return the numbers, texts and tensors in attributes by path, each with its version."""
     return {
         f"{path}.{name}".lstrip("."): (value, _version(value) if isinstance(value, Tensor) else 0)
         for path, child in skeleton.named_modules()
@@ -294,7 +269,7 @@ def _attributes(skeleton: nn.Module) -> dict[str, tuple[Any, int]]:
 def _changed_attributes(
     before: dict[str, tuple[Any, int]], after: dict[str, tuple[Any, int]]
 ) -> list[str]:
-    """Return the paths of those that are new, gone or different."""
+    """Return the paths of attributes that are new, gone or different."""
     changed = sorted(before.keys() ^ after.keys())
     for path in before.keys() & after.keys():
         (old, version), (new, now) = before[path], after[path]
@@ -323,14 +298,14 @@ def _check_params(
 
 
 def _check_extra(
-    function: str, kind: str, params: Mapping[str, Tensor], known: set[str], tied: dict[str, str]
+    function: str, kind: str, params: Mapping[str, Tensor], names: set[str], tied: dict[str, str]
 ) -> None:
     for name in params:
         if name in tied:
             raise ValueError(
                 f"{function} expects tied parameters once, as {tied[name]!r}, got {name!r} too."
             )
-        if name not in known:
+        if name not in names:
             raise ValueError(
                 f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
             )

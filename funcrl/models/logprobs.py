@@ -1,4 +1,4 @@
-"""From logits to scores of tokens. The one shift between a prediction and its token lives here."""
+"""Scores of tokens from logits; predictions are shifted against tokens only here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,13 +61,13 @@ def logprob_fn(
             `funcrl.models.Transformer`; only its structure is used, never its weights. For the
             rows of a `PackedBatch` it must take `attend`, as `Transformer` does.
         temperature: that of sampling.
-        chunk: tokens whose logits are alive at a time, forward and backward, so that [T, V] never
-            is; all when left out. The model must take `head`, as `Transformer` does.
-        dtype: to compute in: one cast of the parameters, and the gradient is that of the
-            parameters as they are. Theirs when left out.
-        attend: who sees whom, such as `funcrl.ops.attend_flash`; the model must take it, as
-            `Transformer` does. The model's own when left out, and that of their segments for rows
-            of a `PackedBatch`, which are refused where it is given.
+        chunk: the number of tokens whose logits are in memory at a time, forward and backward, all
+            when left out. The model must take `head`, as `Transformer` does.
+        dtype: to compute in, that of the parameters when left out. They are cast once, and the
+            gradient is in their own dtype.
+        attend: which tokens see which, such as `funcrl.ops.attend_flash`; the model must take it,
+            as `Transformer` does. The model's own when left out, and for rows of a `PackedBatch`
+            that of their segments; such rows are refused where it is given.
 
     Example:
         >>> import torch, funcrl

@@ -14,7 +14,7 @@ _DOWN, _UP = ".lora_down", ".lora_up"
 
 
 class Lora(NamedTuple):
-    """A model as a function of its adapters."""
+    """A model as a function of its low-rank adapters."""
 
     model_fn: ModelFn  # (adapters, sample) -> TokenScores
     init: Callable[[int], Params]  # seed -> adapters, under which the model is the base itself
@@ -103,7 +103,7 @@ def lora(
 
 
 def _check_adapters(adapters: Params, adapted: Params, rank: int) -> None:
-    """Raise unless the adapters are those of this rank: others would get another scale."""
+    """Raise unless the adapters have the rank of this model: others would be scaled wrongly."""
     wanted = {}
     for name, leaf in adapted.items():
         wanted[name + _DOWN] = (rank, leaf.shape[1]), leaf.dtype

@@ -1,4 +1,4 @@
-"""Shapes by name, for `--model`."""
+"""Named shapes of the network, for `--model`."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ SHAPES: dict[str, TransformerConfig] = {
 
 @checked
 def shape(name: str, vocab_size: int) -> TransformerConfig:
-    """Return the named shape for a vocabulary.
+    """Return the config of a named shape, with a vocabulary of `vocab_size` tokens.
 
     Example:
         >>> import funcrl

@@ -2,8 +2,8 @@
 
 Layers take one sample, or any leading batch axes; letters: T tokens, D width, H query heads,
 K key heads, C head width, V vocabulary. The module is built on the meta device and holds no
-weights; parameters are a separate flat dictionary. It is written once and told the rest: the
-arithmetic is `ops`, who sees whom is `attend`, what is made of the last layer is `head`.
+weights; parameters are a separate flat dictionary. Three parts of it are arguments: the arithmetic
+(`ops`), which tokens see which (`attend`), and what becomes of the last layer's output (`head`).
 """
 
 import math
@@ -23,8 +23,8 @@ from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]
 
 
-# Far above any model that there is, and so low that no product of two overflows. A file that says
-# more is broken, or written to cost its reader memory and time.
+# Far above any existing model, and so low that no product of two overflows. A file with a larger
+# size is broken, or meant to cost its reader memory and time.
 LARGEST = {
     "vocab_size": 1 << 24, "width": 1 << 18, "num_layers": 1 << 12, "num_heads": 1 << 14,
     "num_kv_heads": 1 << 14, "head_width": 1 << 14, "mlp_width": 1 << 20,
@@ -41,7 +41,7 @@ class TransformerConfig:
     Args:
         vocab_size: V.
         width: D.
-        num_layers: how many blocks.
+        num_layers: the number of blocks.
         num_heads: H.
         num_kv_heads: K, a divisor of `num_heads`.
         head_width: C, even.
@@ -113,7 +113,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `attend` says who sees whom."""
+    """Grouped-query attention with rotary positions; `attend` says which tokens see which."""
 
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
@@ -179,11 +179,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer, `model(tokens, positions) -> logits`, without weights of its own.
 
-    Two more arguments of the call are functions. `attend` says who sees whom: a causal sample when
-    left out, `funcrl.ops.attend_segments(segment_ids)` for a packed row, a sequence with one
-    function a layer where layers differ, as on a cache. `head` is called with the last layer's
-    output [..., T, D] and the output matrix [V, D], and its result is the model's: all logits when
-    left out.
+    Two more arguments of the call are functions. `attend` says which tokens see which: a causal
+    sample when left out, `funcrl.ops.attend_segments(segment_ids)` for a packed row, a sequence
+    with one function a layer where layers differ, as on a cache. `head` is called with the last
+    layer's output [..., T, D] and the output matrix [V, D], and its result is the model's: all
+    logits when left out.
 
     Args:
         config: its shape.
@@ -249,7 +249,7 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
 
 @checked
 def rotary_factors(angles: Tensor) -> Tensor:
-    """Return what `rotate` multiplies with, [2, ..., C]: cosines, and sines with their signs.
+    """Return the factors of `rotate`, [2, ..., C]: cosines, and sines with their signs.
 
     Args:
         angles: [..., C / 2], one for each pair.

@@ -1,4 +1,4 @@
-"""The arithmetic of a network: matmul, norm and activation as one choice that a model is given."""
+"""The arithmetic of a network, as an argument of a model: products, norm and activation."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
 
 
 class Ops(NamedTuple):
-    """What a `Transformer` computes with; every field takes any leading axes."""
+    """The operations of a `Transformer`; each takes any leading axes."""
 
     linear: LinearFn  # (x, weight, bias) -> x W^T + b
     project: Callable[[Tensor, Weights], Sequence[Tensor]]  # (x, [(weight, bias), ...]) -> linears
@@ -50,7 +50,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @checked
 def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
-    """Return the linear maps of one input, one for each (weight, bias).
+    """Return several linear maps of one input, one for each (weight, bias).
 
     Example:
         >>> import torch, funcrl
@@ -66,7 +66,7 @@ NATIVE = Ops(linear=nn.functional.linear, project=project, rms_norm=rms_norm, sw
 
 @checked
 def choose_ops(function: str, ops: str | Ops) -> Ops:
-    """Return the named choice, or `ops` itself where functions are passed instead of a name.
+    """Return the named operations, or `ops` itself if it is an `Ops`.
 
     Example:
         >>> import funcrl

@@ -1,4 +1,4 @@
-"""Who sees whom: attention functions that a model takes as an argument."""
+"""Attention functions, an argument of a model: they say which tokens see which."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -16,7 +16,7 @@ AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @checked
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax attention in which a token sees itself and what came before.
+    """Return softmax attention in which a token sees itself and all tokens before it.
 
     Query head h reads key head h // (H / K): grouped-query attention (arXiv:2305.13245).
 

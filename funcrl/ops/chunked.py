@@ -1,4 +1,4 @@
-"""Scores of tokens from the last layer's output, some tokens' logits at a time."""
+"""Token scores from the last layer's output, with few tokens' logits at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from funcrl.core.arguments import checked
 # Rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
 _FIRST = (
-    "linear_scores has a first derivative only, and a second one was asked for; "
+    "linear_scores has a first derivative only, got a second one to compute; "
     "logprob_fn(model, chunk=None) has them all."
 )
 
@@ -53,7 +53,7 @@ def linear_scores(
 
 
 class _LinearScores(torch.autograd.Function):
-    """The op; its third result, the log-normaliser, is kept for the backward pass."""
+    """The forward pass; its third result, the log-normaliser, is for the backward pass."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _LinearScores(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a derivative of it is an error.
+    """The backward pass as an op of its own, so that its derivative is an error.
 
     It writes in place only into what has every batch axis that the values written can have.
     """
@@ -161,7 +161,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        """Each sample by itself, in smaller chunks: a chunk is of the whole batch's tokens."""
+        """Return the results of all samples, in chunks that count the whole batch's tokens."""
         *tensors, temperature, chunk, trained = inputs
         chunk = max(1, chunk // info.batch_size)
 
@@ -178,7 +178,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _EachGradients(torch.autograd.Function):
-    """`_Gradients` of each sample of a batch, a function of its own for the same reason."""
+    """`_Gradients` of each sample of a batch, an op of its own for the same reason."""
 
     generate_vmap_rule = True
 

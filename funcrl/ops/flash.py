@@ -15,7 +15,7 @@ from funcrl.core.arguments import checked
 aten = torch.ops.aten
 
 _FIRST = (
-    "attend_flash has a first derivative only, and a second one was asked for; "
+    "attend_flash has a first derivative only, got a second one to compute; "
     "attend_causal has them all."
 )
 _HALF = (torch.bfloat16, torch.float16)
@@ -49,8 +49,11 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """The op; its other results are kept for the backward pass: the log-normalisers [..., H, T],
-    and on a GPU the two states of dropout, which is none, but which the kernel is handed."""
+    """The forward pass; its other results are kept for the backward pass.
+
+    They are the log-normalisers [..., H, T], and on a GPU the two states of the kernel's dropout,
+    which is off.
+    """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -82,13 +85,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
-        """The batch is one more leading axis of everything but the states of dropout."""
+        """Return the results with the batch as a leading axis of all but the states of dropout."""
         results = _apply(_Attend, *_lead(info.batch_size, in_dims, inputs))
         return results, (0, 0, *[None] * (len(results) - 2))
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a derivative of it is an error."""
+    """The backward pass as an op of its own, so that its derivative is an error."""
 
     @staticmethod
     def forward(
@@ -131,7 +134,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _takes_cudnn(q: Tensor) -> bool:
-    """Whether cuDNN's kernel is there and takes this shape, in any order of its sums."""
+    """Return whether cuDNN's kernel is available, takes this shape, and may be used."""
     return (
         torch.backends.cudnn.is_available()
         and torch.cuda.get_device_capability(q.device) >= (9, 0)
@@ -156,8 +159,7 @@ def _lead(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return [..., H, T, C] as [B, H, T, C] with the numbers of one token side by side, as the
-    kernels read them; a copy only where no view is that."""
+    """Return [..., H, T, C] as [B, H, T, C] with a contiguous last axis, as a view if possible."""
     x = _merged(x, 4)
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -173,7 +175,7 @@ def _shaped(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what the kernels would refuse, or misread, in words of the public function."""
+    """Raise, in the name of `attend_flash`, for inputs that the kernels refuse or misread."""
     for name, part in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor("attend_flash", name, part)
     heads = [part.shape[-3] if part.ndim > 2 else 0 for part in (q, k)]

@@ -1,4 +1,4 @@
-"""The entropy of a categorical distribution, as one op that keeps only its argument."""
+"""The entropy of a categorical distribution, as an op that keeps only its argument."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def entropy(log_softmax: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """The op, in the form that is right under grad, vmap and make_fx."""
+    """The op as an autograd function that works under grad, vmap and make_fx."""
 
     generate_vmap_rule = True
 

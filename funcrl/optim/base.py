@@ -1,4 +1,4 @@
-"""How transformations combine: chained, restricted to some leaves, guarded, and applied."""
+"""Combination of transformations: chains, masks, a guard against NaN, the update itself."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
 
 @checked
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Return the transformation that feeds each one's updates to the next.
+    """Return the transformation that passes updates through the given ones, in order.
 
     Its state is the tuple of their states. Each one's updates must have the gradients' shapes.
 
@@ -86,7 +86,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 @checked
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
-    """Return `inner` restricted to the leaves that the mask selects; the others pass unchanged.
+    """Return `inner` restricted to the leaves that the mask selects; others pass unchanged.
 
     Unchanged gradients are no updates: another `masked` transformation must take the rest, or
     `freeze`. State is kept for the selected leaves alone.
@@ -124,11 +124,11 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
 @checked
 def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
-    """Return `inner` that changes nothing when a gradient or its result is not finite, and counts.
+    """Return `inner` that skips, and counts, updates that are not finite.
 
-    The result is the updates and the inner state; a leaf whose float32 sum overflows counts as not
-    finite, too. The choice is made by `where` on the device: no synchronisation, and it can be
-    traced.
+    An update is skipped where a number of the gradients, the updates or the inner state is not
+    finite, or the float32 sum of a leaf overflows. The choice is made by `where` on the device: no
+    synchronisation, and it can be traced.
 
     Example:
         >>> import torch, funcrl
@@ -255,14 +255,15 @@ def zero_count(params: Params) -> Tensor:
 
 
 def _check_result(updates: Tree, grads: TensorTree, state: Any, before: Any) -> None:
-    """Refuse what `where` would broadcast: the choice is between leaves of one shape."""
+    """Raise if new leaves have other shapes than old ones, which `where` would broadcast."""
     name = "skip_nonfinite"
     tree.check_same_shapes(name, "inner's updates", updates, "the gradients", grads)
     tree.check_same_shapes(name, "inner's new state", state, "the one before", before)
 
 
 def _all_finite(values: Tree) -> Tensor:
-    """Return [] bool; one sum a leaf, because NaN and infinity stay in it: no copy, one kernel."""
+    """Return whether all values are finite, [] bool."""
+    # By one sum a leaf, in which NaN and infinity stay: no copy, one kernel.
     floating = [leaf for leaf in tree.leaves(values) if leaf.is_floating_point()]
     sums = [leaf.sum(dtype=numerics.at_least_float32(leaf.dtype)) for leaf in floating]
     return torch.stack(sums).isfinite().all()
@@ -277,6 +278,6 @@ def _resolve(mask: Mask, params: Params) -> list[bool]:
 
 
 def _selected(values: Tree, keep: list[bool]) -> Tree:
-    """Return the tree with `()`, a node without leaves, in place of what is not kept."""
+    """Return the tree with `()`, a node without leaves, in place of each leaf not kept."""
     leaves, unflatten = tree.flatten(values)
     return unflatten([leaf if kept else () for leaf, kept in zip(leaves, keep, strict=True)])

@@ -202,7 +202,7 @@ def scale_by_adam(
 def trace(
     momentum: float, nesterov: bool = False, moment_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
-    """Return the transformation `t = momentum t + g`, or `momentum t + g` once more (Nesterov).
+    """Return the transformation `t = momentum t + g`; Nesterov's gives `momentum t + g` of that t.
 
     Example:
         >>> import torch, funcrl
@@ -292,7 +292,7 @@ def scale_by_muon(
 
 @checked
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return about `U V^T` for `matrix = U S V^T`: singular values pushed to between 0.7 and 1.2.
+    """Return nearly `U V^T` for `matrix = U S V^T`: its singular values are 0.7 to 1.2.
 
         X = M / |M|;   A = X X^T;   X = a X + (b A + c A A) X   (steps times)
 

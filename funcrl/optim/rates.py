@@ -1,4 +1,4 @@
-"""The last link of an optimizer: minus the learning rate, of which the state holds a tensor."""
+"""Scaling by minus the learning rate, the last link of an optimizer."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,16 +16,16 @@ LearningRate: TypeAlias = float | Schedule
 
 
 class ScaleByLearningRateState(NamedTuple):
-    """The number of updates done, and the rate of all updates until another one is put here."""
+    """The number of updates done, and the learning rate of the next ones."""
 
     num_updates: Tensor  # [] int64
     learning_rate: Tensor  # [] float64, as a 0-d tensor it widens no parameter
 
 
 class ScaleByScheduleState(NamedTuple):
-    """The number of updates done, and the rate of the last one; before any, that of the first.
+    """The number of updates done, and the rate of the last one; before any, of the first.
 
-    The rate is here to be reported: an update reads the number alone and asks its schedule.
+    The rate is here to be reported: an update reads the number alone, and calls its schedule.
     """
 
     num_updates: Tensor  # [] int64
@@ -37,8 +37,8 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """Return the transformation `-learning_rate * g`.
 
     A number is put into the state, as a 0-d tensor, and read there: `with_learning_rate` replaces
-    it without a recompilation, and a state that is restored brings its own. A schedule is asked at
-    each update, by the number of updates done before it: a state that is restored follows the
+    it without a recompilation, and a state that is restored brings its own. A schedule is called at
+    each update with the number of updates done before it: a state that is restored follows the
     schedule of the optimizer that it is given to, from its first update on.
 
     Args:
@@ -73,10 +73,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
 
 @checked
 def current_learning_rate(opt_state: TensorTree) -> Tensor | Absent:
-    """Return the rate of the last update, before any that of the first; of the first optimizer.
+    """Return the learning rate of the last update, or of the first one before any.
 
-    A rate that `with_learning_rate` has put there is returned from then on. It is `()` where no
-    part of the optimizer is a `scale_by_learning_rate`.
+    A rate that `with_learning_rate` has put there is returned from then on. Of several optimizers
+    it is the first one's, and `()` where no part of them is a `scale_by_learning_rate`.
 
     Example:
         >>> import torch, funcrl
@@ -91,7 +91,7 @@ def current_learning_rate(opt_state: TensorTree) -> Tensor | Absent:
 
 @checked
 def with_learning_rate(opt_state: TensorTree, learning_rate: float | Tensor) -> Tree:
-    """Return the state of an optimizer whose learning rate is a number with another number.
+    """Return an optimizer's state with another learning rate, where that is a number.
 
     It is for a rate that changes while a compiled step runs, which it does not compile again, and
     for a restored state that shall go on with another rate than it was saved with.

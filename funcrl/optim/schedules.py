@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the update's number, a tensor, so that none recompiles."""
+"""Learning-rate schedules: functions of the number of updates done, which is a tensor."""
 
 import math
 from collections.abc import Callable

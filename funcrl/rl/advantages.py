@@ -1,4 +1,4 @@
-"""Advantages from rewards: functions of one group's rewards [G], and what lifts them to a batch.
+"""Advantages from rewards: functions of one group's rewards [G], and their lifts to a batch.
 
 An algorithm's advantage is a function `(rewards [B], group [B]) -> [B]`; `by_group` makes one of
 a function of a single group.
@@ -142,12 +142,12 @@ def standardize_by_batch(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> T
 
 
 def _deviation(centered: Tensor) -> Tensor:
-    """Return the unbiased deviation of centered numbers of about 1: their squares are in range."""
+    """Return the unbiased deviation of centered numbers near 1, whose squares stay in range."""
     return (centered.square().sum() / max(centered.shape[0] - 1, 1)).sqrt()
 
 
 def _divide(centered: Tensor, deviation: Tensor, eps: float, unit: Tensor) -> Tensor:
-    """Return `centered / (deviation + eps)` of what both are in units of `unit`.
+    """Return `centered / (deviation + eps)`, where both are given in multiples of `unit`.
 
     It is 0 for 0 / 0: equal rewards with `eps=0`.
     """

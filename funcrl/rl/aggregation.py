@@ -1,4 +1,4 @@
-"""Token weights: how a loss over tokens becomes one number.
+"""Token weights: rules by which a loss over tokens becomes one number.
 
 Each rule turns a mask [B, T] into weights [B, T] that are 0 outside it and hold every
 normalisation, with denominators over the whole batch. A loss is then only a sum of

@@ -13,7 +13,7 @@ from funcrl.rl import advantages, aggregation, losses, ratios, surrogates
 
 
 class Tunables(TypedDict, total=False):
-    """What every algorithm takes besides its own arguments.
+    """The keyword arguments that every algorithm takes besides its own.
 
     Args:
         kl: coefficient of the KL penalty (TRL's `beta`), 0 when left out; above 0 the batch needs
@@ -317,9 +317,9 @@ def _compose(
 ) -> Algorithm:
     unknown = sorted(tunables.keys() - Tunables.__annotations__.keys())
     if unknown:
-        known = ", ".join(Tunables.__annotations__)
+        names = ", ".join(Tunables.__annotations__)
         raise TypeError(
-            f"{name} expects the arguments of its signature or {known}, got {unknown[0]!r}."
+            f"{name} expects the arguments of its signature or {names}, got {unknown[0]!r}."
         )
     correction = tunables.get("correction")
     return Algorithm(

@@ -1,4 +1,4 @@
-"""From a rollout to what a step trains on: filters, weights, and rows packed with many samples."""
+"""Batches from rollouts: filters, token weights, mini-batches, and many samples in a row."""
 
 import operator
 from collections.abc import Sequence
@@ -181,17 +181,17 @@ def pack(
 
 @checked
 def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
-    """Return the batch's rows in `count` shares, in an order drawn from the seed.
+    """Return the batch's rows in `count` mini-batches, in an order drawn from the seed.
 
-    Advantages stay those of the whole batch; weights are made anew, so that each share's loss is
-    normalised over that share. A packed row goes whole into one share, and the weights are those
-    of the share's samples, as if each had a row of its own.
+    Advantages stay those of the whole batch; weights are made anew, so that each mini-batch's loss
+    is normalised over that mini-batch. A packed row goes whole into one of them, and the weights
+    are those of its samples, as if each had a row of its own.
 
     Args:
         batch: of B rows; of a `PackedBatch` with the positions that `pack` makes.
         algorithm: whose `weight` to use.
-        count: how many shares; at most B.
-        seed: of the order. One share is the batch itself.
+        count: the number of mini-batches, at most B; one is the batch itself.
+        seed: of the order.
 
     Example:
         >>> import torch, funcrl
@@ -216,13 +216,13 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
 
 
 def pad_length(rollout: Rollout, multiple: int) -> Rollout:
-    """Return the rollout with rows of a multiple of so many tokens: tokens 0 outside the mask.
+    """Return the rollout padded, outside the mask, to a length that is a multiple of `multiple`.
 
     Padding has no weight and changes no score before it; a compiled step then meets few shapes.
 
     Args:
         rollout: of rows of T tokens.
-        multiple: of the new length, the smallest one that is at least T.
+        multiple: the new length is its smallest multiple that is at least T.
 
     Example:
         >>> import torch, funcrl
@@ -246,7 +246,7 @@ def pad_length(rollout: Rollout, multiple: int) -> Rollout:
 
 @checked
 def drop_zero_variance(rollout: Rollout) -> Rollout:
-    """Return the rollout without the groups whose rewards are all equal: they teach nothing.
+    """Return the rollout without groups in which all rewards are equal: they teach nothing.
 
     Their number is `frac_reward_zero_std` of `metrics.describe_rollout`. The result can be empty,
     which `collate` refuses.
@@ -270,7 +270,7 @@ def drop_zero_variance(rollout: Rollout) -> Rollout:
 
 @checked
 def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
-    """Return the rollout with cut-off completions out of the mask: they are not trained on.
+    """Return the rollout with truncated completions out of the mask: they are not trained on.
 
     DAPO's overlong filtering (arXiv:2503.14476). Their rewards still count in their group.
 
@@ -296,7 +296,7 @@ def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
 
 
 def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
-    """Return the token weights of the samples in these rows."""
+    """Return the token weights of the samples in some rows of a batch."""
     dtype = part.token_weights.dtype
     if isinstance(part, Batch):
         return _weights("minibatches", algorithm, "batch.mask", part.mask, dtype)
@@ -362,7 +362,7 @@ def _check_reference(function: str, rollout: Rollout, ref_logprobs: Tensor | Abs
 
 
 def _first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return which samples share each row: first-fit decreasing, empty samples left out."""
+    """Return the samples of each row, by first-fit decreasing; empty samples are left out."""
     rows: list[list[int]] = []
     room: list[int] = []
     for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):

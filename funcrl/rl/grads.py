@@ -1,4 +1,4 @@
-"""Gradients as function transforms: summed, per sample, accumulated; and what norms tell of noise.
+"""Gradients as function transforms: summed, per sample, in micro-batches; the noise scale.
 
 A loss function is `loss_fn(params, sample) -> scalar` for one sample; a batch is a tree of tensors
 with a leading axis B. Losses are sums (their weights hold the normalisation), so gradients of
@@ -184,7 +184,7 @@ def per_sample_norms(grads: TensorTree) -> Tensor:
 def gradient_moments(
     loss_fn: LossFn, chunk: int | None = None
 ) -> Callable[[Params, Tree], GradientMoments]:
-    """Return `(params, batch) -> GradientMoments`; `chunk` gradients are alive at a time.
+    """Return `(params, batch) -> GradientMoments`, which holds `chunk` gradients at a time.
 
     Args:
         loss_fn: the loss of one sample, `(params, sample) -> scalar`.
@@ -253,7 +253,7 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
 def _value_and_grad(
     fn: Callable[[Params], tuple[Tensor, Any]], params: Params
 ) -> tuple[Tensor, Tree, Any]:
-    """Return `fn`'s value, its gradient and what else it returned.
+    """Return the value of `fn`, its gradient, and its second result.
 
     `torch.func.grad` records its own backward pass, to be differentiated again, and so keeps every
     activation to its end: 2.5 times the memory. This frees them as it goes, unless grad mode is
@@ -266,7 +266,7 @@ def _value_and_grad(
 
 
 def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
-    """Return the loss function, which must return one number: of several the sum is trained on."""
+    """Return the loss function with a check that it returns one number, not several."""
 
     def scalar_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         loss, metrics = loss_fn(params, sample)
@@ -277,7 +277,7 @@ def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
 
 
 def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
-    """Return the transform, whose results must have an axis of samples to sum over."""
+    """Return the transform with a check that its gradients keep their axis of samples."""
 
     name = f"{function}'s per_sample"
 
@@ -298,7 +298,7 @@ def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransfor
 
 
 def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
-    """Differentiate the sum of the vmapped losses: one backward pass for all samples."""
+    """Return the gradient of the sum of the vmapped losses: one backward pass for all samples."""
 
     mapped = over_rows("summed_gradient", loss_fn)
 
@@ -316,7 +316,7 @@ def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
 def _transformed(
     loss_fn: AuxLossFn, per_sample: PerSampleTransform
 ) -> Callable[[Params, Tree], Gradient]:
-    """Vmap the gradient, transform what it gives, and sum."""
+    """Return the gradient that is the sum of the transformed gradients of the samples."""
 
     def of_sample(params: Params, sample: Any) -> tuple[Tensor, Tree, Metrics]:
         return _value_and_grad(lambda p: loss_fn(p, sample), params)

@@ -1,4 +1,4 @@
-"""The loss of one sample, and the KL estimators and penalties that it may add.
+"""The loss of one sample, with its KL estimators and penalties.
 
 The three estimators (Schulman, "Approximating KL divergence", 2020) differ as values and again as
 losses, once they are differentiated through `logprobs` on tokens the policy sampled:
@@ -241,7 +241,7 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
 def _inside(
     kept: Tensor, scores: TokenScores, sample: Any
 ) -> tuple[TokenScores, Tensor, Tensor, Tensor, Tensor | Absent]:
-    """Return everything with 0 outside the mask, so that junk there reaches neither pass."""
+    """Return all inputs with 0 outside the mask, so that junk there reaches neither pass."""
     nothing = torch.zeros_like(scores.logprobs)
 
     def select(values: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def _check_sample(scores: TokenScores, sample: Any) -> None:
 
 
 def _check_part(name: str, part: Any, kind: type[Any], shape: torch.Size) -> None:
-    """Refuse what a function of the algorithm returned if it is not one number a token."""
+    """Raise if a function of the algorithm did not return one number a token."""
     what = f"algorithm.{name}(...)"
     if not isinstance(part, kind):
         raise TypeError(

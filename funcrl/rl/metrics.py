@@ -1,4 +1,4 @@
-"""Numbers to report: what a step measured, and what a rollout looked like, under TRL's names."""
+"""Metrics of steps and of rollouts, under TRL's names."""
 
 import functools
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def token_means(metrics: Metrics, num_tokens: Tensor) -> Metrics:
 
 @checked
 def merge(reports: Sequence[Metrics], weights: Sequence[float | Tensor] = ()) -> Metrics:
-    """Return one report of several, each number reduced as its field of `Metrics` says.
+    """Return one report of several, with each number reduced as its field of `Metrics` says.
 
         sums: sum_i x_i    means: sum_i w_i x_i / sum_i w_i    maxes: max_i x_i    last: x_n
 
@@ -90,7 +90,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 def describe_rollout(
     rollout: Rollout, rewards: NamedRewards | None = None, truncated: Tensor | None = None
 ) -> dict[str, float]:
-    """Return what a rollout looked like: rewards, lengths, groups that teach nothing.
+    """Return statistics of a rollout: rewards, lengths, and groups without differences.
 
     Args:
         rollout: of B rows.
@@ -154,12 +154,12 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) 
 
 
 def _wide(rewards: Tensor) -> Tensor:
-    """Return integer or boolean rewards, or low-precision ones, in at least float32."""
+    """Return rewards in a floating-point dtype of at least float32."""
     return rewards.to(numerics.at_least_float32(rewards.dtype))
 
 
 def _mean(rewards: Tensor) -> Tensor:
-    """Return the mean, of units in which the sum does not overflow."""
+    """Return the mean, scaled so that the sum does not overflow."""
     unit = numerics.power_of_two(rewards)
     return (rewards / unit).mean() * unit
 

@@ -1,4 +1,4 @@
-"""What a step may do to a batch before its gradients, knowing the current policy's scores.
+"""Changes of a batch before its gradients, given the scores of the current policy.
 
 A prepare function is `(scores [B, T], batch) -> batch`. `grpo_step(prepare=...)` scores the batch
 once, without gradients, and calls it; a loop with several passes over a rollout calls
@@ -15,7 +15,7 @@ from funcrl.core.types import CorrectionFn, PrepareFn, Rows, TokenScores
 
 @checked
 def top_entropy(fraction: float) -> PrepareFn:
-    """Return the function that keeps the policy gradient of the most uncertain tokens alone.
+    """Return the function that keeps the policy gradient of the tokens of highest entropy.
 
     The advantages of all but the `fraction` of sampled tokens with the highest entropy, over the
     whole batch, become 0 (arXiv:2506.01939 uses 0.2; TRL's `top_entropy_quantile`). Token weights
@@ -55,7 +55,7 @@ def top_entropy(fraction: float) -> PrepareFn:
 
 @checked
 def recenter(correction: CorrectionFn) -> PrepareFn:
-    """Return the function that makes the current policy the one the ratio is taken against.
+    """Return the function that takes the ratio against the current policy, not the generator.
 
     For several optimizer steps on one rollout, before the first: advantages are multiplied by the
     bounded importance weight of the current policy against the generator, and the current

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the one that sampled: ratios, and their bounded corrections.
+"""Ratios of the policy to the one that sampled, and bounded importance corrections.
 
 A ratio function is `(logprobs, behavior_logprobs, mask, segment_ids) -> Ratio`, all [T]. Outside
 the mask both log-probabilities must be finite; their ratio there is never used.
@@ -55,7 +55,7 @@ def sequence(
 
 @checked
 def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
-    """Return `ratio_fn` around the current policy, and the generator's mismatch as a constant.
+    """Return `ratio_fn` against the current policy, with a bounded weight against the generator.
 
     The generator (vLLM, another precision, older weights) is not quite the trainer's policy.
     Instead of clipping against it, the surrogate's ratio is taken against the current policy,
@@ -158,7 +158,7 @@ def _log_ratio(function: str, logprobs: Tensor, behavior_logprobs: Tensor) -> Te
 
 
 def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-    """Return at each token the masked sum over its completion: the row, or its segment of it."""
+    """Return at each token the masked sum over its sample: the row, or a segment of it."""
     kept = torch.where(mask, values, torch.zeros_like(values))
     if isinstance(segment_ids, tuple):
         return kept.sum().expand_as(values)

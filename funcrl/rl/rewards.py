@@ -1,4 +1,4 @@
-"""Rewards before they become advantages: several weighted into one, and the price of length."""
+"""Sums of several rewards, and a punishment of overlong completions."""
 
 import torch
 from torch import Tensor

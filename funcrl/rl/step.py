@@ -1,4 +1,4 @@
-"""One GRPO step as a pure function: loss, gradients, optimizer, state. It imports no model."""
+"""One GRPO step as a pure function of state and batch; it imports no model."""
 
 from typing import Any
 
@@ -149,7 +149,7 @@ def _report(
 
 
 def _scoring(model_fn: ModelFn) -> ModelFn:
-    """Return the model function; a module, and what does not return `TokenScores`, are refused."""
+    """Return the model function with a check that it returns `TokenScores`; refuse a module."""
     if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
         raise TypeError(
             "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
@@ -169,7 +169,7 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
 
 
 def _checked(optimizer: GradientTransformation) -> GradientTransformation:
-    """Return the optimizer; updates that are not of the shapes of the parameters are refused."""
+    """Return the optimizer with a check that its updates have the shapes of the parameters."""
 
     def update(grads: Tree, state: Any, params: Params) -> tuple[Tree, Any]:
         updates, state = optimizer.update(grads, state, params)
@@ -192,7 +192,7 @@ def _check_params(params: Params) -> None:
 
 
 def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> Rows:
-    """Return the batch, checked, with those tokens in the mask that `collate` would count."""
+    """Return the checked batch, its mask without tokens that `counted_tokens` leaves out."""
     if not isinstance(batch, Batch | PackedBatch):
         raise TypeError(f"{function} expects a Batch or PackedBatch, got {type(batch).__name__}.")
     if per_sample is not None and isinstance(batch, PackedBatch):

@@ -1,4 +1,4 @@
-"""What the policy maximises at each token: functions `(logprobs, ratio, advantages) -> Surrogate`.
+"""Surrogate objectives per token: functions `(logprobs, ratio, advantages) -> Surrogate`.
 
 Every objective is positively homogeneous in the advantage, so that a non-negative importance
 weight may multiply the advantage instead of the objective.
