@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import yaml
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import arg
 from tyro.extras import SubcommandApp
 
 from funcrl.cli.bench import (
@@ -25,11 +25,7 @@ from funcrl.cli.bench import (
     bench_loop,
     bench_step,
     bench_vllm,
-    describe_machine,
-    format_generate_rows,
-    format_loop_rows,
     format_rows,
-    format_vllm_rows,
 )
 from funcrl.cli.command_line import NUMBERS, UsageError, check_flags
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
@@ -220,25 +216,24 @@ def _bench() -> SubcommandApp:
     @bench.command(name="step")
     def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
-        rows = bench_step(config)
-        print_safely(format_rows(rows, describe_machine(config.device)))
+        print_safely(format_rows(bench_step(config)))
 
     @bench.command(name="generate")
     def _generate(
-        config: OmitArgPrefixes[GenerateBenchConfig] = GenerateBenchConfig(),  # noqa: B008 (frozen)
+        config: Annotated[GenerateBenchConfig, arg(name="")] = GenerateBenchConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """Print the speed of the embedded sampler beside transformers' generate()."""
-        print_safely(format_generate_rows(bench_generate(config), config.device))
+        print_safely(format_rows(bench_generate(config)))
 
     @bench.command(name="vllm")
-    def _vllm(config: OmitArgPrefixes[VLLMBenchConfig] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
+    def _vllm(config: Annotated[VLLMBenchConfig, arg(name="")] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print vLLM's speed in both forms beside plain vLLM, and what a push takes."""
-        print_safely(format_vllm_rows(bench_vllm(config), config.device))
+        print_safely(format_rows(bench_vllm(config)))
 
     @bench.command(name="loop")
     def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)
         """Print the time of a training step and of its parts."""
-        print_safely(format_loop_rows(bench_loop(config), config.train.device))
+        print_safely(format_rows(bench_loop(config)))
 
     return bench
 

@@ -5,16 +5,15 @@ One variant after another, each freed before the next: a compiled step holds mem
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcrl.cli.bench.inputs import Case, VariantName, keep, sample_loss
-from funcrl.cli.bench.measure import Row, measure, seconds_of
+from funcrl.cli.bench.measure import seconds_of
 from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
+from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import tree
 from funcrl.core.types import Metrics, Params, Rows, Step, TrainState
@@ -38,7 +37,7 @@ def gradient_rows(case: Case) -> list[Row]:
         step = gradient_step(case, name)
         for label, config in _configs(case, step):
             rows.append(_compiled_row(case, "gradient, compiled", name + label, step, config))
-    return _compared(rows + _ordinary_rows(case, checkpointed=False))
+    return rows + _ordinary_rows(case, checkpointed=False)
 
 
 def step_rows(case: Case) -> list[Row]:
@@ -51,7 +50,7 @@ def step_rows(case: Case) -> list[Row]:
     step = grpo_step(case.model_fn)
     state = step.init(case.params)
     eager = {"grpo_step, eager": lambda: step(state, case.batch)}
-    return _compared(rows + _measured(case, "step, compiled", eager))
+    return rows + case.measure("step, compiled", eager)
 
 
 def whole_step(case: Case, name: VariantName) -> Step:
@@ -122,13 +121,13 @@ def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileC
     first_call_s = seconds_of(call, device)
     # A CUDA graph's memory stays with it: a replay allocates its copied results alone.
     held = _reserved(device) - reserved if config.cudagraph == "full" else 0
-    (row,) = _measured(case, what, {name: call})
-    return row._replace(
-        trace_s=trace_s,
-        first_call_s=first_call_s,
-        peak_bytes=max(row.peak_bytes, held),
-        predicted_bytes=predict_peak(graph) - live_bytes(graph)[0],
-    )
+    (row,) = case.measure(what, {name: call})
+    start_up = {
+        "trace_s": trace_s,
+        "first_call_s": first_call_s,
+        "predicted_bytes": predict_peak(graph) - live_bytes(graph)[0],
+    }
+    return row._replace(peak_bytes=max(row.peak_bytes or 0, held), numbers=start_up)
 
 
 def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
@@ -143,23 +142,7 @@ def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
         return list(torch.autograd.grad(loss, leaves))
 
     name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"
-    return _measured(case, "gradient, compiled", {name: ordinary})
-
-
-def _measured(case: Case, what: str, variants: dict[str, Callable[[], Any]]) -> list[Row]:
-    return measure(what, case.shape, variants, case.config.repeats, case.config.device)
-
-
-def _compared(rows: list[Row]) -> list[Row]:
-    """Return the rows with ratios to the first."""
-    first = rows[0]
-    return [
-        row._replace(
-            time_ratio=row.median_s / first.median_s,
-            peak_ratio=row.peak_bytes / max(first.peak_bytes, 1),
-        )
-        for row in rows
-    ]
+    return case.measure("gradient, compiled", {name: ordinary})
 
 
 def _reserved(device: str) -> int:

@@ -1,21 +1,21 @@
 """Speed of the embedded sampler, beside transformers' generate() with the same weights."""
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from funcrl.cli.bench.measure import describe_machine, seconds_of, write_rows
+from funcrl.cli.bench.inputs import with_vocabulary
+from funcrl.cli.bench.measure import Variants, measure, seconds_of
+from funcrl.cli.bench.rows import Row, compare, write_rows
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields
 from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
 from funcrl.loop.memory import num_params
-from funcrl.models import SHAPES, Transformer, TransformerConfig, init_params
+from funcrl.models import Transformer, TransformerConfig, init_params
 from funcrl.weights import translate
 
 _GROUP = 8
@@ -48,85 +48,48 @@ class GenerateBenchConfig:
         check_fields(self)
         for name in ("prompt_tokens", "max_tokens", "repeats"):
             checks.check_count("bench generate", name, getattr(self, name))
+        for name in self.shapes:
+            with_vocabulary(name)
         for batch in self.batches:
             checks.check_count("bench generate", "batches", batch)
         if self.threads is not None:
             checks.check_count("bench generate", "threads", self.threads)
 
 
-class GenerateRow(NamedTuple):
-    """One variant's measurement."""
+def bench_generate(config: GenerateBenchConfig) -> list[Row]:
+    """Return a row for each model, dtype, batch and variant."""
+    import transformers
 
-    shape: str
-    dtype: str
-    batch: int
-    variant: str
-    median_s: float
-    spread_s: float  # between the slowest and the fastest run
-    tokens_per_s: float
-    speedup: float  # over the first variant
-    floor_tokens_per_s: float  # what reading the weights and multiplying them allows
-
-
-def bench_generate(config: GenerateBenchConfig) -> list[GenerateRow]:
-    """Return a row for each model, dtype, batch and variant; prints nothing."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    rows: list[GenerateRow] = []
-    for name in config.shapes:
-        # Without norms of queries and keys it is a Llama, which transformers has too.
-        shape = replace(SHAPES[name], qk_norm=False)
-        if name == "smollm2-135m":
-            shape = replace(shape, vocab_size=49_152)
-        for dtype in config.dtypes:
-            params = init_params(
-                Transformer(shape), 0, dtype=getattr(torch, dtype), device=config.device
-            )
-            peer = _peer(shape, params)
-            rates = _rates(getattr(torch, dtype), config.device)
-            num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
-            for batch in config.batches:
-                variants = _variants(config, shape, params, peer, batch)
-                floor = _floor(num_bytes, num_params(shape), batch, rates)
-                rows += _measure(config, (name, dtype, batch), variants, floor)
-    write_rows(config.json, rows, config.device)
+    rows = [row for name in config.shapes for row in _shape_rows(config, name)]
+    version = {"transformers": transformers.__version__}
+    rows = compare([row._replace(machine=row.machine | version) for row in rows])
+    write_rows(config.json, rows)
     return rows
 
 
-def format_generate_rows(rows: list[GenerateRow], device: str = "cpu") -> str:
-    """Return the rows as a Markdown table, headed by the machine."""
-    described = describe_machine(device)
-    lines = [", ".join(f"{name} {value}" for name, value in described.items()), ""]
-    lines.append("| model | dtype | batch | variant | s | spread | tokens/s | x | floor tokens/s |")
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        lines.append(
-            f"| {row.shape} | {row.dtype} | {row.batch} | {row.variant} | {row.median_s:.3f} "
-            f"| {row.spread_s:.3f} | {row.tokens_per_s:,.0f} | {row.speedup:.2f} "
-            f"| {row.floor_tokens_per_s:,.0f} |"
+def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
+    # Without norms of queries and keys it is a Llama, which transformers has too.
+    network = replace(with_vocabulary(name), qk_norm=False)
+    words = f"{name}, prompts of {config.prompt_tokens} tokens, {config.max_tokens} new each"
+    rows: list[Row] = []
+    for dtype in config.dtypes:
+        params = init_params(
+            Transformer(network), 0, dtype=getattr(torch, dtype), device=config.device
         )
-    return "\n".join(lines)
-
-
-def _measure(
-    config: GenerateBenchConfig,
-    what: tuple[str, str, int],
-    variants: dict[str, Callable[[], Any]],
-    floor: float,
-) -> list[GenerateRow]:
-    for fn in variants.values():
-        fn()  # warms up, and packs the weights, which is once a push
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(config.repeats):
-        for name, fn in variants.items():
-            times[name].append(seconds_of(fn, config.device))
-    first = statistics.median(next(iter(times.values())))
-    rows = []
-    for name, values in times.items():
-        median = statistics.median(values)
-        speed = what[2] * config.max_tokens / median
-        spread = max(values) - min(values)
-        rows.append(GenerateRow(*what, name, median, spread, speed, first / median, floor))
+        peer = _peer(network, params)
+        rates = _rates(getattr(torch, dtype), config.device)
+        num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
+        for batch in config.batches:
+            floor = _floor(num_bytes, num_params(network), batch, rates)
+            variants = _variants(config, network, params, peer, batch)
+            for row in measure(
+                f"{dtype}, batch {batch}", words, variants, config.repeats, config.device
+            ):
+                speed = batch * config.max_tokens / row.median_s
+                numbers = {"tokens_per_s": speed, "floor_tokens_per_s": floor}
+                rows.append(row._replace(numbers=numbers))
     return rows
 
 
@@ -136,7 +99,7 @@ def _variants(
     params: Params,
     peer: Any,
     batch: int,
-) -> dict[str, Callable[[], Any]]:
+) -> Variants:
     """Return the ways to draw: both draw exactly `max_tokens` tokens from the plain policy."""
     size = (batch, config.prompt_tokens)
     prompts = torch.randint(1, shape.vocab_size, size, generator=rng.generator(0), device="cpu")

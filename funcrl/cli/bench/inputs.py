@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcrl.cli.bench.measure import Variants, measure
 from funcrl.cli.bench.ordinary import attend_fused
+from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, rng, tree
 from funcrl.core.arguments import check_fields
@@ -118,6 +120,15 @@ class Case(NamedTuple):
     batch: Batch
     dtype: torch.dtype | None  # to compute in; the parameters' own when None
     ordinary_attend: AttendFn  # of what funcrl is beside
+
+    def measure(self, what: str, variants: Variants) -> list[Row]:
+        """Return a row for each variant, which take turns."""
+        return measure(what, self.shape, variants, self.config.repeats, self.config.device)
+
+
+def with_vocabulary(name: str) -> TransformerConfig:
+    """Return a named shape with the vocabulary of its published model, or one of 512 tokens."""
+    return shape(name, {"qwen3-0.6b": 151_936, "smollm2-135m": 49_152}.get(name, 512))
 
 
 def depths(config: StepBenchConfig) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from funcrl.cli.bench.compiled import whole_step
 from funcrl.cli.bench.inputs import Case
-from funcrl.cli.bench.measure import describe_machine
 from funcrl.cli.bench.nodes import PHASES, format_times, phase_of, time_nodes
+from funcrl.cli.bench.rows import describe, describe_machine
 from funcrl.core.types import Step, TrainState
 from funcrl.graph import compile_step, live_bytes, step_graph
 from funcrl.run.report.plots import COLORS
@@ -32,10 +32,9 @@ def write_profile(folder: Path, name: str, case: Case) -> None:
     graph = step_graph(step, state, case.batch, config)
     draw_memory(graph, folder / f"{name}.memory.png")
     times = time_nodes(graph, (state, case.batch), _REPEATS, case.config.device)
-    machine = describe_machine(case.config.device)
     head = (
         f"# {variant} step, {case.shape}\n\n"
-        f"{', '.join(f'{key} {value}' for key, value in machine.items())}\n\n"
+        f"{describe(describe_machine(case.config.device))}\n\n"
         f"Milliseconds of each node of the graph (fuse {config.fuse}, remat {config.remat}), run "
         f"alone and in order, the median of {_REPEATS} runs, Python and launches included. This "
         f"is the graph before the backend: backend {config.backend}, cudagraph "

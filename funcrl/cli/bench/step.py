@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from funcrl import optim
 from funcrl.cli.bench.compiled import gradient_rows, step_rows
 from funcrl.cli.bench.inputs import Case, StepBenchConfig, depths, keep, make_case, sample_loss
-from funcrl.cli.bench.measure import Row, Variants, measure, write_rows
+from funcrl.cli.bench.measure import Variants
 from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
 from funcrl.cli.bench.profiling import write_profile
+from funcrl.cli.bench.rows import Row, compare, write_rows
 from funcrl.core import tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
 from funcrl.models import Transformer
@@ -33,14 +34,9 @@ def bench_step(config: StepBenchConfig) -> list[Row]:
             results += _PARTS[part](case)
         if config.profile is not None:
             write_profile(config.profile, f"{num_layers}-layers", case)
-    write_rows(config.json, results, config.device)
-    return results
-
-
-def _measured(what: str, variants: Callable[[Case], Variants]) -> Callable[[Case], list[Row]]:
-    return lambda case: measure(
-        what, case.shape, variants(case), case.config.repeats, case.config.device
-    )
+    rows = compare(results)
+    write_rows(config.json, rows)
+    return rows
 
 
 def _gradient_variants(case: Case) -> Variants:
@@ -111,9 +107,9 @@ def _loss(case: Case, module: Transformer) -> Tensor:
 
 
 _PARTS: dict[str, Callable[[Case], list[Row]]] = {
-    "gradient": _measured("gradient", _gradient_variants),
-    "update": _measured("update", _update_variants),
-    "step": _measured("step", _step_variants),
+    "gradient": lambda case: case.measure("gradient", _gradient_variants(case)),
+    "update": lambda case: case.measure("update", _update_variants(case)),
+    "step": lambda case: case.measure("step", _step_variants(case)),
     "compiled-gradient": gradient_rows,
     "compiled-step": step_rows,
 }

@@ -6,23 +6,24 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from funcrl.cli.bench.measure import describe_machine, seconds_of, write_rows
+from funcrl.cli.bench.inputs import with_vocabulary
+from funcrl.cli.bench.measure import seconds_of, summarize
+from funcrl.cli.bench.rows import Row, compare, write_rows
 from funcrl.config import CompileConfig, Sampling, ServerConfig, VLLMConfig
 from funcrl.config.generation import Form
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields
-from funcrl.core.types import Params
 from funcrl.generators import VLLM
-from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.models import Transformer, init_params
 from funcrl.models import TransformerConfig as Shape
 from funcrl.weights import to_hugging_face
 
-_VOCABULARY = {"qwen3-0.6b": 151_936, "smollm2-135m": 49_152}
 _MODES = {
     "eager": CompileConfig(),
     "graphs": CompileConfig(cudagraph="full"),
@@ -65,55 +66,24 @@ class VLLMBenchConfig:
         check_fields(self)
         for name in ("sequences", "prompt_tokens", "max_tokens", "repeats"):
             checks.check_count("bench vllm", name, getattr(self, name))
+        with_vocabulary(self.model)
         for device in self.server_devices:
             checks.check_range("bench vllm", "server_devices", device, 0, float("inf"))
 
 
-class VLLMRow(NamedTuple):
-    """One engine's measurement."""
-
-    what: str
-    shape: str
-    variant: str
-    tokens_per_s: float  # median
-    spread: float  # between the fastest and the slowest, of the median
-    ratio: float  # to plain vLLM compiled alike
-    start_s: float  # until the first token, of an engine that is not there yet
-    push_ms: float  # of all parameters; 0 for plain vLLM, which takes none
-    push_gb_per_s: float  # of the parameters' bytes, as they are read
-
-
-def bench_vllm(config: VLLMBenchConfig) -> list[VLLMRow]:
-    """Return a row for each engine; prints nothing."""
-    if config.model not in SHAPES:
-        raise ValueError(
-            f"bench vllm expects a shape, one of {list(SHAPES)}, got {config.model!r}."
-        )
-    shape_ = shape(config.model, _VOCABULARY.get(config.model, 512))
-    rows = []
-    for mode in config.modes:
-        plain = _plain(config, shape_, mode)
-        own = [_own(config, shape_, form, mode) for form in config.forms]
-        for row in (plain, *own):
-            rows.append(row._replace(ratio=row.tokens_per_s / plain.tokens_per_s))
-    write_rows(config.json, rows, config.device)
-    return rows
-
-
-def format_vllm_rows(rows: list[VLLMRow], device: str = "cuda") -> str:
-    """Return the rows as a Markdown table, headed by the machine."""
+def bench_vllm(config: VLLMBenchConfig) -> list[Row]:
+    """Return a row for plain vLLM and for each form, compiled in each mode."""
     import vllm
 
-    described = describe_machine(device) | {"vllm": vllm.__version__}
-    lines = [", ".join(f"{name} {value}" for name, value in described.items()), "", rows[0].shape]
-    lines += ["", "| engine | tokens/s | spread | x | start, s | push, ms | GB/s |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    lines += [
-        f"| {row.variant} | {row.tokens_per_s:,.0f} | {row.spread:.0%} | {row.ratio:.2f} "
-        f"| {row.start_s:.1f} | {row.push_ms:.1f} | {row.push_gb_per_s:,.0f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    shape = with_vocabulary(config.model)
+    rows = []
+    for mode in config.modes:
+        rows.append(_plain(config, shape, mode))
+        rows += [_own(config, shape, form, mode) for form in config.forms]
+    version = {"vllm": vllm.__version__}
+    rows = compare([row._replace(machine=row.machine | version) for row in rows])
+    write_rows(config.json, rows)
+    return rows
 
 
 def _prompts(config: VLLMBenchConfig, vocab_size: int, round_: int) -> list[list[int]]:
@@ -124,31 +94,25 @@ def _prompts(config: VLLMBenchConfig, vocab_size: int, round_: int) -> list[list
     ]
 
 
-def _measured(config: VLLMBenchConfig, vocab: int, generate: Callable[[Any], Any]) -> list[float]:
-    """Return the seconds of each measured generation."""
-    rounds = [_prompts(config, vocab, number) for number in range(config.repeats + 1)]
-    generate(rounds[0])
-    return [seconds_of(lambda each=each: generate(each), config.device) for each in rounds[1:]]  # type: ignore[misc]  # (a default argument binds the loop's variable)
-
-
 def _row(
-    config: VLLMBenchConfig, variant: str, seconds: list[float], start: float,
-    push: float = 0.0, num_bytes: int = 0,
-) -> VLLMRow:  # fmt: skip
-    tokens = config.sequences * config.max_tokens
-    median = statistics.median(seconds)
-    return VLLMRow(
-        what="vllm",
-        shape=f"{config.model}, {config.dtype}, {config.sequences} prompts of "
-        f"{config.prompt_tokens} tokens, {config.max_tokens} new each, seeded, with log-probs",
-        variant=variant,
-        tokens_per_s=tokens / median,
-        spread=(max(seconds) - min(seconds)) / median,
-        ratio=1.0,
-        start_s=start,
-        push_ms=1e3 * push,
-        push_gb_per_s=num_bytes / push / 1e9 if push else 0.0,
+    config: VLLMBenchConfig,
+    mode: str,
+    variant: str,
+    generate: Callable[[list[list[int]]], Any],
+    start_s: float,
+) -> Row:
+    """Measure generations of an engine that has started, after one that warms it up."""
+    vocab_size = with_vocabulary(config.model).vocab_size
+    rounds = [_prompts(config, vocab_size, number) for number in range(config.repeats + 1)]
+    generate(rounds[0])
+    seconds = [seconds_of(partial(generate, prompts), config.device) for prompts in rounds[1:]]
+    words = (
+        f"{config.model}, {config.dtype}, {config.sequences} prompts of {config.prompt_tokens} "
+        f"tokens, {config.max_tokens} new each, seeded, with log-probs"
     )
+    row = summarize(mode, words, variant, seconds, config.device, start_s=start_s)
+    speed = config.sequences * config.max_tokens / row.median_s
+    return row._replace(numbers={"tokens_per_s": speed} | row.numbers)
 
 
 def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
@@ -161,36 +125,34 @@ def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
     )
 
 
-def _own(config: VLLMBenchConfig, shape_: Shape, form: Form, mode: str) -> VLLMRow:
-    model = Transformer(shape_)
+def _own(config: VLLMBenchConfig, shape: Shape, form: Form, mode: str) -> Row:
+    model = Transformer(shape)
     params = init_params(model, 0, device=config.device)
-    first: list[VLLM] = []
+    made: list[VLLM] = []
 
     def start() -> None:
         engine = VLLM(
             model, form, config=_engine_config(config, mode), dtype=getattr(torch, config.dtype)
         )
-        first.append(engine)
+        made.append(engine)
         engine.push(params)
         engine.generate([[1, 2, 3]], Sampling(max_tokens=1), 0)
 
-    begun = seconds_of(start, config.device)
-    engine = first.pop()
+    start_s = seconds_of(start, config.device)
+    engine = made.pop()
     sampling = Sampling(max_tokens=config.max_tokens)
-    seconds = _measured(config, shape_.vocab_size, lambda each: engine.generate(each, sampling, 0))
-    pushes = [seconds_of(lambda: engine.push(params), config.device) for _ in range(5)]
-    engine.close()
-    return _row(
-        config, f"{form}, {mode}", seconds, begun, statistics.median(pushes), _num_bytes(params)
+    row = _row(config, mode, form, lambda each: engine.generate(each, sampling, 0), start_s)
+    push = statistics.median(
+        seconds_of(lambda: engine.push(params), config.device) for _ in range(5)
     )
+    engine.close()
+    num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
+    pushed = {"push_ms": 1e3 * push, "push_gb_per_s": num_bytes / push / 1e9}
+    return row._replace(numbers=row.numbers | pushed)
 
 
-def _num_bytes(params: Params) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in params.values())
-
-
-def _plain(config: VLLMBenchConfig, shape_: Shape, mode: str) -> VLLMRow:
-    """Measure `vllm.LLM` as a user would call it, asked for the same."""
+def _plain(config: VLLMBenchConfig, shape: Shape, mode: str) -> Row:
+    """Measure `vllm.LLM` as a user would call it, with the same prompts and options."""
     from vllm import LLM, SamplingParams
 
     from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
@@ -198,36 +160,37 @@ def _plain(config: VLLMBenchConfig, shape_: Shape, mode: str) -> VLLMRow:
     made: list[Any] = []
     engine_config = _engine_config(config, mode)
 
-    def ask(llm: Any, prompts: list[list[int]], most: int) -> None:
-        asked = [
+    def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> None:
+        sampling = [
             SamplingParams(
-                temperature=1.0, max_tokens=most, ignore_eos=True, logprobs=0, seed=number,
+                temperature=1.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, seed=number,
                 detokenize=False,
             )
             for number in range(len(prompts))
         ]  # fmt: skip
         each = [{"prompt_token_ids": prompt} for prompt in prompts]
-        llm.generate(each, asked, use_tqdm=False)
+        llm.generate(each, sampling, use_tqdm=False)
 
     with tempfile.TemporaryDirectory() as folder:
-        described = json.dumps(to_hugging_face(shape_, config.dtype))
+        described = json.dumps(to_hugging_face(shape, config.dtype))
         (Path(folder) / "config.json").write_text(described)
 
         def start() -> None:
             llm = LLM(
                 folder, load_format="dummy", skip_tokenizer_init=True, dtype=config.dtype,
                 max_model_len=engine_config.context_length, max_num_seqs=config.sequences,
-                kv_cache_memory_bytes=cache_bytes(shape_, engine_config, config.dtype),
+                kv_cache_memory_bytes=cache_bytes(shape, engine_config, config.dtype),
                 gpu_memory_utilization=0.5,
                 **compile_arguments(engine_config),
             )  # fmt: skip
             made.append(llm)
-            ask(llm, [[1, 2, 3]], 1)
+            generate(llm, [[1, 2, 3]], 1)
 
-        begun = seconds_of(start, config.device)
+        start_s = seconds_of(start, config.device)
         llm = made.pop()
-        vocab = shape_.vocab_size
-        seconds = _measured(config, vocab, lambda each: ask(llm, each, config.max_tokens))
+        row = _row(
+            config, mode, "plain vLLM", lambda each: generate(llm, each, config.max_tokens), start_s
+        )
         llm.llm_engine.engine_core.shutdown()
         gc.collect()
-    return _row(config, f"plain vLLM, {mode}", seconds, begun)
+    return row

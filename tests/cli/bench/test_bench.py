@@ -7,7 +7,7 @@ import torch
 
 from funcrl import cli
 from funcrl.cli import bench
-from funcrl.cli.bench import step
+from funcrl.cli.bench import rows, step
 from funcrl.cli.bench.inputs import make_case
 from funcrl.cli.bench.ordinary import with_weights
 
@@ -18,8 +18,8 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
         ["bench", "step", "--num-layers", "1", "--width", "16", "--vocab-size", "11", "--rows", "4",
          "--length", "8", "--chunk", "2", "--repeats", "2", "--json", str(path)]
     )  # fmt: skip
-    rows = json.loads(path.read_text())
-    variants = [(row["what"], row["variant"]) for row in rows]
+    written = json.loads(path.read_text())
+    variants = [(row["what"], row["variant"]) for row in written]
     assert variants == [
         ("gradient", "torch.autograd, batched"),
         ("gradient", "func: gradient of the batch"),
@@ -32,7 +32,7 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
         ("step", "grpo_step"),
     ]
     printed = capsys.readouterr().out
-    for row in rows:
+    for row in written:
         assert row["median_s"] > 0
         assert row["torch"] == torch.__version__
         assert f"| {row['what']} | {row['variant']} |" in printed
@@ -68,6 +68,43 @@ def test_the_benchmark_compares_equal_things():
     for other in functions[1:]:
         for name, leaf in other().grads.items():
             assert (leaf - ordinary[name]).abs().max() <= 1e-5 * ordinary[name].abs().max(), name
+
+
+def row(variant, median_s, peak=None, **numbers):
+    return bench.Row("what", "shape", variant, median_s, 0.001, peak, {"torch": "2"}, numbers)
+
+
+def test_a_table_has_the_columns_that_its_rows_have_values_of():
+    compared = rows.compare([row("a", 0.5, 4_000_000), row("b", 0.25, 2_000_000, trace_s=1.0)])
+    assert [(each.time_ratio, each.peak_ratio) for each in compared] == [(1.0, 1.0), (0.5, 0.5)]
+    assert bench.format_rows(compared).splitlines() == [
+        "torch 2", "", "shape", "",
+        "| what | variant | ms | spread | x | peak MB | x | trace s |",
+        "|---|---|---|---|---|---|---|---|",
+        "| what | a | 500.0 | 1.0 | 1.00 | 4.0 | 1.00 |  |",
+        "| what | b | 250.0 | 1.0 | 0.50 | 2.0 | 0.50 | 1.0 |",
+    ]  # fmt: skip
+    assert "peak" not in bench.format_rows(rows.compare([row("a", 0.5)]))
+    assert bench.format_rows([]) == ""
+
+
+def test_every_benchmarks_rows_have_the_same_keys(tmp_path):
+    rows.write_rows(tmp_path / "rows.json", [row("a", 0.5, tokens_per_s=3.0)])
+    (written,) = json.loads((tmp_path / "rows.json").read_text())
+    assert written == {
+        "what": "what", "shape": "shape", "variant": "a", "median_s": 0.5, "spread_s": 0.001,
+        "peak_bytes": None, "time_ratio": 1.0, "peak_ratio": None, "tokens_per_s": 3.0,
+        "torch": "2",
+    }  # fmt: skip
+
+
+def test_a_model_that_no_shape_has_is_refused_before_anything_runs():
+    for refuse in (
+        lambda: bench.GenerateBenchConfig(shapes=("huge",)),
+        lambda: bench.VLLMBenchConfig(model="huge"),
+    ):
+        with pytest.raises(ValueError, match="huge"):
+            refuse()
 
 
 def test_help_is_readable(capsys):
