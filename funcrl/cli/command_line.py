@@ -1,8 +1,9 @@
-"""What a command line may say: numbers in the digits 0 to 9, and no value after a flag."""
+"""Options of the commands: their names, how numbers are read, and flags, which take no value."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -11,10 +12,6 @@ from funcrl.config import TrainConfig
 from funcrl.config.plain import read_integer, read_number
 from funcrl.loop.parity import ParityConfig
 
-# The commands' own options that take no value.
-_COMMAND_FLAGS = {
-    "train": ("dry-run", "no-dry-run", "trust", "no-trust"), "eval": ("trust", "no-trust"),
-}  # fmt: skip
 NUMBERS = ConstructorRegistry()
 """How the commands read integers and numbers."""
 
@@ -34,38 +31,75 @@ def _number_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | Non
 
 
 class UsageError(ValueError):
-    """The line is not one that the command takes."""
+    """The command does not take these arguments."""
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    """How `funcrl train` starts: what is no option of the run itself."""
+
+    resume: Path | None = None
+    """Continue the run in this folder, with its options; those given here come first."""
+    config: Path | None = None
+    """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
+    dry_run: bool = False
+    """Print the resolved configuration and the memory that it needs, and stop."""
+    trust: bool = False
+    """Run the code that a configuration file or a run's folder names, such as a task of one's own,
+    even if this account has not run it before or it has changed."""
+
+
+class Option(NamedTuple):
+    """An option of a command: a field of a configuration, or of one inside it."""
+
+    name: str  # without the leading dashes, such as optimizer.learning-rate
+    kind: Any  # the annotation
+    default: Any
+    owner: type[Any]  # the dataclass whose field it is
+
+    @property
+    def field(self) -> str:
+        """The name of the field."""
+        return self.name.rpartition(".")[2].replace("-", "_")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the command line calls it; a bool has a second name for its opposite."""
+        prefix, dot, last = self.name.rpartition(".")
+        opposite = (f"--{prefix}{dot}no-{last}",) if self.kind is bool else ()
+        return (f"--{self.name}", *opposite)
+
+
+def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of a configuration and of those inside it, in the order of the fields."""
+    kinds = get_type_hints(type(config))
+    for field in fields(config):
+        name, kind = field.name.replace("_", "-"), kinds[field.name]
+        default = getattr(config, field.name)
+        inner = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+        if inner is not None:
+            yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
+        else:
+            yield Option(f"{prefix}{name}", kind, default, type(config))
 
 
 def check_flags(args: Sequence[str]) -> None:
-    """Refuse a value after an option that takes none, by name: the parser names the value alone.
+    """Raise an error that names the option if a value follows one that takes none.
 
-    Args:
-        args: of the command line, from the name of the command on.
-
-    Example:
-        >>> from funcrl.cli.command_line import check_flags
-        >>> check_flags(["train", "--no-trust", "7"])
-        Traceback (most recent call last):
-        funcrl.cli.command_line.UsageError: train expects --no-trust without a value, got '7'.
+    The parser's own error names the value alone.
     """
-    options = {"train": TrainConfig, "parity": ParityConfig, "bench loop": LoopBenchConfig}
     command = " ".join(args[: 2 if args[:1] == ["bench"] else 1])
-    flags = {*_flags(options[command])} if command in options else set()
-    flags |= {f"--{name}" for name in _COMMAND_FLAGS.get(command, ())}
+    configs = {
+        "train": (TrainConfig(), StartConfig()),
+        "eval": (StartConfig(),),
+        "parity": (ParityConfig(),),
+        "bench loop": (LoopBenchConfig(),),
+    }.get(command, ())
+    options = [option for config in configs for option in options_of(config)]
+    flags = {flag for option in options if option.kind is bool for flag in option.flags}
     for text, following in zip(args, [*args[1:], "--"], strict=True):
         name, equals, value = text.partition("=")
         if (name := name.replace("_", "-")) in flags and (equals or not following.startswith("--")):
             raise UsageError(
                 f"{command} expects {name} without a value, got {value if equals else following!r}."
             )
-
-
-def _flags(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The options of a dataclass that take no value: each bool, and its opposite."""
-    for field in fields(kind):
-        name = field.name.replace("_", "-")
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            yield from _flags(field.type, f"{prefix}{name}.")
-        elif field.type is bool:
-            yield from (f"--{prefix}{name}", f"--{prefix}no-{name}")

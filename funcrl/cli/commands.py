@@ -27,7 +27,8 @@ from funcrl.cli.bench import (
     bench_vllm,
     format_rows,
 )
-from funcrl.cli.command_line import NUMBERS, UsageError, check_flags
+from funcrl.cli.command_line import NUMBERS, StartConfig, UsageError, check_flags
+from funcrl.cli.help import train_help
 from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
@@ -83,7 +84,11 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         with safe_warnings(sys.stderr):
             check_flags(args)
-            _app(_base_config(args), args).cli(
+            base = _base_config(args)
+            if args[:1] == ["train"] and not {"-h", "--help"}.isdisjoint(args):
+                print_safely(train_help(base))
+                return
+            _app(base, args).cli(
                 prog="funcrl",
                 description="RL post-training of language models as pure functions.",
                 args=args,
@@ -116,26 +121,14 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     @app.command(name="train")
     def _train(
         options: Annotated[TrainConfig, arg(name="")] = base,
-        config: Path | None = None,
-        resume: Path | None = None,
-        dry_run: bool = False,
-        trust: bool = False,
+        start: Annotated[StartConfig, arg(name="")] = StartConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        """Train a policy with reinforcement learning: the whole loop, on this machine.
-
-        Args:
-            options: what to train, and how.
-            config: a YAML file of options, as a run's config.yaml; those given here come first.
-            resume: the folder of a run to go on with, with its options; those given here come
-                first.
-            dry_run: print the resolved configuration and the memory it needs, and stop.
-            trust: run the code that a configuration file or a run's folder names, such as a task
-                of one's own, even if this account has not run it before or it has changed.
-        """
+        """Train a policy with reinforcement learning: the whole loop, on this machine."""
         # Both have set the defaults, before the line was read.
-        file = config if resume is None else resume / runs.CONFIG
+        resume, trust = start.resume, start.trust
+        file = start.config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
-        if dry_run:
+        if start.dry_run:
             print_safely(_describe(options, resume, trust))
             return
         if file is not None:

