@@ -69,9 +69,9 @@ def test_the_interval_holds_the_truth_with_several_samples_of_a_prompt(n, m, rat
     shares = coins.double().mean(dim=2).tolist()
     covered = [low - 1e-9 <= truth <= high + 1e-9 for low, high in (interval(v, m) for v in shares)]
     assert 0.9 <= sum(covered) / 1500 <= 0.995
-    flat = [interval(row, 1) for row in coins.double().flatten(1).tolist()]
     if rates == (0.0, 1.0):  # where all samples of a prompt are one, they must not count as m
-        assert sum(low <= truth <= high for low, high in flat) / 1500 < 0.8
+        flat = [interval(row, 1) for row in coins[:300].double().flatten(1).tolist()]
+        assert sum(low <= truth <= high for low, high in flat) / 300 < 0.8
 
 
 def test_majority():
