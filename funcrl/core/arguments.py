@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
     words: str  # "a tensor"
     takes: Callable[[Any], bool]
-    # The parts of a value of this kind: what to append to the argument's name, the part, its kind.
+    # (suffix of the argument's name, part, kind of the part) of each part of a value.
     parts: Callable[[Any], Iterable[tuple[str, Any, "Kind"]]] = lambda _: ()
 
 
@@ -193,7 +193,7 @@ def _class(kind: type) -> Kind:
             for name in vars(kind).keys() | inspect.get_annotations(kind).keys()
             if not name.startswith("_")
         }
-        # By what it has, as any object will do; a class has methods that cannot be called.
+        # Any object with the attributes will do, but not a class, whose methods lack their self.
         return Kind(
             words,
             lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names),
@@ -232,7 +232,7 @@ def is_number(value: Any) -> bool:
 
 
 _ANYTHING = Kind("anything", lambda _: True)
-# Of a tree of tensors; optim.masked leaves the empty tuple where it takes one away.
+# A leaf of a tree of tensors; optim.masked puts the empty tuple in place of a leaf not selected.
 _LEAF = Kind(
     "a tensor", lambda value: isinstance(value, Tensor) or (type(value) is tuple and not value)
 )
@@ -258,7 +258,7 @@ _SIMPLE: dict[Any, Kind] = {
     type: Kind("a class", lambda value: isinstance(value, type)),
     types.NoneType: Kind("None", lambda value: value is None),
 }
-# Annotations for what Python has no type for.
+# Annotations for kinds of values that are no Python types.
 TensorTree: TypeAlias = Annotated[Any, Kind("a tree of tensors", lambda value: _all(value, Tensor))]
 NumberTree: TypeAlias = Annotated[
     Any, Kind("a tree of tensors or numbers", lambda value: _all(value, Tensor | float | int))

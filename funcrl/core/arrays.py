@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcrl.core.arguments import checked
 
-# Which dtypes have arrays of their own is a part of the format of checkpoints: written down here,
-# not looked up in the numpy and the torch that are installed. bfloat16's are of ml_dtypes.
+# The dtypes with arrays of their own are a part of the format of checkpoints, so they are listed
+# here and not looked up in the installed numpy and torch. That of bfloat16 is from ml_dtypes.
 _NUMPY_DTYPES = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64,

@@ -208,7 +208,7 @@ def check_choice(function: str, name: str, value: Any, choices: Collection[Any])
         Traceback (most recent call last):
         ValueError: grpo expects level to be one of 'token', 'sequence', got 'word'.
     """
-    # `in` would compare a tensor element by element, and take True for 1.
+    # `in` would compare a tensor element by element, and find True equal to 1.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{function} expects {name} to be one of {listed}, got {value!r}.")

@@ -54,6 +54,6 @@ def power_of_two(values: Tensor) -> Tensor:
         tensor(4.)
     """
     largest = values.detach().abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
-    # Between 1/2 and 1, and the quotient is exact; twice as much, or it could overflow.
+    # The mantissa is between 1/2 and 1 and the quotient is exact; without the 2 it could overflow.
     mantissa = torch.frexp(largest).mantissa
     return largest / (2 * mantissa)

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import yaml
 
-_DEPTH = 64  # of values inside each other
-_DIGITS = 20  # of an integer: those of 64 bits
-_YAML_BYTES, _YAML_VALUES = 1 << 16, 10_000  # each alias counted as all that it stands for
+_DEPTH = 64  # the most levels of nesting
+_DIGITS = 20  # the most digits of an integer: 64 bits have as many
+_YAML_BYTES, _YAML_VALUES = 1 << 16, 10_000  # with aliases written out
 _LONGEST_OPTION = 100
 Pairs = list[tuple[str, Any]]
 
@@ -30,7 +30,7 @@ def open_file(function: str, path: Path) -> BinaryIO:
         path: of the file; a folder, a pipe or a device is refused.
     """
     try:
-        # Not to wait for somebody who writes, should it be a pipe.
+        # O_NONBLOCK: a pipe that nobody writes to would otherwise be waited for.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise FileNotFoundError(f"{function} expects {path}, got no such file.") from None

@@ -10,8 +10,8 @@ from funcrl.core import checks, tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.types import Params, Tree
 
-# What torch says where `vmap` cannot run an operator, and where one writes in place what has the
-# batch axis into what has not.
+# torch's messages where `vmap` cannot run an operator, and where an operator writes values with a
+# batch axis in place into a tensor without one.
 _NO_BATCHING_RULE = re.compile(r"Batching rule not implemented for (\w+::\w+)")
 _NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast shape")
 

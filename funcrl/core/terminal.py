@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-# What drives a terminal, or shows text in another order than it has: control characters but newline
-# and tab, bidirectional overrides and isolates. And halves of surrogates, which no terminal takes.
+# Control characters but newline and tab, which drive a terminal; bidirectional overrides and
+# isolates, which show text in another order; and lone surrogates, which cannot be encoded.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -37,7 +37,7 @@ from funcrl.run.views import SilentView, View
 from funcrl.tasks.contracts import Environment, Prompt, Task, is_environment
 from funcrl.tasks.watch import Note
 
-# What the run's seed is folded with, so that no two uses draw the same numbers.
+# Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
 _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
 
 
@@ -46,7 +46,7 @@ class Rolled(NamedTuple):
 
     completed: Completed
     graded: Graded
-    rollout: Rollout | None  # none where no completion has another one to be compared with
+    rollout: Rollout | None  # None where no completion has another one to be compared with
     numbers: dict[str, float]
 
 
@@ -117,7 +117,7 @@ def train(
             record.save_unsaved(error)
         raise
     finally:
-        if os.getpid() == process:  # a child that a reward forked leaves all that is its parent's
+        if os.getpid() == process:  # and not a child that a reward forked
             record.close()
             parts.generator.close()
     return Trained(record.progress.state, runs.read_history(folder))
@@ -157,7 +157,7 @@ def _begin(
         return _accuracy(config, parts, params, 0, prompts).get("eval/accuracy", 0.0)
 
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
-    # A task without held-out prompts has the next best: some of a stream that is not trained on.
+    # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
     prompts = held_out or parts.task.prompts(
         rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
     )
@@ -189,12 +189,12 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     reference = None
     if config.algorithm.kl:
         reference = reference_policy(record.folder, done, state.params)
-        if parts.donates:  # the first step is to overwrite what it was given, and not the reference
+        if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
-        record.claim.check()  # a forked child computes nothing: torch's threads are not in it
+        record.claim.check()  # a forked child must not compute: it has none of torch's threads
         clock = time.perf_counter()
         rolled = _roll(config, parts, index)
         if rolled.graded.errors:
@@ -291,8 +291,8 @@ def _update(
     positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
     rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
     if parts.sampling.truncates:
-        # The sampler's numbers are of a distribution cut short and normalised again, which is not
-        # the one that is trained: the ratio would be off before the first update.
+        # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
+        # not the one that is trained: the ratio would not be 1 before the first update.
         behavior = score(parts.model_fn, state.params, rows, config.microbatch).logprobs
         rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()
@@ -335,7 +335,7 @@ def _accuracy(
 def _completions_to_record(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
     """Return the completions to record: some of the first prompts, every few steps."""
     if index != 1 and index % config.log.completions_every and index != config.steps:
-        count = 1  # one to look at
+        count = 1
     else:
         count = config.log.num_completions
     return to_completions(rolled.completed, rolled.graded, index, count)

@@ -23,8 +23,8 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-# torch's hooks that set a weight before each forward, and what there is in place of each. By name:
-# torch may drop them.
+# torch's hooks that set a weight before each forward, and their replacements. They are found by
+# name, as torch may remove them.
 _HOOKS = {
     "WeightNorm": ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
     "SpectralNorm": (
@@ -35,7 +35,7 @@ _HOOKS = {
 Bound = TypeVar("Bound", bound=nn.Module)
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
-# What torch raises for a value that a tensor without data does not have, while a graph is traced.
+# The names of torch's errors, in a trace, for reading a value of a tensor without data.
 _NO_VALUE = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
 _ADVICE = (
     " A model of transformers reads none when it gets attention_mask of shape [1, 1, T, T], with 0 "
@@ -104,7 +104,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         if recurrent and _is_batched((before, args, kwargs)):
             raise NotImplementedError(_unbatched(skeleton, recurrent[0]))
         versions = {name: _version(before[name]) for name in buffers}
-        after = dict(before)  # functional_call writes here what the forward bound anew
+        after = dict(before)  # functional_call writes the buffers that the forward replaced here
         try:
             result = functional_call(skeleton, after, args, kwargs, strict=True)
         except RuntimeError as error:

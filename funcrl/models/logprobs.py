@@ -101,8 +101,8 @@ def logprob_fn(
             return token_scores(logits, sample.tokens, temperature)
 
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            # The last token predicts nothing, and is scored all the same: T rows, unlike T - 1,
-            # need no copy and suit a GPU's tiles.
+            # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
+            # no copy and suit a GPU's tiles.
             return ops.linear_scores(hidden, weight, sample.tokens.roll(-1), temperature, chunk)
 
         logprobs, entropy = apply(params, sample.tokens, sample.positions, head=scores, **options)

@@ -57,7 +57,7 @@ def lora(
     """
     checks.check_count("lora", "rank", rank)
     checks.check_positive("lora", "alpha", alpha)
-    base = dict(base)  # what happens to the caller's later does not matter
+    base = dict(base)  # a copy, so that later changes of the caller's dict do not matter
     adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
     if not adapted:
         raise ValueError(

@@ -307,7 +307,7 @@ def init_params(
     """
     named = dict(sorted(model.named_parameters()))
     num_layers = sum(isinstance(child, Block) for child in model.modules())
-    # The same numbers whatever they become, and whatever torch's defaults are.
+    # Drawn on the CPU in float32, so that a seed gives the same numbers for any dtype and device.
     drawn: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     params: Params = {}
     for index, (name, leaf) in enumerate(named.items()):

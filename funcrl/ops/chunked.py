@@ -9,7 +9,7 @@ from torch import Tensor
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 
-# Rows of the weight's gradient that are added to at a time.
+# The number of rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
 _FIRST = (
     "linear_scores has a first derivative only, got a second one to compute; "
@@ -67,7 +67,7 @@ class _LinearScores(torch.autograd.Function):
             logprobs = logits - normaliser[:, None]
             del logits
             probabilities = logprobs.exp()
-            # Of a log-probability of -inf nothing is left: 0 times the least number.
+            # A log-probability of -inf adds 0: a probability of 0 times the least number.
             terms = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min).mul_(probabilities)
             entropy = terms.sum(dim=-1).neg()
             columns.append((chosen - normaliser, entropy, normaliser))
@@ -131,13 +131,13 @@ class _Gradients(torch.autograd.Function):
         grad_hidden = []
         grad_weight: Tensor | None = None
         for rows in _chunks(hidden.shape[0], chunk):
-            # A slice of each of many samples is no matrix: without a copy they are multiplied one
-            # by one, which reads all of the weight for each.
+            # Slices of many samples are no single matrix: without a copy the samples would be
+            # multiplied one after the other, and each would read all of the weight.
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
             # d logprob = onehot - p and d entropy = -p (log p + H).
             logprobs = _logits(inputs, weight, temperature) - normaliser[rows, None]
             probabilities = logprobs.exp()
-            # A log-probability of -inf is a p of 0, and all of its gradient is 0.
+            # Where a log-probability is -inf, p and the whole gradient are 0.
             surprise = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
             del logprobs
             surprise = surprise.add_(entropy[rows, None]).mul_(probabilities)

@@ -19,7 +19,7 @@ _FIRST = (
     "attend_causal has them all."
 )
 _HALF = (torch.bfloat16, torch.float16)
-# What the kernels of a device compute in.
+# The dtypes that the kernels of each device take.
 _DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 
 
@@ -102,7 +102,7 @@ class _Gradients(torch.autograd.Function):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         flat = [_flat(part) for part in (grad_out, q, k, v, out)]
         normaliser = _merged(normaliser, 3)
-        # Where samples of different lengths would start, and how long the longest is.
+        # The starts of samples of different lengths (there are none), and the largest lengths.
         lengths = (None, None, q.shape[-2], q.shape[-2])
         if q.device.type == "cpu":
             grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -113,7 +113,7 @@ class _Gradients(torch.autograd.Function):
             grads = aten._scaled_dot_product_cudnn_attention_backward(
                 *flat, normaliser, *states, None, *lengths, 0.0, True
             )
-        else:  # this kernel knows no strides of the normaliser either
+        else:  # this kernel, too, takes the normaliser as contiguous
             grads = aten._scaled_dot_product_flash_attention_backward(
                 *flat, normaliser.contiguous(), *lengths, 0.0, True, *states
             )

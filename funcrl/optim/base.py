@@ -151,7 +151,7 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         tree.check_tensors("skip_nonfinite", "inner's updates", updates)
         tree.check_tensors("skip_nonfinite", "inner's state", inner_state)
         _check_result(updates, grads, inner_state, state.inner)
-        # Of the result as well: the square of a finite gradient may overflow a moment for good.
+        # The result is checked as well: the square of a finite gradient may overflow in a moment.
         finite = _all_finite((grads, updates, inner_state))
         new, unflatten = tree.flatten((updates, inner_state))
         # The list alone holds the new leaves, so that each is freed as soon as it is replaced.
@@ -216,7 +216,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
 
     def decay(grads: TensorTree, params: Params) -> Tree:
         tree.check_same_shapes("add_decayed_weights", "gradients", grads, "params", params)
-        # Converted first: a bf16 parameter must not narrow an update that is kept in fp32.
+        # The parameter is converted first: one in bf16 must not narrow an update kept in fp32.
         return tree.map(lambda grad, leaf: grad + weight_decay * leaf.to(grad.dtype), grads, params)
 
     return stateless(decay) if mask is None else masked(stateless(decay), mask)

@@ -305,7 +305,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     """
     checks.check_rank("newton_schulz", "matrix", matrix, "MN")
     a, b, c = 3.4445, -4.7750, 2.0315
-    # On the side of the smaller Gram matrix.
+    # Transposed where that makes the Gram matrix smaller.
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):

@@ -149,7 +149,7 @@ def pack(
             f"pack expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
         )
     rows = _first_fit(sizes, length) or [[]]
-    # On the CPU, slice by slice, and moved once.
+    # The indices are made on the CPU, slice by slice, and moved to the device once.
     source = torch.full((len(rows), length), -1, dtype=torch.int64, device="cpu")
     segment_ids = source.clone()
     for row, members in enumerate(rows):
@@ -300,7 +300,8 @@ def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
     dtype = part.token_weights.dtype
     if isinstance(part, Batch):
         return _weights("minibatches", algorithm, "batch.mask", part.mask, dtype)
-    # A rule knows rows of one sample: each token goes to its sample's row, and its weight back.
+    # A weight rule expects one sample a row: each token is moved to a row of its sample, and its
+    # weight back to the token's place.
     num_rows, length = part.segment_ids.shape
     filled = part.segment_ids >= 0
     first_id = torch.arange(num_rows, device=filled.device)[:, None] * length

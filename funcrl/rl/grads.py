@@ -20,7 +20,7 @@ from funcrl.rl.metrics import merge
 
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
 _NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
-# What a step differentiates: (params, sample) -> (loss, metrics).
+# The function that a step differentiates: (params, sample) -> (loss, metrics).
 AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
 
 
@@ -355,7 +355,7 @@ def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
         rows += more
         added = tree.leaves(part.grads)
         del part
-        # Leaf by leaf, each freed as soon as it is added: two gradients are alive, not three.
+        # Each leaf is freed as soon as it is added: two gradients are in memory, not three.
         for index in range(len(totals)):
             wide = numerics.at_least_float32(dtypes[index])
             totals[index] = totals[index].to(wide) + added[index]

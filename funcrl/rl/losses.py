@@ -224,7 +224,7 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
     ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
     _check_part("ratio", ratio, Ratio, kept.shape)
-    # What goes into a function is selected, and not only what comes out: a gradient of 0 times a
+    # The inputs of the functions are masked, and not only their outputs: a gradient of 0 times a
     # slope that is not finite is NaN, which a ratio over a whole sequence would spread.
     surrogate = algorithm.surrogate(
         scores.logprobs,

@@ -42,7 +42,7 @@ def top_entropy(fraction: float) -> PrepareFn:
             "top_entropy", "scores.entropy", scores.entropy, "batch.mask", batch.mask.shape
         )
         entropy = torch.where(batch.mask, scores.entropy, -torch.inf)
-        # In float64 and a hair below, so that 0.1 * 30 is not rounded up to 4 tokens.
+        # In float64 and slightly reduced, so that 0.1 * 30 is not rounded up to 4 tokens.
         exact = batch.mask.sum().to(torch.float64) * fraction
         num_kept = torch.ceil(exact * (1 - 1e-12)).to(torch.int64)
         descending = entropy.reshape(-1).sort(descending=True).values

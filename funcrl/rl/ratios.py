@@ -162,6 +162,6 @@ def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> 
     kept = torch.where(mask, values, torch.zeros_like(values))
     if isinstance(segment_ids, tuple):
         return kept.sum().expand_as(values)
-    # T^2 work, but sums of one fixed order: index_add on a GPU gives other bits at each call.
+    # T^2 work, but a fixed order of sums: index_add on a GPU gives other bits at each call.
     same_segment = segment_ids[:, None] == segment_ids[None, :]
     return same_segment.to(kept.dtype) @ kept

@@ -121,7 +121,7 @@ def grpo_step(
         grads_, loss, token_sums = gradient(state.params, batch)
         grad_norm = tree.global_norm(grads_)
         updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
-        del grads_  # not alive beside the new parameters
+        del grads_  # so that it is not in memory beside the new parameters
         params = optim.apply_updates(state.params, updates)
         metrics = _report(loss, token_sums, batch, grad_norm, opt_state)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
@@ -150,7 +150,7 @@ def _report(
 
 def _scoring(model_fn: ModelFn) -> ModelFn:
     """Return the model function with a check that it returns `TokenScores`; refuse a module."""
-    if isinstance(model_fn, torch.nn.Module):  # it can be called, and would fail in the first step
+    if isinstance(model_fn, torch.nn.Module):  # callable, but it would fail in the first step
         raise TypeError(
             "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
             f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
