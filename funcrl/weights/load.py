@@ -51,7 +51,7 @@ def load_params(
         (True, True)
     """
     checks.check_choice("load_params", "dtype", dtype, NAMES)
-    config, stored, by_neighbours = _look(Path(path))
+    config, stored, by_neighbours = _find_parameters(Path(path))
     params = {}
     for name, each in sorted(stored.items()):
         leaf = read_tensor(each, dtype)
@@ -78,7 +78,7 @@ def load_config(path: str | Path) -> TransformerConfig:
         >>> load_config(folder).vocab_size
         13
     """
-    return _look(Path(path))[0]
+    return _find_parameters(Path(path))[0]
 
 
 @checked
@@ -107,35 +107,22 @@ def find_model(path: str | Path) -> Path:
 
 
 def is_rotated(name: str) -> bool:
-    """Return whether a parameter's rows are those of queries or keys.
-
-    Example:
-        >>> from funcrl.weights.load import is_rotated
-        >>> is_rotated("blocks.0.attention.q.weight"), is_rotated("blocks.0.attention.v.weight")
-        (True, False)
-    """
+    """Return whether a parameter's rows are those of queries or keys."""
     return name.endswith(_ROTATED)
 
 
 def regrouped(rows: Tensor, head: tuple[int, int]) -> Tensor:
-    """Return rows of whole heads, in each of which a grid of rows is read by its other axis.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.weights.load import regrouped
-        >>> regrouped(torch.arange(8), (2, 2))
-        tensor([0, 2, 1, 3, 4, 6, 5, 7])
-    """
+    """Return the rows of whole heads, those of each transposed as a grid of shape `head`."""
     return rows.unflatten(0, (-1, *head)).transpose(1, 2).reshape(rows.shape)
 
 
 def _is_model(folder: Path) -> bool:
-    """Return whether a folder is one of Hugging Face, broken ones among them."""
+    """Return whether a folder has a Hugging Face model in it, be it a broken one."""
     weights = any((folder / name).exists() for name in (SINGLE, INDEX))
     return (folder / CONFIG).exists() and (weights or not list(folder.glob("*.gguf")))
 
 
-def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
+def _find_parameters(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
     """Return the shape, where each parameter lies, and whether rotation pairs neighbours there."""
     path = find_model(path)
     if path.is_dir():
@@ -151,7 +138,7 @@ def _look(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
                 f"load_params supports plain rotary positions, got rope_freqs.weight with factors "
                 f"other than 1 in {path}."
             )
-        return config, _named(config, tensors, "gguf", path), by_neighbours
+        return config, _under_our_names(config, tensors, "gguf", path), by_neighbours
     raise FileNotFoundError(
         f"load_params expects a folder with {CONFIG} or a .gguf file, got {path}"
         f"{'' if path.exists() else ', which does not exist'}."
@@ -171,7 +158,7 @@ def _from_folder(path: Path) -> tuple[TransformerConfig, dict[str, Stored]]:
                 f"them."
             )
         del found["lm_head.weight"]
-    return config, _named(config, found, "hugging_face", path)
+    return config, _under_our_names(config, found, "hugging_face", path)
 
 
 def _stored_in(path: Path) -> dict[str, Stored]:
@@ -210,12 +197,12 @@ def _read(file: Path) -> dict[str, Stored]:
     return {name: stored for name, stored in tensors if not name.endswith(_FREQUENCIES)}
 
 
-def _named(
+def _under_our_names(
     config: TransformerConfig, found: Mapping[str, Stored], vocabulary: str, path: Path
 ) -> dict[str, Stored]:
-    """Return what is stored under our names; every parameter must be there, and nothing else.
+    """Return each parameter's place by its name here; all must be there, and nothing else.
 
-    No layer is made but one, whatever the description says: the file holds the others, or fails.
+    Only one layer is made, whatever number the description has: the file holds the rest, or fails.
     """
     left = dict(found)
     stored = {}

@@ -102,8 +102,8 @@ def _check(
 def _check_same_network(path: Path, config: TransformerConfig) -> None:
     """Raise unless the folder holds this network, or none.
 
-    Weights and their description are two files, which nothing can exchange at once. They need
-    not be, as long as the description says the same before and after.
+    Weights and their description are two files, which cannot be exchanged at once; they need not
+    be, as long as the description is the same before and after.
     """
     if not (path / CONFIG).exists():
         return
@@ -120,10 +120,10 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
 
 
 def _write_weights(path: Path, tensors: dict[str, Tensor], most: int) -> set[str]:
-    """Write tensors under names that the present model does not use; return those that count.
+    """Write tensors into files that the present model does not use; return the new model's files.
 
-    The last step makes them the model: one whole file, which readers prefer, comes, goes or is
-    exchanged, or the index is.
+    The last step makes them the model: it writes or removes the one whole file, which readers
+    prefer, or replaces the index.
     """
     shards = _shards(tensors, most)
     if len(shards) == 1:

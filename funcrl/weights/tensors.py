@@ -36,15 +36,7 @@ class Stored(NamedTuple):
 
 
 def check_number(path: Path, count: int) -> None:
-    """Raise if a file has more tensors than the largest model.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.weights.tensors import check_number
-        >>> check_number(pathlib.Path("a.gguf"), 2**62)
-        Traceback (most recent call last):
-        ValueError: load_params expects at most 65536 tensors in a.gguf, got 4611686018427387904.
-    """
+    """Raise if a file has more tensors than the largest model."""
     if count > _MOST_TENSORS:
         raise ValueError(
             f"load_params expects at most {_MOST_TENSORS} tensors in {path}, got {count}."
@@ -59,13 +51,6 @@ def check_entry(path: Path, name: str, num_dimensions: int, shape: tuple[int, ..
         name: of the tensor.
         num_dimensions: as the file says; more than four are not read, and `shape` is then empty.
         shape: integers.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.weights.tensors import check_entry
-        >>> check_entry(pathlib.Path("a.gguf"), "x", 5, ())
-        Traceback (most recent call last):
-        ValueError: load_params expects tensors of at most 4 dimensions, got 5 for 'x' in a.gguf.
     """
     if len(name) > _LONGEST_NAME:
         raise ValueError(
@@ -88,15 +73,6 @@ def read_tensor(stored: Stored, dtype: torch.dtype) -> Tensor:
     """Return a stored tensor in a dtype, decoded slice by slice from a mapping of the file.
 
     No more than the result and a few megabytes is alive.
-
-    Example:
-        >>> import pathlib, tempfile, torch
-        >>> from funcrl.weights.tensors import Stored, plain, read_tensor
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-        >>> _ = path.write_bytes(torch.arange(6.0).numpy().tobytes())
-        >>> read_tensor(Stored(path, 8, (2, 2), *plain(torch.float32)), torch.float64)
-        tensor([[2., 3.],
-                [4., 5.]], dtype=torch.float64)
     """
     out = torch.empty(stored.shape, dtype=dtype, device="cpu")
     flat = out.view(-1)
@@ -111,42 +87,18 @@ def read_tensor(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def plain(dtype: torch.dtype) -> tuple[int, int, Callable[[Tensor], Tensor]]:
-    """Return the last three fields of `Stored` for numbers that are stored as they are.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.weights.tensors import plain
-        >>> plain(torch.bfloat16)[:2]
-        (1, 2)
-    """
+    """Return the last three fields of `Stored` for numbers that are stored as they are."""
     return 1, dtype.itemsize, lambda raw: raw.view(dtype)
 
 
 def as_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """Give a tensor's bytes a slice at a time, so that no whole copy is made.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.weights.tensors import as_bytes
-        >>> b"".join(as_bytes(torch.ones(1)))
-        b'\\x00\\x00\\x80?'
-    """
+    """Give a tensor's bytes a slice at a time, so that no whole copy is made."""
     for part in tensor.detach().reshape(-1).split(1 << 22):
         yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:
-    """Return whether two tensors in files are the same numbers, stored alike.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.tensors import Stored, plain, same_bytes
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-        >>> _ = path.write_bytes(b"12341234")
-        >>> one = Stored(path, 0, (1,), *plain(torch.float32))
-        >>> same_bytes(one, one._replace(offset=4)), same_bytes(one, one._replace(offset=2))
-        (True, False)
-    """
+    """Return whether two tensors in files are the same numbers, stored alike."""
     if (one.shape, one.num_bytes) != (other.shape, other.num_bytes):
         return False
     with one.path.open("rb") as first, other.path.open("rb") as second:

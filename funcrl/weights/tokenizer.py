@@ -1,4 +1,4 @@
-"""The tokenizer that goes along with saved weights."""
+"""The tokenizer that is saved beside weights."""
 
 import tempfile
 from pathlib import Path
@@ -16,16 +16,7 @@ _VOCABULARIES = _FILES[:3]  # one of these is in every folder with a tokenizer
 
 
 def tokenizer_files(source: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer by name, made by transformers from a GGUF file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.tokenizer import tokenizer_files
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / "tokenizer.json").write_text("{}")
-        >>> tokenizer_files(folder)
-        {'tokenizer.json': b'{}'}
-    """
+    """Return the files of a folder's tokenizer by name, made by transformers from a GGUF file."""
     if _has_tokenizer(source):
         return {name: (source / name).read_bytes() for name in _FILES if (source / name).exists()}
     model = find_model(source)
@@ -52,14 +43,6 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
     Args:
         source: the file, or a folder with one.
         vocab_size: of the model that they go along with.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.weights.tokenizer import tokenizer_metadata
-        >>> tokenizer_metadata(pathlib.Path(tempfile.mkdtemp()), 13)
-        Traceback (most recent call last):
-        ValueError: save_params expects the tokenizer of a .gguf file for a .gguf file, got \
-...; llama.cpp's convert_hf_to_gguf.py converts a folder with its tokenizer.
     """
     found = list(source.rglob("*.gguf")) if source.is_dir() else [source]
     if len(found) != 1 or found[0].suffix != ".gguf":

@@ -39,7 +39,7 @@ _COLUMNS = {
     "floor_tokens_per_s": ("floor tokens/s", 1, ",.0f"),
     "start_s": ("start s", 1, ".1f"),  # of an engine, until its first token
     "push_ms": ("push ms", 1, ".1f"),  # of all parameters
-    "push_gb_per_s": ("push GB/s", 1, ",.0f"),
+    "push_gb_per_s": ("push GB/s", 1, ",.1f"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a file says of its model: values of a known kind, or an error that names the file."""
+"""The description of a model in a file: values of a kind, or an error that names the file."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-class Described(NamedTuple):
-    """Values by name, each checked as it is read."""
+class Metadata(NamedTuple):
+    """Values by name, which are checked as they are read."""
 
     values: Mapping[str, Any]
     place: str
@@ -50,14 +50,13 @@ class Described(NamedTuple):
         return found
 
     def check(self, plain: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise unless each value is absent, or one under which the network is the plain one."""
+        """Raise unless each value is absent or one that leaves the network as it is here."""
         for name, allowed in plain.items():
             found = self.values.get(self.prefix + name, allowed[0])
             if found not in allowed:
                 raise ValueError(
                     f"load_params supports {self.prefix}{name} {allowed[0]!r}, got "
-                    f"{brief(found)} in "
-                    f"{self.place}."
+                    f"{brief(found)} in {self.place}."
                 )
 
     def shape(self, **fields: Any) -> TransformerConfig:
