@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcrl.cli.bench.inputs import Case, VariantName, keep, sample_loss
 from funcrl.cli.bench.measure import seconds_of
-from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
+from funcrl.cli.bench.ordinary import with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import tree
@@ -83,7 +83,7 @@ def _per_sample(name: VariantName) -> grads.PerSampleTransform | None:
 
 
 def _configs(case: Case, step: Step) -> list[tuple[str, CompileConfig]]:
-    """Return what to compile with, and how a variant's name says so."""
+    """Return each configuration to compile with, and what it adds to a variant's name."""
     config = case.config.compile
     if not case.config.remats:
         return [("", config)]
@@ -133,19 +133,16 @@ def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileC
 def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
     module = with_weights(case.model, case.params)
     leaves = list(module.parameters())
-    chunk = case.config.logprob_chunk
 
     def ordinary() -> list[Tensor]:
-        loss = ordinary_loss(
-            module, case.batch, case.dtype, chunk, checkpointed, case.ordinary_attend
-        )
-        return list(torch.autograd.grad(loss, leaves))
+        return list(torch.autograd.grad(case.ordinary_loss(module, checkpointed), leaves))
 
     name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"
     return case.measure("gradient, compiled", {name: ordinary})
 
 
 def _reserved(device: str) -> int:
+    """Return the bytes that torch holds of the GPU, after it has given back what is free."""
     gc.collect()
     if device != "cuda":
         return 0

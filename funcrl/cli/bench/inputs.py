@@ -1,4 +1,4 @@
-"""What a benchmark of a step runs on: its options, a model, parameters and a batch."""
+"""The inputs of a benchmark of a step: its options, a model, parameters and a batch."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrl.cli.bench.measure import Variants, measure
-from funcrl.cli.bench.ordinary import attend_fused
+from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, rng, tree
@@ -119,11 +119,18 @@ class Case(NamedTuple):
     params: Params
     batch: Batch
     dtype: torch.dtype | None  # to compute in; the parameters' own when None
-    ordinary_attend: AttendFn  # of what funcrl is beside
+    ordinary_attend: AttendFn  # of the loss that funcrl is compared with
 
     def measure(self, what: str, variants: Variants) -> list[Row]:
         """Return a row for each variant, which take turns."""
         return measure(what, self.shape, variants, self.config.repeats, self.config.device)
+
+    def ordinary_loss(self, module: Transformer, checkpointed: bool = False) -> Tensor:
+        """Return the loss of the batch as one writes it without transforms."""
+        chunk = self.config.logprob_chunk
+        return ordinary_loss(
+            module, self.batch, self.dtype, chunk, checkpointed, self.ordinary_attend
+        )
 
 
 def with_vocabulary(name: str) -> TransformerConfig:
@@ -139,7 +146,7 @@ def depths(config: StepBenchConfig) -> tuple[int, ...]:
 
 
 def make_case(config: StepBenchConfig, num_layers: int) -> Case:
-    """Return parameters and a batch of the shape that is asked for, on its device."""
+    """Return parameters and a batch of the configured shape, on its device."""
     if config.model is not None:
         network = shape(config.model, config.vocab_size)
     else:
@@ -174,7 +181,7 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
 
 
 def sample_loss(case: Case) -> AuxLossFn:
-    """Return the loss of one sample, with its metrics: what all gradients are of."""
+    """Return the function whose gradients are measured: the loss of one sample, with metrics."""
     algorithm = grpo()
 
     def loss_fn(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
@@ -184,7 +191,7 @@ def sample_loss(case: Case) -> AuxLossFn:
 
 
 def keep(per_sample: Tree) -> Tree:
-    """Return per-sample gradients as they are, so that there are some."""
+    """Return per-sample gradients unchanged: with this transform they are computed."""
     return per_sample
 
 

@@ -1,4 +1,4 @@
-"""The same loss as a GRPO step's, as one writes it without transforms: what funcrl is beside."""
+"""The loss of a GRPO step as one writes it without transforms: funcrl is compared with it."""
 
 from functools import partial
 

@@ -10,12 +10,11 @@ from funcrl import optim
 from funcrl.cli.bench.compiled import gradient_rows, step_rows
 from funcrl.cli.bench.inputs import Case, StepBenchConfig, depths, keep, make_case, sample_loss
 from funcrl.cli.bench.measure import Variants
-from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
+from funcrl.cli.bench.ordinary import with_weights
 from funcrl.cli.bench.profiling import write_profile
 from funcrl.cli.bench.rows import Row, compare, write_rows
 from funcrl.core import tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
-from funcrl.models import Transformer
 from funcrl.rl import grads
 from funcrl.rl.step import grpo_step
 
@@ -50,7 +49,7 @@ def _gradient_variants(case: Case) -> Variants:
     module = with_weights(case.model, case.params)
 
     def ordinary() -> list[Tensor]:
-        return list(torch.autograd.grad(_loss(case, module), list(module.parameters())))
+        return list(torch.autograd.grad(case.ordinary_loss(module), list(module.parameters())))
 
     def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
         return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
@@ -91,7 +90,7 @@ def _step_variants(case: Case) -> Variants:
 
     def ordinary() -> None:
         optimizer.zero_grad()
-        _loss(case, module).backward()
+        case.ordinary_loss(module).backward()
         nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.step()
 
@@ -99,11 +98,6 @@ def _step_variants(case: Case) -> Variants:
         return step(state, case.batch)
 
     return {"torch.autograd and torch.optim": ordinary, "grpo_step": pure}
-
-
-def _loss(case: Case, module: Transformer) -> Tensor:
-    chunk, attend = case.config.logprob_chunk, case.ordinary_attend
-    return ordinary_loss(module, case.batch, case.dtype, chunk, attend=attend)
 
 
 _PARTS: dict[str, Callable[[Case], list[Row]]] = {
