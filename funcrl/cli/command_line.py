@@ -76,7 +76,7 @@ def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
     for field in fields(config):
         name, kind = field.name.replace("_", "-"), kinds[field.name]
         default = getattr(config, field.name)
-        inner = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+        inner: Any = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
         if inner is not None:
             yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
         else:
@@ -91,12 +91,12 @@ def check_flags(args: Sequence[str]) -> None:
     command = " ".join(args[: 2 if args[:1] == ["bench"] else 1])
     configs = {
         "train": (TrainConfig(), StartConfig()),
-        "eval": (StartConfig(),),
         "parity": (ParityConfig(),),
         "bench loop": (LoopBenchConfig(),),
     }.get(command, ())
     options = [option for config in configs for option in options_of(config)]
     flags = {flag for option in options if option.kind is bool for flag in option.flags}
+    flags |= {"--trust", "--no-trust"} if command == "eval" else set()
     for text, following in zip(args, [*args[1:], "--"], strict=True):
         name, equals, value = text.partition("=")
         if (name := name.replace("_", "-")) in flags and (equals or not following.startswith("--")):
