@@ -26,7 +26,7 @@ _CUDA_BLOCK = 512
 
 
 class Storages(NamedTuple):
-    """Where the values of a graph live; views and in-place results share a storage."""
+    """The storage of each value of a graph; views and in-place results share one."""
 
     of: dict[Node, tuple[int, ...]]  # one storage for each tensor of a node's value
     num_bytes: list[int]  # of each storage
@@ -53,18 +53,10 @@ class Sharing:
 
 
 def find_storages(gm: fx.GraphModule) -> Storages:
-    """Return where the values of a graph live, as the schemas of its ops tell.
+    """Return the storages of a graph's values, as the schemas of its operators say.
 
     Args:
         gm: a flat graph of ATen and custom ops with `node.meta["val"]`.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> gm = make_fx(lambda x: x.exp().t().neg_())(torch.zeros(2, 3))
-        >>> storages = funcrl.graph.aliases.find_storages(gm)
-        >>> list(storages.of.values()), storages.written  # x, exp, t, neg_, output
-        ([(0,), (1,), (1,), (1,), ()], {1})
     """
     sharing = Sharing()
     num_bytes: list[int] = []
@@ -80,30 +72,15 @@ def find_storages(gm: fx.GraphModule) -> Storages:
 
 
 def is_view(node: Node) -> bool:
-    """Return whether the node's value is in the memory of an argument, which it only looks at.
+    """Return whether the node's value is a view of an argument's memory.
 
     A part of a list of values, such as those of a split, counts as a view of the list.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> from funcrl.graph.aliases import is_view
-        >>> graph = make_fx(lambda x: x.t().unfold(0, 2, 1).exp())(torch.ones(2, 3)).graph
-        >>> [is_view(node) for node in graph.nodes]
-        [False, True, True, False, False]
     """
     return node.target is operator.getitem or gives_view(node.target)
 
 
 def gives_view(target: Any) -> bool:
-    """Return whether an operator's result is a view of an argument, without writing into it.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.graph.aliases import gives_view
-        >>> [gives_view(op) for op in (torch.ops.aten.t.default, torch.ops.aten.add_.Tensor)]
-        [True, False]
-    """
+    """Return whether an operator's result is a view of an argument, without writing into it."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     # A result that may be new memory, such as that of `aten.to`, is one that may be a view.
@@ -116,29 +93,12 @@ def gives_view(target: Any) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Return whether the node changes one of its arguments.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> from funcrl.graph.aliases import writes
-        >>> [writes(node) for node in make_fx(lambda x: x.add_(1))(torch.ones(1)).graph.nodes]
-        [False, True, False]
-    """
+    """Return whether the node changes one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def written_by(node: Node) -> list[Node]:
-    """Return the arguments that a node writes into.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> from funcrl.graph.aliases import written_by
-        >>> graph = make_fx(lambda x, y: torch.add(x, 1, out=y))(torch.ones(1), torch.ones(1)).graph
-        >>> [written_by(node) for node in graph.nodes if node.op == "call_function"]
-        [[y_1]]
-    """
+    """Return the arguments that a node writes into."""
     if not writes(node):
         return []
     return [
@@ -155,13 +115,6 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     Args:
         first: a tensor; only its shape, strides and place in the storage are read.
         second: another view of the same storage.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.graph.aliases import overlap
-        >>> x = torch.zeros(3, 4)
-        >>> overlap(x[:, 1:], x[:, :-1]), overlap(x[:, :2], x[:, 2:])
-        (True, False)
     """
     if not (first.numel() and second.numel()):
         return False
@@ -170,15 +123,7 @@ def overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def looks_alike(first: Tensor, second: Tensor) -> bool:
-    """Return whether two views of one storage are the same view of it.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.graph.aliases import looks_alike
-        >>> x = torch.zeros(3, 4)
-        >>> looks_alike(x, x.view(3, 4)), looks_alike(x[:2], x[1:])
-        (True, False)
-    """
+    """Return whether two views of one storage are the same view of it."""
 
     def look(tensor: Tensor) -> tuple[Any, ...]:
         place = (tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -188,15 +133,7 @@ def looks_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor are in one place, as in one that was expanded.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.graph.aliases import overlaps_itself
-        >>> x = torch.zeros(3, 4)
-        >>> overlaps_itself(x.t()), overlaps_itself(x.expand(2, 3, 4)), overlaps_itself(x[:0])
-        (False, True, False)
-    """
+    """Return whether two elements of a tensor share memory, as in an expanded tensor."""
     axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach = 0  # of the axes with shorter steps
     for stride, size in axes if tensor.numel() else ():
@@ -300,7 +237,7 @@ def _shared_with(node: Node, count: int, of: dict[Node, tuple[int, ...]]) -> lis
 
 
 def _may_share(argument: Any, result: Any) -> bool:
-    """Whether a schema says that a result looks at an argument's memory."""
+    """Return whether a schema says that a result is a view of an argument."""
     if argument is None or result is None:
         return False
     # A list of views has no name of its own: its argument is the one that becomes `*`.

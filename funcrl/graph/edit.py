@@ -1,6 +1,6 @@
 """What every pass needs to rewrite a graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch._guards import detect_fake_mode
@@ -9,15 +9,7 @@ from torch.fx.node import map_arg
 
 
 def copied(graph: Graph) -> Graph:
-    """Return a copy to rewrite, which takes and returns the same trees.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.edit import copied
-        >>> module = funcrl.trace(lambda x: {"y": x + 1}, torch.ones(1))
-        >>> torch.fx.GraphModule(module, copied(module.graph))(torch.ones(1))
-        {'y': tensor([2.])}
-    """
+    """Return a copy to rewrite, which takes and returns the same trees."""
     new = Graph()
     result = new.graph_copy(graph, {})
     new.output(result).meta = dict(graph.output_node().meta)
@@ -26,32 +18,18 @@ def copied(graph: Graph) -> Graph:
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """Return what a node is called with, without torch's type of it, which names every type.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.edit import arguments
-        >>> arguments(list(funcrl.trace(lambda x: x.sum(0), torch.ones(1)).graph.nodes)[1])
-        (arg0_1, [0])
-    """
+    """Return a node's arguments, without torch's union type of them."""
     return node.args
 
 
 def example_of(operation: Callable[..., Any], args: Any, kwargs: Any, like: Node) -> Any:
-    """Return what an operation gives for nodes: tensors without data, as in `node.meta["val"]`.
+    """Return an operation's result for nodes, as tensors without data like `node.meta["val"]`.
 
     Args:
         operation: of the arguments.
         args: of the operation, nodes among them.
         kwargs: likewise, by name.
         like: a node of the same trace.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.edit import example_of
-        >>> x = next(iter(funcrl.trace(lambda x: x.exp(), torch.ones(2, 3)).graph.nodes))
-        >>> example_of(torch.ops.aten.t.default, (x,), {}, like=x).shape
-        torch.Size([3, 2])
     """
     mode: Any = detect_fake_mode(like.meta["val"])
     with mode:
@@ -59,18 +37,23 @@ def example_of(operation: Callable[..., Any], args: Any, kwargs: Any, like: Node
         return operation(*values, **options)
 
 
-def describe_like(node: Node, source: Node) -> None:
-    """Give a new node the phase, the module and the forward node of the one that it is made for.
+def hoist(graph: Graph, nodes: Container[Node]) -> None:
+    """Move each of the nodes to directly after the last of its inputs.
 
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.edit import describe_like
-        >>> graph = funcrl.trace(lambda x: x.exp(), torch.ones(1)).graph
-        >>> new = graph.create_node("call_function", torch.ops.aten.sin.default)
-        >>> describe_like(new, list(graph.nodes)[1])
-        >>> new.meta
-        {'phase': 'forward'}
+    Args:
+        graph: is changed.
+        nodes: which ones.
     """
-    for key in ("phase", "module", "forward_node"):
-        if key in source.meta:
-            node.meta[key] = source.meta[key]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    position: dict[Node, tuple[int, int]] = {}
+    anchor: dict[Node, Node] = {}  # of a moved node: the unmoved one that it follows
+    last: dict[Node, Node] = {}  # of an anchor: the last node that was moved after it
+    for index, node in enumerate(list(graph.nodes)):
+        position[node] = (len(inputs) - 1 if node.op == "placeholder" else index, 0)
+        if node in nodes and inputs:
+            latest = max(node.all_input_nodes, key=position.__getitem__, default=inputs[-1])
+            latest = inputs[-1] if latest.op == "placeholder" else latest
+            anchor[node] = anchor.get(latest, latest)
+            last.get(anchor[node], anchor[node]).append(node)
+            last[anchor[node]] = node
+            position[node] = (position[anchor[node]][0], index)

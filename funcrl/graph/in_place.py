@@ -25,7 +25,8 @@ from funcrl.graph.aliases import (
     writes,
     written_by,
 )
-from funcrl.graph.edit import arguments, describe_like, example_of
+from funcrl.graph.edit import arguments, example_of
+from funcrl.graph.origin import copy_origin, origin_of, set_origin
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
@@ -40,14 +41,6 @@ def without_writes(module: GraphModule) -> GraphModule:
 
     Args:
         module: a graph from `make_fx`, with `node.meta["val"]`; it is changed, not recompiled.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> from funcrl.graph.in_place import without_writes
-        >>> graph = make_fx(lambda x: (x * 2).add_(1))(torch.ones(2))
-        >>> [str(node.target) for node in without_writes(graph).graph.nodes][1:3]
-        ['aten.mul.Tensor', 'aten.add.Tensor']
     """
     _check_writes(module)
     if _rewrite(module.graph):
@@ -91,7 +84,7 @@ def _check_writes(module: GraphModule) -> None:
 
 
 def _differ(target: Node, other: Node, read: list[Node]) -> bool:
-    """Whether the order matters; it does not where each element is read and then written."""
+    """Return whether two arguments overlap, but for one that is read and written in place."""
     first, second = target.meta["val"], other.meta["val"]
     return not (other in read and looks_alike(first, second)) and overlap(first, second)
 
@@ -119,7 +112,7 @@ def _check_dtype(node: Node) -> None:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Return the node and what it is a view of, and that of, as far as the memory is the same."""
+    """Return a node, the node that it is a view of, and so on."""
     chain = [node]
     while (is_view(chain[-1]) or writes(chain[-1])) and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])
@@ -130,9 +123,9 @@ def _chain(node: Node) -> list[Node]:
 
 
 def _rewrite(graph: Graph) -> bool:
-    """Write each operation out of place; return False at one whose memory is read otherwise."""
+    """Write each operation out of place; return False at one that this cannot express."""
     sharing = Sharing()
-    for node in graph.nodes:  # and those that are added behind it on the way
+    for node in graph.nodes:  # and those that are added after it on the way
         if node.op == "output":
             continue
         if writes(node) and not _replace_write(node, sharing):
@@ -149,7 +142,7 @@ def _add(sharing: Sharing, node: Node) -> None:
 
 
 def _replace_write(node: Node, sharing: Sharing) -> bool:
-    """Make `op_(x, ...)` an `op(x, ...)` that later nodes read, if nothing else sees the write."""
+    """Replace `op_(x, ...)` by `op(x, ...)`, unless another view of x is read later."""
     functional = _out_of_place(node.target)
     if functional is None or written_by(node) != [node.args[0]]:
         return False
@@ -176,7 +169,7 @@ def _replace_write(node: Node, sharing: Sharing) -> bool:
 
 
 def _out_of_place(target: Any) -> Any:
-    """Return the operator of the same name without the underscore that takes the same arguments."""
+    """Return the operator that computes the same out of place, None if there is none."""
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if packet is None or not name.endswith("_") or name.endswith("__"):
@@ -187,7 +180,7 @@ def _out_of_place(target: Any) -> Any:
 
 
 def _is_of_the_name_alone(target: Any) -> bool:
-    """Whether an operator such as `t_` changes how one name looks at memory, and nothing there."""
+    """Return whether an operator, such as `t_`, changes the strides of a tensor and no element."""
     return torch.Tag.inplace_view in target.tags
 
 
@@ -206,14 +199,14 @@ def _as_written(node: Node, target: Node) -> Node:
         return node
     with node.graph.inserting_after(node):
         written = node.graph.call_function(aten.copy.default, (target, node))
-    describe_like(written, node)
+    copy_origin(written, node)
     written.meta["val"] = described
     node.replace_all_uses_with(written, lambda user: user is not written)
     return written
 
 
 def _replace_written_parts(split: Node, sharing: Sharing) -> None:
-    """Make a tensor that is filled through its parts a `cat` of them, where it is only that."""
+    """Replace a tensor that is only filled through its parts by a `cat` of them."""
     whole: Node = split.all_input_nodes[0]
     parts = sorted(split.users, key=lambda part: arguments(part)[1])
     chains = [_written_in_turn(part) for part in parts]
@@ -242,7 +235,7 @@ def _replace_written_parts(split: Node, sharing: Sharing) -> None:
 
 
 def _written_in_turn(part: Node) -> list[Node]:
-    """Return the part and the in-place operations on it, as long as each is all that reads it."""
+    """Return a part and the chain of in-place operations that are its only readers."""
     chain = [part]
     while len(chain[-1].users) == 1:
         (user,) = chain[-1].users
@@ -257,7 +250,7 @@ def _written_in_turn(part: Node) -> list[Node]:
 
 
 class _Described(Interpreter):
-    """Runs a graph node by node, and describes each new node as the one that it comes from."""
+    """Runs a graph node by node, and gives each new node the origin of the old one."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -273,7 +266,7 @@ class _Described(Interpreter):
             self.names[node.name] = root.prev.name
         new = root.prev
         while new is not last:
-            describe_like(new, node)
+            copy_origin(new, node)
             new = new.prev
         return result
 
@@ -292,10 +285,10 @@ def _spell_out_views(graph: Graph) -> None:
         with graph.inserting_before(node):
             for _ in range(added):
                 view = graph.call_function(aten.unsqueeze.default, (view, 0))
-                describe_like(view, node)
+                copy_origin(view, node)
             if not added:  # a name of its own, which may come to look otherwise
                 view = graph.call_function(aten.alias.default, (source,))
-                describe_like(view, node)
+                copy_origin(view, node)
         view.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(view)
         graph.erase_node(node)
@@ -316,8 +309,9 @@ def _functionalized(module: GraphModule) -> GraphModule:
             f"trace expects in-place operations that torch can write out of place: {error}"
         ) from error
     for node in result.graph.nodes:
-        if (forward := node.meta.pop("forward_node", None)) in run.names:
-            node.meta["forward_node"] = run.names[forward]
+        origin = origin_of(node)
+        if origin.forward:
+            set_origin(node, origin._replace(forward=run.names.get(origin.forward, "")))
     _return_inputs(module.graph, result.graph)
     for node in result.graph.nodes:
         if writes(node) and not _is_copy_into_input(node):

@@ -1,17 +1,8 @@
-"""A pure function as one flat graph of aten operations, each of which knows where it comes from.
-
-Every node's `meta` holds, besides torch's `val` (a tensor without data):
-
-    phase         "input", "forward", "backward", "optimizer" (what needs a gradient) or "output"
-    module        the path of the module that it computes, such as "blocks.3.attention.q"
-    forward_node  on a backward node, the name of the node that it differentiates
-    path          on an input, where in the arguments it is, such as "0.params.norm.weight"
-
-`module` and `forward_node` are absent where autograd and the modules say nothing.
-"""
+"""A pure function as one flat graph of aten operations, each with its origin (`origin.py`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
+from funcrl.graph.origin import Origin, Phase, is_late, layer_of, origin_of, set_origin
 from funcrl.models.functional import reads_a_value
 
 aten = torch.ops.aten
@@ -54,7 +46,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
         {'y': tensor(12.)}
     """
     paths = _input_paths(args)
-    args = _told_apart(args)
+    args = _without_repeats(args)
     recorder = _Recorder()
 
     def recorded(*inputs: Any) -> Any:
@@ -73,12 +65,12 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
         raise ValueError(f"{_READS_NOTHING}, got one that reads {read[0].args[0]}.")
     graph = clean(traced)
     _check_own_memory(graph, args, paths)
-    _describe(graph, paths, recorder)
+    _complete(graph, paths, recorder)
     return graph
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees each operation beneath autograd and vmap, just before it becomes a node."""
+    """Records the origin of each operation as it becomes a node, below autograd and vmap."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # (torch's own)
@@ -86,10 +78,13 @@ class _Recorder(TorchDispatchMode):
         self._names: dict[int, str] = {}  # of modules that are running
         self._stack: list[str] = []
         self._forward: dict[int, Node] = {}  # by autograd's sequence number
+        self._numbers: dict[int, int] = {}  # of each thread: the last sequence number
+        self._turn = 0
+        self._last_backward: Node | None = None  # in this turn
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record while `make_fx` runs; torch's module hooks are taken off again."""
+        """Record while `make_fx` runs, and remove the module hooks afterwards."""
         mode: Any = get_proxy_mode()
         self._graph: torch.fx.Graph = mode.tracer.graph
         hooks = (
@@ -115,37 +110,55 @@ class _Recorder(TorchDispatchMode):
         self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and describe the nodes that it adds."""
-        last = _last(self._graph)
+        """Run the operation and set the origin of the nodes that it adds."""
+        last = self._graph._root.prev
         result = func(*args, **(kwargs or {}))
-        node = _last(self._graph)
-        while node is not last:
-            self._describe(node)
-            node = node.prev
+        added: list[Node] = []  # the latest first
+        while (node := (added[-1] if added else self._graph._root).prev) is not last:
+            added.append(node)
+        origin = self._origin(added)
+        for node in added:
+            set_origin(node, origin)
         return result
 
-    def _describe(self, node: Node) -> None:
+    def _origin(self, added: list[Node]) -> Origin:
         current: Any = torch._C._current_autograd_node()  # None outside a backward pass
-        if current is None:
-            # Autograd numbers an operation's record before the operation gets here. One record may
-            # be of several operations, such as a view and a product: the product says more.
-            number = torch._C._autograd._get_sequence_nr() - 1
+        # Autograd numbers an operation's record before the operation gets here, and each thread
+        # counts for itself: a backward pass on a GPU is in another.
+        number, thread = torch._C._autograd._get_sequence_nr() - 1, get_ident()
+        recorded = number > self._numbers.get(thread, -1)
+        self._numbers[thread] = number
+        if current is not None:
+            forward = self._forward.get(current._sequence_nr())
+            if added:
+                self._mark_seed(added[-1])
+                self._last_backward = added[0]
+            return Origin("backward", self._turn, forward=forward.name if forward else "")
+        for node in added:
+            # One record may be of several operations, such as a view and a product: the product
+            # says more.
             if number not in self._forward or is_view(self._forward[number]):
                 self._forward[number] = node
-            if self._stack:
-                node.meta["module"] = self._stack[-1]
-            return
-        node.meta["phase"] = "backward"
-        if (forward := self._forward.get(current._sequence_nr())) is not None:
-            node.meta["forward_node"] = forward.name
+        if recorded and self._last_backward is not None:
+            self._begin_turn(self._last_backward)
+        phase: Phase = "forward" if self._last_backward is None else "optimizer"
+        return Origin(phase, self._turn, module=self._stack[-1] if self._stack else "")
 
+    def _mark_seed(self, first: Node) -> None:
+        """Mark the seed of a backward pass: the node just before the first one, which reads it."""
+        if self._last_backward is None and first.prev in first.all_input_nodes:
+            set_origin(first.prev, Origin("backward", self._turn, is_seed=True))
 
-def _last(graph: torch.fx.Graph) -> Node:
-    return graph._root.prev
+    def _begin_turn(self, node: Node) -> None:
+        """Begin the next turn, with what has been prepared for it since the last backward pass."""
+        self._turn, self._last_backward = self._turn + 1, None
+        while (node := node.next).op != "root":
+            if not any(is_late(read) for read in node.all_input_nodes):
+                set_origin(node, origin_of(node)._replace(phase="forward", turn=self._turn))
 
 
 def _input_paths(args: tuple[Any, ...]) -> list[str]:
-    """Return where each leaf is in the arguments; only tensors are inputs of a graph."""
+    """Return the path of each leaf in the arguments, and refuse leaves that are no tensors."""
     paths = []
     for keys, leaf in pytree.tree_flatten_with_path(args)[0]:
         path = ".".join(_key(key) for key in keys)
@@ -159,7 +172,7 @@ def _input_paths(args: tuple[Any, ...]) -> list[str]:
 
 
 def _check_own_memory(graph: GraphModule, args: tuple[Any, ...], paths: list[str]) -> None:
-    """Refuse to write into an argument whose memory another one shares: the graph sees two."""
+    """Refuse a function that writes into an argument whose memory another argument shares."""
     inputs = graph.graph.find_nodes(op="placeholder")
     written = {target for node in graph.graph.nodes for target in written_by(node)}
     owners: dict[int, list[int]] = {}
@@ -174,8 +187,8 @@ def _check_own_memory(graph: GraphModule, args: tuple[Any, ...], paths: list[str
             )
 
 
-def _told_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments without a tensor that comes twice, which would become one input."""
+def _without_repeats(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with an alias for each repeated tensor, so that each is an input."""
     seen: set[int] = set()
 
     def own(leaf: Tensor) -> Tensor:
@@ -195,43 +208,56 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def _describe(module: GraphModule, paths: list[str], recorder: _Recorder) -> None:
-    """Fill in what follows from the graph: inputs, what comes after the backward, modules."""
-    modules = {node.name: node.meta.get("module") for node in module.graph.nodes}
+def _complete(module: GraphModule, paths: list[str], recorder: _Recorder) -> None:
+    """Complete the origins with what follows from the graph: paths, modules and layers."""
     inputs = iter(paths)
     owners: dict[Node, str] = {}
+    found: dict[str, Origin] = {}
     for node in module.graph.nodes:
+        origin = node.meta.get("origin", Origin("forward"))
         if node.op == "placeholder":
-            node.meta |= {"phase": "input", "path": next(inputs)}
-            owner = _owner(node.meta["path"], recorder.parameters)
-            if owner is not None:
-                owners[node] = owner
+            path = next(inputs)
+            owner = _owner(path, recorder.parameters)
+            owners |= {} if owner is None else {node: owner}
+            origin = Origin("input", layer=layer_of(owner or ""), path=path)
         elif node.op == "output":
-            node.meta["phase"] = "output"
-        elif node.meta.get("phase") != "backward":
-            after = {source.meta.get("phase") for source in node.all_input_nodes}
-            node.meta["phase"] = "optimizer" if after & {"backward", "optimizer"} else "forward"
-        _name_module(node, owners, modules)
+            origin = Origin("output")
+        else:
+            name = _module(node, origin, owners, found)
+            layer = layer_of(name) if name else _shared_layer(node, origin.phase)
+            origin = origin._replace(module=name, layer=layer)
+        found[node.name] = origin
+        set_origin(node, origin)
 
 
 def _owner(path: str, parameters: dict[str, str]) -> str | None:
-    """Return the module of the parameter that an input is, by the end of the input's path."""
-    keys = path.split(".")
-    for start in range(len(keys)):
-        module = parameters.get(".".join(keys[start:]))
-        if module is not None and "opt_state" not in keys[:start]:
-            return module
-    return None
+    """Return the module of the parameter whose value or moment an input is."""
+    names = [name for name in parameters if f".{name}." in f".{path}."]
+    return parameters[max(names, key=len)] if names else None
 
 
-def _name_module(node: Node, owners: dict[Node, str], modules: dict[str, str | None]) -> None:
-    """Name a product after the parameter that it reads, and a backward node as its forward."""
-    forward = node.meta.get("forward_node")
-    if forward is not None and modules.get(forward):
-        node.meta["module"] = modules[forward]
-    if node.meta.get("phase") == "forward" and node.op == "call_function":
+def _module(node: Node, origin: Origin, owners: dict[Node, str], found: dict[str, Origin]) -> str:
+    """Return the module: a product's is that of the parameter that it reads, a backward node's
+    that of its forward node."""
+    if origin.forward in found:
+        return found[origin.forward].module
+    name = origin.module
+    if origin.phase == "forward" and node.op == "call_function":
         for source in node.all_input_nodes:
             owner = owners.get(look_through(source))
-            inside = node.meta.get("module")  # a module may read the parameters of those in it
-            if owner is not None and (not inside or owner.startswith(f"{inside}.")):
-                node.meta["module"] = modules[node.name] = owner
+            # A module may read the parameters of those in it.
+            if owner is not None and (not name or owner.startswith(f"{name}.")):
+                return owner
+    return name
+
+
+def _shared_layer(node: Node, phase: Phase) -> str:
+    """Return the layer that all a node of no module reads is of, such as a sum of gradients.
+
+    To an optimizer all of whose other arguments are of a layer, such as a learning rate, it does
+    not matter what is of none.
+    """
+    late = phase == "optimizer"
+    reads = [read for read in node.all_input_nodes if late or read.all_input_nodes]
+    layers = {origin_of(read).layer for read in reads} - ({""} if late else set())
+    return layers.pop() if len(layers) == 1 else ""

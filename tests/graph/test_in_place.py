@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 import funcrl
 from funcrl.graph.aliases import is_view, overlap, overlaps_itself, writes, written_by
+from funcrl.graph.origin import origin_of
 
 X = torch.arange(12, dtype=torch.float64).view(3, 4) / 7 - 0.6
 
@@ -263,8 +264,8 @@ def test_nodes_of_a_graph_with_views_still_know_where_they_come_from():
         graph = funcrl.trace(torch.func.grad(apply), params, X).graph
         names = {node.name for node in graph.nodes}
         products = [node for node in graph.nodes if "mm" in str(node.target)]
-        assert all(n.meta.get("forward_node") in {*names, None} for n in graph.nodes)
-        return [(node.meta["phase"], node.meta.get("module")) for node in products]
+        assert all(origin_of(n).forward in {*names, ""} for n in graph.nodes)
+        return [(origin_of(node).phase, origin_of(node).module) for node in products]
 
     assert described(in_place=True) == described(in_place=False)
     assert ("backward", "linear") in described(in_place=True)

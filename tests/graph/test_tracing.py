@@ -7,6 +7,7 @@ from cases import equal, tiny_batch, tiny_model
 import funcrl
 from funcrl import optim
 from funcrl.graph.aliases import writes
+from funcrl.graph.origin import origin_of
 
 MODEL = tiny_model(qkv_bias=True)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
@@ -64,26 +65,27 @@ def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
 def test_nodes_know_their_phase_and_module():
     step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=lambda grads: grads)
     graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
-    phases = {node.meta["phase"] for node in graph.graph.nodes}
+    origins = {node: origin_of(node) for node in graph.graph.nodes}
+    phases = {origin.phase for origin in origins.values()}
     assert phases == {"input", "forward", "backward", "optimizer", "output"}
-    paths = {n.meta["path"] for n in graph.graph.nodes if n.op == "placeholder"}
+    paths = {origin.path for origin in origins.values() if origin.phase == "input"}
     assert {"0.params.blocks.1.attention.q.weight", "0.seed", "1.tokens"} <= paths
 
     weights = [path.removesuffix(".weight") for path in PARAMS if PARAMS[path].ndim == 2]
     weights[weights.index("embed")] = "unembed"  # an embedding is no product
     products = [*nodes(graph, "mm.default"), *nodes(graph, "addmm.default")]
-    forward = [n.meta["module"] for n in products if n.meta["phase"] == "forward"]
+    forward = [origins[n].module for n in products if origins[n].phase == "forward"]
     assert sorted(forward) == sorted(weights)
     # Each product has two in the backward: the gradient of its weight and that of its input.
     backward = [
         node for node in graph.graph.nodes
-        if node.meta["phase"] == "backward" and node.meta.get("module") in forward
+        if origins[node].phase == "backward" and origins[node].module in forward
         and str(node.target) in ("aten.mm.default", "aten.bmm.default")
     ]  # fmt: skip
-    assert sorted(node.meta["module"] for node in backward) == sorted(2 * forward)
+    assert sorted(origins[node].module for node in backward) == sorted(2 * forward)
     named = {node.name: node for node in graph.graph.nodes}
     for node in backward:
-        assert named[node.meta["forward_node"]].meta["module"] == node.meta["module"]
+        assert origins[named[origins[node].forward]].module == origins[node].module
 
 
 def test_the_phases_are_in_order():
@@ -91,10 +93,10 @@ def test_the_phases_are_in_order():
     graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
     for node in graph.graph.nodes:
         for source in node.all_input_nodes:
-            if node.meta["phase"] == "forward":
-                assert source.meta["phase"] in ("input", "forward")
-            if node.meta["phase"] == "backward":
-                assert source.meta["phase"] != "optimizer"
+            if origin_of(node).phase == "forward":
+                assert origin_of(source).phase in ("input", "forward")
+            if origin_of(node).phase == "backward":
+                assert origin_of(source).phase != "optimizer"
 
 
 def test_module_hooks_are_gone_after_an_error():
@@ -146,7 +148,7 @@ def test_in_place_operations_become_others_that_give_the_same():
         graph = funcrl.trace(fn, x)
         assert equal(graph(x), fn(x)), fn
         assert not any(writes(node) for node in graph.graph.nodes), fn
-        assert len({node.meta["phase"] for node in graph.graph.nodes}) == 3, fn
+        assert len({origin_of(node).phase for node in graph.graph.nodes}) == 3, fn
 
 
 def test_an_input_that_is_written_into_twice_holds_the_second_value():

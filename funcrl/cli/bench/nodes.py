@@ -1,6 +1,5 @@
 """Where a graph's time goes: each node timed alone, then summed by layer and by kind of op."""
 
-import operator
 import re
 import statistics
 import time
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcrl.graph.aliases import find_storages, writes
-from funcrl.graph.remat.phases import has_flops, layer_of_path
+from funcrl.graph.aliases import is_view
+from funcrl.graph.operators import has_flops
+from funcrl.graph.origin import origin_of
 
 PHASES = ("forward", "recomputed", "backward", "optimizer")
 OUTSIDE = "outside the model"
@@ -80,21 +80,15 @@ def layer_of(node: fx.Node) -> str:
 
     What no module computes is the optimizer's, or outside the model: the loss and its metrics.
     """
-    path = node.meta.get("module")
-    if not path:
-        return "optimizer" if node.meta["phase"] == "optimizer" else OUTSIDE
-    return layer_of_path(path) or path.partition(".")[0]
+    origin = origin_of(node)
+    if not origin.module:
+        return "optimizer" if origin.phase == "optimizer" else OUTSIDE
+    return origin.layer or origin.module.partition(".")[0]
 
 
 def find_kinds(gm: fx.GraphModule) -> dict[fx.Node, str]:
     """Return of each node what kind of work it is."""
-    storages = find_storages(gm)
-    kinds = {}
-    for node in gm.graph.nodes:
-        read = {storage for source in node.all_input_nodes for storage in storages.of[source]}
-        same = bool(storages.of[node]) and read.issuperset(storages.of[node]) and not writes(node)
-        kinds[node] = _VIEW if same or node.target is operator.getitem else _kind(node)
-    return kinds
+    return {node: _VIEW if is_view(node) else _kind(node) for node in gm.graph.nodes}
 
 
 def _kind(node: fx.Node) -> str:
@@ -162,4 +156,4 @@ def _everything(title: str) -> tuple[str, ...]:
 
 def phase_of(node: fx.Node) -> str:
     """Return a node's phase, where what is computed again is one of its own."""
-    return "recomputed" if node.meta.get("recomputed") else str(node.meta["phase"])
+    return "recomputed" if node.meta.get("recomputed") else origin_of(node).phase

@@ -15,6 +15,7 @@ from funcrl.cli.bench.nodes import PHASES, format_times, phase_of, time_nodes
 from funcrl.cli.bench.rows import describe, describe_machine
 from funcrl.core.types import Step, TrainState
 from funcrl.graph import compile_step, live_bytes, step_graph
+from funcrl.graph.origin import origin_of
 from funcrl.run.report.plots import COLORS
 
 _REPEATS = 3  # runs of the graph, node by node
@@ -61,7 +62,7 @@ def draw_memory(gm: fx.GraphModule, path: Path) -> Any:
     axes.axhline(live[0] / 1e6, color="black", linewidth=0.8, linestyle=":", label="inputs")
     place = live.index(peak)
     node = list(gm.graph.nodes)[place]
-    where = node.meta.get("module") or "outside the model"
+    where = origin_of(node).module or "outside the model"
     axes.plot([place], [peak / 1e6], "o", color="black", markersize=4)
     axes.set_title(f"peak {peak / 1e6:,.1f} MB at {node.name} ({where})", fontsize=9)
     axes.set_xlim(0, len(live) - 1)

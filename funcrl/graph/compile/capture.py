@@ -29,13 +29,6 @@ def capture(
         written: the indices of the inputs that it writes into.
         pool: from `torch.cuda.graph_pool_handle()`, for graphs of several shapes that never run at
             one time: they then share their memory, which is safe since results are copied out.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.graph.compile.capture import capture
-        >>> if torch.cuda.is_available():
-        ...     double = capture(lambda x: [2 * x], [torch.ones(2, device="cuda")], ())
-        ...     assert double(torch.ones(2, device="cuda"))[0].tolist() == [2.0, 2.0]
     """
     static = [leaf if index in written else leaf.clone() for index, leaf in enumerate(inputs)]
     graph, results = _recorded(program, static, [static[index] for index in written], pool)

@@ -18,12 +18,12 @@ from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, Rows, Step, TrainState
-from funcrl.graph.aliases import writes
+from funcrl.graph.aliases import written_by
 from funcrl.graph.compile.capture import Program, capture
 from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
 from funcrl.graph.donation import check_own_memory
-from funcrl.graph.edit import arguments, copied
+from funcrl.graph.edit import copied
 from funcrl.graph.layers.labels import is_gathering
 from funcrl.graph.layers.regions import split_repeated
 from funcrl.graph.per_sample.fuse import fuse_per_sample
@@ -214,7 +214,7 @@ def _program(graph: GraphModule, config: CompileConfig, pool: Any) -> Update:
 
 
 def _flat(module: GraphModule) -> GraphModule:
-    """Return the graph as a function of leaves to a list of leaves: trees are put on outside."""
+    """Return the graph as a function from leaves to a list of leaves."""
     graph = copied(module.graph)
     graph.set_codegen(CodeGen())
     return GraphModule(module, graph)
@@ -223,7 +223,7 @@ def _flat(module: GraphModule) -> GraphModule:
 def _written(module: GraphModule) -> list[int]:
     """Return the indices of the inputs that the graph writes into."""
     inputs = module.graph.find_nodes(op="placeholder")
-    targets = {arguments(node)[0] for node in module.graph.nodes if writes(node)}
+    targets = {target for node in module.graph.nodes for target in written_by(node)}
     return [index for index, node in enumerate(inputs) if node in targets]
 
 
@@ -247,7 +247,7 @@ def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
 
 
 def _compile_piece(piece: GraphModule, backend: str) -> None:
-    """Compile a piece's forward."""
+    """Replace a piece's forward by its compiled one."""
     scalars = scalars_as_elements(piece)
     # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
     compiled = torch.compile(piece.forward, backend=backend, dynamic=False, fullgraph=True)
@@ -262,7 +262,7 @@ def _compile_piece(piece: GraphModule, backend: str) -> None:
 
 
 def _key(pieces: GraphModule) -> str:
-    """Return a name for what is compiled, where, and by which version."""
+    """Return a hash of the code, the shapes, the device and torch's version."""
     inputs = pieces.graph.find_nodes(op="placeholder")
     values = [(v.shape, v.dtype, v.device) for v in (node.meta["val"] for node in inputs)]
     device = torch.cuda.get_device_name() if values[0][2].type == "cuda" else "cpu"
@@ -272,17 +272,19 @@ def _key(pieces: GraphModule) -> str:
 
 
 def _cached(compiled: Program, path: Path) -> Program:
-    """Give the compiler what an earlier process kept, and keep what the first call makes."""
+    """Load the compiler's results from a file, or write them there after the first call."""
     first = [True]
 
     def program(*leaves: Tensor) -> Any:
         if not first:
             return compiled(*leaves)
         # A file that was damaged, or is another version's, is not understood, and written anew.
-        known = path.exists() and torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
+        loaded = (
+            path.exists() and torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
+        )
         result = compiled(*leaves)
         first.clear()
-        made = None if known else torch.compiler.save_cache_artifacts()
+        made = None if loaded else torch.compiler.save_cache_artifacts()
         if made is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{uuid4().hex}.part")  # of this process alone
@@ -294,7 +296,7 @@ def _cached(compiled: Program, path: Path) -> Program:
 
 
 def _captured_at_first(program: Program, written: list[int], pool: Any) -> Program:
-    """Capture with the first call's inputs: those that are written into stay where they are."""
+    """Return a program that captures a CUDA graph at its first call, in that call's memory."""
     captured: list[Program] = []
 
     def replay(*leaves: Tensor) -> Any:
@@ -320,12 +322,12 @@ def _shapes(state: TrainState, batch: Rows) -> _Shapes:
 
 
 def _contiguous(leaf: Tensor) -> Tensor:
-    """Return the leaf with the strides of its shape; those of axes of one element too."""
+    """Return the leaf contiguous, also in the strides of axes of one element."""
     return leaf.contiguous().view(leaf.shape)
 
 
 def _difference(state: TrainState, batch: Rows, old: _Shapes) -> str:
-    """Return the first leaf that is not as it was, and how."""
+    """Return a sentence about the first leaf whose shape, dtype, device or strides differ."""
     (structure, before), (_, shapes) = old, _shapes(state, batch)
     was = dict(zip(_names(structure.unflatten(range(len(before)))), before, strict=True))
     now = dict(zip(_names((state, batch)), shapes, strict=True))

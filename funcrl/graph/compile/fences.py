@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
-from funcrl.graph.remat.phases import descendants, find_seeds, late_nodes
+from funcrl.graph.origin import is_late, origin_of, set_origin
 
 
 @torch.library.custom_op("funcrl::fence", mutates_args=("kept",))
 def _fence(kept: Sequence[Tensor], gradient: Tensor) -> None:
-    """Do nothing, at a place in the order that the claimed writing fixes."""
+    """Do nothing; the claim to write fixes the place in the order."""
 
 
 @_fence.register_fake
@@ -38,8 +38,7 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
 
     Example:
         >>> import torch, funcrl
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sin().cos().sum()))(torch.zeros(3))
+        >>> gm = funcrl.trace(torch.func.grad(lambda x: x.exp().sin().cos().sum()), torch.zeros(3))
         >>> gm = funcrl.remat(gm, lambda node: node.name == "sin")
         >>> [node.name for node in funcrl.graph.add_fences(gm).graph.nodes][4:9]
         ['sum_1', 'ones_like', 'expand', 'fence_default', 'sin_recomputed']
@@ -49,22 +48,32 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     gradient: fx.Node | None = None
     nodes, storages = list(gm.graph.nodes), find_storages(gm)
-    gradients = descendants(gm.graph, find_seeds(gm.graph)) or late_nodes(gm.graph)
+    gradients = _gradients(gm.graph)
     for place, node in enumerate(nodes):
         if not node.meta.get("recomputed"):
-            if node in gradients and isinstance(node.meta["val"], Tensor):
+            if node in gradients and isinstance(node.meta.get("val"), Tensor):
                 gradient = node
         elif gradient is not None and not nodes[place - 1].meta.get("recomputed"):
             kept = _kept(nodes, place, storages)
             if kept:
                 arguments = ([copies[read] for read in kept], copies[gradient])
                 fence = graph.call_function(torch.ops.funcrl.fence.default, arguments)
-                fence.meta |= {"val": None, "phase": "backward"}
+                fence.meta["val"] = None
+                set_origin(fence, origin_of(node))
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     fenced = fx.GraphModule(gm, graph)
     fenced.meta.update(gm.meta)
     return fenced
+
+
+def _gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return what depends on the seed of a backward pass, or all of it if no seed was recorded."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if origin_of(node).is_seed or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found or {node for node in graph.nodes if is_late(node)}
 
 
 def _kept(nodes: list[fx.Node], start: int, storages: Storages) -> list[fx.Node]:
@@ -82,7 +91,7 @@ def _kept(nodes: list[fx.Node], start: int, storages: Storages) -> list[fx.Node]
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not found.isdisjoint(storages.of[node]):
             found.difference_update(storages.of[node])
-            # The caller's tensors are nobody's to write into, not even in words.
+            # The caller's tensors must not be written into, not even by claim.
             if node.op == "call_function" and not node.meta.get("recomputed"):
                 kept.append(node)
     return kept

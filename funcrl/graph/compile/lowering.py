@@ -1,4 +1,4 @@
-"""A graph in the words that torch.compile takes without loss, and that Inductor fuses."""
+"""A graph with operations that torch.compile keeps and Inductor fuses."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def select_for_scatter(module: GraphModule) -> GraphModule:
-    """Return the graph with each addition to one place a row as a choice between two numbers.
+    """Return the graph with each `scatter_add` to one place a row written as a `where`.
 
         x.scatter_add(-1, index[..., :1], source)  ->  where(arange(V) == index, x + source, x)
 
@@ -20,15 +20,6 @@ def select_for_scatter(module: GraphModule) -> GraphModule:
 
     Args:
         module: a flat graph from `funcrl.trace`; it is not changed.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.compile.lowering import select_for_scatter
-        >>> fn = lambda x, index: x.scatter_add(-1, index, torch.ones_like(index, dtype=x.dtype))
-        >>> args = torch.zeros(2, 3), torch.tensor([[2], [0]])
-        >>> select_for_scatter(funcrl.trace(fn, *args))(*args)
-        tensor([[0., 0., 1.],
-                [1., 0., 0.]])
     """
     graph = copied(module.graph)
     for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
@@ -52,7 +43,7 @@ def _is_one_a_row(node: Node) -> bool:
 
 
 def scalars_as_elements(module: GraphModule) -> list[int]:
-    """Make each 0-d input on a CPU one of shape [1], and return the indices of those inputs.
+    """Give each 0-d input on a CPU the shape [1], and return the indices of those inputs.
 
     torch.compile (2.11 to 2.14) takes a 0-d float64 tensor on a CPU for a Python number: it leaves
     out what is written into it, a learning rate for instance, and traces the program twice. One
@@ -61,13 +52,6 @@ def scalars_as_elements(module: GraphModule) -> list[int]:
 
     Args:
         module: a flat graph with `node.meta["val"]`; it is changed.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.compile.lowering import scalars_as_elements
-        >>> module = funcrl.trace(lambda x, rate: x * rate, torch.ones(2), torch.tensor(0.5))
-        >>> scalars_as_elements(module), module(torch.ones(2), torch.tensor([0.5]))
-        ([1], tensor([0.5000, 0.5000]))
     """
     found = []
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):

@@ -17,13 +17,13 @@ from torch.fx.node import map_arg
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import writes, written_by
-from funcrl.graph.layers.labels import GATHERED, Label, behind, find_labels, is_free
-from funcrl.graph.remat.phases import draws
-from funcrl.graph.remat.scheduling import runs_of
+from funcrl.graph.layers.labels import GATHERED, Label, find_labels, is_free, source_of
+from funcrl.graph.layers.runs import runs_of
+from funcrl.graph.operators import draws
 
 
 class _Piece(NamedTuple):
-    """A run of nodes, with all that it reads and all that is read of it."""
+    """A run of nodes with its inputs and its outputs."""
 
     nodes: list[Node]  # in order, with those that are made where they are read
     inputs: list[Node]
@@ -93,7 +93,7 @@ def _pieces(graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label
         for node in run:
             reader.take(node)
         parts.append(([*dict.fromkeys([*reader.again, *reader.nodes])], [*reader.inputs]))
-    needed = {behind(node) for node in graph.output_node().all_input_nodes}
+    needed = {source_of(node) for node in graph.output_node().all_input_nodes}
     needed.update(node for _, inputs in parts for node in inputs)
     return [
         _Piece(nodes, inputs, [node for node in run if node in needed and not writes(node)])
@@ -102,7 +102,7 @@ def _pieces(graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label
 
 
 class _Reader:
-    """Collects what a piece is made of: its own nodes, those that are made again, its inputs."""
+    """Collects the nodes of a piece, those that it computes again, and its inputs."""
 
     def __init__(
         self,
@@ -135,30 +135,30 @@ class _Reader:
             self.inputs[node] = None
 
     def _can_be_made_again(self, node: Node, label: Label) -> bool:
-        """Whether to compute a node of an earlier piece a second time, not to keep its result.
+        """Return whether to compute an earlier piece's node a second time instead of keeping it.
 
         An optimizer that looks at all of its results before it accepts any would have all of them
         in memory. What it computes entry by entry takes no longer than to read the result.
         """
         if self.place.get(node, self.here) >= self.here or self.labels[node] != label:
             return False
-        reads = [behind(read) for read in node.all_input_nodes]
+        reads = [source_of(read) for read in node.all_input_nodes]
         unchanged = all(self.written.get(read, self.here) >= self.here for read in reads)
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         return label.phase == "optimizer" and pointwise and unchanged
 
 
 def _written(place: Mapping[Node, int]) -> dict[Node, int]:
-    """Return in which piece what is written into is written first."""
+    """Return, for each node that is written into, the number of the first piece that does."""
     written: dict[Node, int] = {}
     for node, number in place.items():
         for target in written_by(node):
-            written.setdefault(behind(target), number)
+            written.setdefault(source_of(target), number)
     return written
 
 
 def _form(piece: _Piece) -> str:
-    """Return the piece in words that are the same for equal pieces."""
+    """Return a text that is the same for equal pieces."""
     names = {node: f"%{number}" for number, node in enumerate([*piece.inputs, *piece.nodes])}
     lines = [_described(node.meta.get("val")) for node in piece.inputs]
     for node in piece.nodes:
@@ -204,7 +204,7 @@ def _assembled(module: GraphModule, pieces: list[_Piece]) -> GraphModule:
             made[node] = graph.call_function(operator.getitem, (call, index))
         for node in piece.nodes:
             for target in written_by(node):
-                made[node] = made[behind(target)]
+                made[node] = made[source_of(target)]
     output = module.graph.output_node()
     for node in output.all_input_nodes:
         _copy_free(graph, node, made)

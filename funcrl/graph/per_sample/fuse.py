@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.core.arguments import checked
-from funcrl.graph.edit import arguments, copied
+from funcrl.graph.edit import copied, hoist
 from funcrl.graph.per_sample import recognise
 from funcrl.graph.per_sample.outer import Writer, shape_of, write_norm, write_sum
 from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
-from funcrl.graph.remat.scheduling import hoist
+from funcrl.graph.per_sample.spelling import spell
 
 aten = torch.ops.aten
 
 
 class _Use(NamedTuple):
-    """A node that reads a per-sample gradient in a way that needs no per-sample gradient."""
+    """A node whose value can be computed without the per-sample gradient that it reads."""
 
     node: Node
     of: Symbol
@@ -90,18 +90,23 @@ def _blocked(
 
 
 def _use(node: Node, symbols: dict[Node, Symbol]) -> _Use | None:
-    """Return how a node reads a per-sample gradient, if it is one of the ways above."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor) or not node.all_input_nodes:
+    """Return the use that a node makes of a per-sample gradient, None if it is another one."""
+    value, spelled = node.meta.get("val"), spell(node)
+    if not isinstance(value, Tensor) or spelled is None or spelled.kind not in ("sum", "norm"):
         return None
-    symbol = symbols.get(node.all_input_nodes[0])
-    if symbol is None:
+    source, axes, keep = spelled.operands
+    symbol = symbols.get(source)
+    of = symbol.of if isinstance(symbol, Square) else symbol
+    # The first axis of rows is not that of the samples.
+    if symbol is None or keep or (isinstance(of, PerSample) and of.layout == "rows"):
         return None
-    total = node.target is aten.sum.dim_IntList and list(arguments(node)[1:]) == [[0]]
-    rows = isinstance(symbol, PerSample) and symbol.layout == "rows"  # whose first axis is not B
-    if total and not rows and not isinstance(symbol, Square):
+    if axes == (0,) and spelled.kind == "sum" and not isinstance(symbol, Square):
         return _Use(node, symbol, lambda write: _write_total(write, symbol, value))
-    return _norm(node, symbol, value.dtype)
+    root = spelled.kind == "norm"
+    every = axes == tuple(range(1, shape_of(source).ndim))
+    if not every or not isinstance(of, PerSample) or root is isinstance(symbol, Square):
+        return None
+    return _Use(node, symbol, lambda write: write_norm(write, of.terms, root, value.dtype))
 
 
 def _write_total(write: Writer, symbol: PerSample | RowSum, value: Tensor) -> Node:
@@ -114,19 +119,3 @@ def _write_total(write: Writer, symbol: PerSample | RowSum, value: Tensor) -> No
     if shape_of(total).shape == value.shape:
         return total
     return write(aten.reshape.default, total, list(value.shape))
-
-
-def _norm(node: Node, symbol: Symbol, dtype: torch.dtype) -> _Use | None:
-    """Return the norm, or the sum of squares, of each sample."""
-    root = isinstance(symbol, PerSample)
-    wanted = aten.linalg_vector_norm.default if root else aten.sum.dim_IntList
-    of = symbol.of if isinstance(symbol, Square) else symbol
-    if not isinstance(of, PerSample) or of.layout == "rows" or node.target is not wanted:
-        return None
-    # (x, order = 2, axes, keepdim) or (x, axes, keepdim), those at the end left out
-    order, axes, *keep = [*arguments(node)[1:], None, None] if root else [2, *arguments(node)[1:]]
-    ndim = shape_of(node.all_input_nodes[0]).ndim
-    every = sorted(axis % ndim for axis in axes or ()) == list(range(1, ndim))
-    if order != 2 or any(keep) or not every:
-        return None
-    return _Use(node, symbol, lambda write: write_norm(write, of.terms, root, dtype))

@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from funcrl.core import numerics
-from funcrl.graph.edit import describe_like, example_of
+from funcrl.graph.edit import example_of
+from funcrl.graph.origin import copy_origin, origin_of, set_origin
 
 aten = torch.ops.aten
 
@@ -41,19 +42,19 @@ class Outer(NamedTuple):
 
 
 class Writer:
-    """Adds nodes before a place in a graph, described as what they are made for is."""
+    """Adds nodes before a place in a graph, with the origin of the node they are made for."""
 
     def __init__(self, graph: Graph, place: Node, source: Node) -> None:
         self.graph, self.place, self.source = graph, place, source
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """Return a node that computes `op(*args)`, described as its source is."""
+        """Return a new node that computes `op(*args)`."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = example_of(op, args, kwargs, like=self.source)
-        describe_like(node, self.source)
-        if any(source.meta.get("phase") == "optimizer" for source in node.all_input_nodes):
-            node.meta["phase"] = "optimizer"
+        copy_origin(node, self.source)
+        if any(origin_of(read).phase == "optimizer" for read in node.all_input_nodes):
+            set_origin(node, origin_of(node)._replace(phase="optimizer"))
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
@@ -71,32 +72,12 @@ class Writer:
 
 
 def shape_of(node: Node) -> torch.Tensor:
-    """Return the tensor without data that says what shape, dtype and device a node has.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import shape_of
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> shape_of(node).shape
-        torch.Size([2, 3, 4])
-    """
+    """Return the tensor without data that says what shape, dtype and device a node has."""
     return node.meta["val"]
 
 
 def width(side: Side) -> int:
-    """Return P or Q.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import OneHot, width
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> width(node), width(OneHot(node, 7))
-        (4, 7)
-    """
+    """Return P or Q."""
     return side.size if isinstance(side, OneHot) else shape_of(side).shape[2]
 
 
@@ -107,17 +88,7 @@ def _length(term: Outer) -> int:
 
 
 def on_dense(term: Outer, fn: Callable[[Node], Node]) -> Outer:
-    """Return the term with a linear function of its rows applied to its narrower dense side.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import OneHot, Outer, on_dense
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> on_dense(Outer(OneHot(node, 7), node), lambda side: "scaled").right
-        'scaled'
-    """
+    """Return the term with a linear function of its rows applied to its narrower dense side."""
     if isinstance(term.right, OneHot):
         return Outer(on_dense(Outer(term.right, term.left), fn).right, term.right)
     if isinstance(term.left, OneHot) or width(term.right) <= width(term.left):
@@ -126,18 +97,7 @@ def on_dense(term: Outer, fn: Callable[[Node], Node]) -> Outer:
 
 
 def write_sum(write: Writer, terms: tuple[Outer, ...], dtype: torch.dtype) -> Node:
-    """Write the sum over samples [P, Q]: a matmul for each dense term, added in `dtype`.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import Outer, Writer, shape_of, write_sum
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> write = Writer(graph, node.next, node)
-        >>> shape_of(write_sum(write, (Outer(node, node),), torch.float32)).shape
-        torch.Size([4, 4])
-    """
+    """Write the sum over samples [P, Q]: a matmul for each dense term, added in `dtype`."""
     total: Node | None = None
     for term in terms:
         part = write.cast(_sum_term(write, term), dtype)
@@ -157,18 +117,7 @@ def _sum_term(write: Writer, term: Outer) -> Node:
 
 
 def write_norm(write: Writer, terms: tuple[Outer, ...], root: bool, dtype: torch.dtype) -> Node:
-    """Write each sample's norm [B], or its square, by the cheaper of two ways.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import Outer, Writer, shape_of, write_norm
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> write = Writer(graph, node.next, node)
-        >>> shape_of(write_norm(write, (Outer(node, node),), True, torch.float32)).shape
-        torch.Size([2])
-    """
+    """Write each sample's norm [B], or its square, by the cheaper of two ways."""
     if gram_is_cheaper(terms) or any(isinstance(side, OneHot) for term in terms for side in term):
         squared = _square_norm(write, _merge_dense(write, terms))
         return write.cast(write(aten.sqrt.default, squared) if root else squared, dtype)
@@ -242,15 +191,6 @@ def gram_is_cheaper(terms: tuple[Outer, ...]) -> bool:
     For one dense term of T tokens that is `P Q > T (P + Q)`, which is also where Gram products,
     `2 T^2 (P + Q)` operations a sample, cost less than the `2 T P Q` of the products themselves:
     one rule for time and for memory.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.graph.per_sample.outer import Outer, gram_is_cheaper
-        >>> x = torch.ones(2, 3, 4)
-        >>> graph = funcrl.trace(lambda x: x.sum(), x).graph
-        >>> node = next(iter(graph.nodes))
-        >>> gram_is_cheaper((Outer(node, node),))  # 4 * 4 and 3 * (4 + 4)
-        False
     """
     operands = sum(
         _length(term) * (1 if isinstance(side, OneHot) else width(side))

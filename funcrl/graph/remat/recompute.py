@@ -16,9 +16,10 @@ from torch import Tensor, fx
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.graph.aliases import Storages, find_storages
+from funcrl.graph.aliases import Storages, find_storages, is_view
+from funcrl.graph.operators import count_flops, draws, has_flops
+from funcrl.graph.origin import is_late, origin_of, set_origin
 from funcrl.graph.remat.liveness import predict_peak
-from funcrl.graph.remat.phases import count_flops, draws, find_layers, has_flops, late_nodes
 
 aten = torch.ops.aten
 
@@ -31,11 +32,11 @@ _FLOPS_A_BYTE = 200
 
 
 class _Step(NamedTuple):
-    """What the policies need to know of a graph."""
+    """A graph, with what the policies read."""
 
     gm: fx.GraphModule
     late: set[fx.Node]  # the backward pass and what follows
-    layers: dict[fx.Node, str]
+    layers: dict[fx.Node, tuple[int, str]]  # each micro-batch has its own
     inner: set[fx.Node]  # what a layer makes and hands to no other
     heavy: set[fx.Node]  # those of them that take long: products, attention, custom ops
     storages: Storages
@@ -51,7 +52,7 @@ def remat(gm: fx.GraphModule, policy: RematPolicy, budget: int | None = None) ->
     results have the same bits.
 
     Args:
-        gm: a flat graph of a whole step, or of a gradient, with `node.meta["val"]`.
+        gm: a graph from `funcrl.trace` of a whole step, or of a gradient.
         policy: "none"; "full", by which a repeated layer keeps only what it hands on;
             "selective", by which it also keeps products and the results of attention; "budget",
             the least work, in that order, whose predicted peak fits; or a function
@@ -63,8 +64,7 @@ def remat(gm: fx.GraphModule, policy: RematPolicy, budget: int | None = None) ->
 
     Example:
         >>> import torch, funcrl
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sin().sum()))(torch.zeros(3))
+        >>> gm = funcrl.trace(torch.func.grad(lambda x: x.exp().sin().sum()), torch.zeros(3))
         >>> again = funcrl.remat(gm, lambda node: node.name == "exp")
         >>> [node.name for node in again.graph.nodes if node.meta.get("recomputed")]
         ['exp_recomputed']
@@ -102,22 +102,28 @@ def recomputed_cost(gm: fx.GraphModule) -> int:
 
     Example:
         >>> import torch, funcrl
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> gm = make_fx(torch.func.grad(lambda x: x.exp().sin().sum()))(torch.zeros(3))
+        >>> gm = funcrl.trace(torch.func.grad(lambda x: x.exp().sin().sum()), torch.zeros(3))
         >>> again = funcrl.remat(gm, lambda node: node.name == "exp")
         >>> funcrl.graph.recomputed_cost(again)  # three floats read, three written
         24
     """
-    storages = find_storages(gm)
-    again = [node for node in gm.graph.nodes if node.meta.get("recomputed")]
-    return sum(_cost(node, storages) for node in again)
+    return sum(_cost(node) for node in gm.graph.nodes if node.meta.get("recomputed"))
 
 
 def _look_at(gm: fx.GraphModule) -> _Step:
-    late = late_nodes(gm.graph)
+    late = {node for node in gm.graph.nodes if is_late(node)}
     if not late:
-        raise ValueError("remat expects a graph with a backward pass, got one without.")
-    layers, storages = find_layers(gm.graph, late), find_storages(gm)
+        raise ValueError(
+            "remat expects a graph with a backward pass, as funcrl.trace records it, got one "
+            "without."
+        )
+    origins = {node: origin_of(node) for node in gm.graph.nodes if node.op == "call_function"}
+    layers = {
+        node: (origin.turn, origin.layer)
+        for node, origin in origins.items()
+        if origin.layer and node not in late
+    }
+    storages = find_storages(gm)
     makers: dict[int, fx.Node] = {}
     # What must stay as it is: the layers' results, and what some op writes in place.
     fixed = set(storages.written)
@@ -139,13 +145,13 @@ def _look_at(gm: fx.GraphModule) -> _Step:
 
 
 def _takes_long(node: fx.Node) -> bool:
-    """Whether a node is a product, or an op that nothing is known of, such as a custom one."""
+    """Return whether a node is a product or an operator that is not torch's own."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
     return has_flops(node) or not own
 
 
 def _attention_scores(inner: set[fx.Node]) -> set[fx.Node]:
-    """Return the products that a softmax reads, pointwise ops between them.
+    """Return the products that a softmax reads, directly or through pointwise operations.
 
     [T, T] numbers a head, each a sum of only C products: kept, they are most of a layer's memory,
     and recomputed they cost no more than the softmax.
@@ -194,10 +200,12 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     graph.set_codegen(step.gm.graph._codegen)  # the trees that it takes and returns
     first: dict[fx.Node, fx.Node] = {}
     second: dict[fx.Node, fx.Node] = {}
+    turn = 0
     for node in step.gm.graph.nodes:
         if node not in step.late:
-            if has_flops(node):
-                second = {}  # the next micro-batch has begun: nothing is to wait for its backward
+            if origin_of(node).turn > turn:
+                # The next micro-batch has begun: nothing is to wait for its backward pass.
+                turn, second = origin_of(node).turn, {}
             first[node] = graph.node_copy(node, first.__getitem__)
             continue
         latest = ChainMap(second, first)
@@ -210,7 +218,8 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
             args, kwargs = fx.node.map_arg((again.args, again.kwargs), latest.__getitem__)
             name = f"{again.name}_recomputed"
             copy = graph.create_node(again.op, again.target, args, kwargs, name)
-            copy.meta = {**again.meta, "recomputed": True, "phase": "backward"}
+            copy.meta = {**again.meta, "recomputed": True}
+            set_origin(copy, origin_of(again)._replace(phase="backward"))
             second[again] = copy
         first[node] = graph.node_copy(node, latest.__getitem__)
     graph.eliminate_dead_code()
@@ -233,7 +242,7 @@ def _needed(node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node
 
 
 def _fit(step: _Step, budget: int) -> fx.GraphModule:
-    """Return the first of ever more thrifty graphs whose predicted peak is within a budget."""
+    """Return the graph of least recomputation whose predicted peak is within a budget."""
     parts = _parts(step)
     made: dict[int, tuple[int, fx.GraphModule]] = {}
 
@@ -253,12 +262,12 @@ def _fit(step: _Step, budget: int) -> fx.GraphModule:
 
 
 def _parts(step: _Step) -> list[list[fx.Node]]:
-    """Return what to tag in this order: what is light, layer by layer, then each heavy value.
+    """Return groups of nodes to tag, in order: light ones by layer, then each heavy value.
 
     Heavy values come in the order of what a byte of them costs. Early layers come first: they
     keep their values longest.
     """
-    light: dict[str, list[fx.Node]] = {}
+    light: dict[tuple[int, str], list[fx.Node]] = {}
     heavy: dict[fx.Node, list[fx.Node]] = {}
     for node in (node for node in step.gm.graph.nodes if node in step.inner):
         if node in step.heavy:
@@ -268,15 +277,14 @@ def _parts(step: _Step) -> list[list[fx.Node]]:
 
     def price(maker: fx.Node) -> float:
         sizes = (step.storages.num_bytes[storage] for storage in step.storages.of[maker])
-        return _cost(maker, step.storages) / max(sum(sizes), 1)
+        return _cost(maker) / max(sum(sizes), 1)
 
     return [*light.values(), *(heavy[maker] for maker in sorted(heavy, key=price))]
 
 
-def _cost(node: fx.Node, storages: Storages) -> int:
+def _cost(node: fx.Node) -> int:
     """Return the bytes that an op moves and, as bytes, its operations; a view is free."""
-    inherited = {storage for read in node.all_input_nodes for storage in storages.of[read]}
-    if inherited.issuperset(storages.of[node]):
+    if is_view(node):
         return 0
     moved = sum(
         tensor.numel() * tensor.element_size()

@@ -8,6 +8,7 @@ from cases import equal
 
 import funcrl
 from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
+from funcrl.graph.origin import origin_of
 
 aten = torch.ops.aten
 B, T, D, V = 3, 7, 5, 11
@@ -116,8 +117,8 @@ def test_what_is_written_knows_where_it_comes_from():
     replaced = graph.graph.find_nodes(op="call_function", target=aten.scatter_add.default)
     assert chosen
     assert replaced
-    wanted = {node.meta["phase"] for node in replaced}
-    assert {node.meta["phase"] for node in chosen} >= wanted
+    wanted = {origin_of(node).phase for node in replaced}
+    assert {origin_of(node).phase for node in chosen} >= wanted
 
 
 def test_scalars_are_passed_as_one_element_of_the_same_memory():

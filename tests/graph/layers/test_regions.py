@@ -16,7 +16,8 @@ from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import split_repeated
 from funcrl.graph.compile.lowering import select_for_scatter
 from funcrl.graph.layers.labels import is_free
-from funcrl.graph.remat.phases import has_flops
+from funcrl.graph.operators import has_flops
+from funcrl.graph.origin import origin_of, set_origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,8 +156,8 @@ def test_layers_are_one_piece_whatever_their_number(name):
         phases = Counter(
             phase
             for key in repeated
-            for phase in {n.meta["phase"] for n in pieces.get_submodule(key).graph.nodes
-                          if n.op == "call_function" and not is_free(n) and "phase" in n.meta}
+            for phase in {origin_of(n).phase for n in pieces.get_submodule(key).graph.nodes
+                          if n.op == "call_function" and not is_free(n)}
         )  # fmt: skip
         assert {"forward", "backward", "optimizer"} <= phases.keys()
         alone = sum(
@@ -187,7 +188,7 @@ def test_results_behind_a_check_are_not_kept():
     late = [
         node
         for node in graph.graph.nodes
-        if node.meta.get("phase") == "optimizer" and node.target is torch.ops.aten.lerp.Scalar
+        if origin_of(node).phase == "optimizer" and node.target is torch.ops.aten.lerp.Scalar
     ]
     assert len(late) == len(state.params)  # new first moments: each computed in two pieces
     times = sum(
@@ -324,7 +325,8 @@ def test_what_is_written_is_read_before_or_after_as_it_was(fn, num_layers):
     count = len(operations) // num_layers
     for place, node in enumerate(operations):
         # Of one function every second operation is of another layer: neighbours are torn apart.
-        node.meta["module"] = f"blocks.{place % 2 if num_layers == 1 else place // count}"
+        layer = place % 2 if num_layers == 1 else place // count
+        set_origin(node, origin_of(node)._replace(layer=f"blocks.{layer}"))
     assert equal(run(split_repeated(graph), pairs), run(graph, pairs))
 
 
@@ -376,9 +378,6 @@ def chain(weights, x):
 def test_without_modules_all_is_one_piece():
     args = list(torch.randn(3, 4, 4)), torch.randn(2, 4)
     graph = funcrl.trace(torch.func.grad(chain), *args)
-    for node in graph.graph.nodes:
-        node.meta.pop("module", None)
-        node.meta.pop("phase", None)
     pieces = split_repeated(graph)
     assert calls(pieces).total() == len(list(pieces.children())) <= 2
     assert equal(run(pieces, *args), run(graph, *args))
@@ -414,7 +413,7 @@ def test_constants_are_given_to_pieces_by_reference():
     operations = [node for node in graph.graph.nodes if node.op == "call_function"]
     per_layer = len(operations) // len(tables)
     for place, node in enumerate(operations):
-        node.meta["module"] = f"blocks.{place // per_layer}"
+        set_origin(node, origin_of(node)._replace(layer=f"blocks.{place // per_layer}"))
     pieces = split_repeated(graph)
     assert calls(pieces) == {"piece_0": 2, "piece_1": 1}
     x = torch.randn(2, 4)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphs import flat_step, flatten
+from graphs import flat_step_as_written, flatten_as_written
 
 import funcrl
 from funcrl.cli.bench.measure import peak_bytes
@@ -19,7 +19,7 @@ def names(gm):
 
 
 def live(fn, *args) -> dict[str, int]:
-    gm = flatten(fn, *args).gm
+    gm = flatten_as_written(fn, *args).gm
     return dict(zip(names(gm), live_bytes(gm), strict=True))
 
 
@@ -48,7 +48,7 @@ def test_unsafe_view_is_a_view_though_its_schema_hides_it():
 
 
 def test_an_in_place_result_is_the_same_memory():
-    gm = flatten(lambda x: x.sin().mul_(2).add_(1), X).gm
+    gm = flatten_as_written(lambda x: x.sin().mul_(2).add_(1), X).gm
     assert live_bytes(gm) == [400, 800, 800, 800, 800]
     assert find_storages(gm).written == {1}
 
@@ -83,7 +83,7 @@ def test_custom_ops_are_read_from_their_schemas():
         write(second)
         return first.sum() + second.sum()
 
-    gm = flatten(fn, X).gm
+    gm = flatten_as_written(fn, X).gm
     assert live_bytes(gm)[1] == 400 + 400 + 200
     second = next(node for node in gm.graph.nodes if node.name == "getitem_1")
     assert find_storages(gm).written == set(find_storages(gm).of[second])
@@ -91,19 +91,19 @@ def test_custom_ops_are_read_from_their_schemas():
 
 def test_a_new_value_takes_its_own_bytes_whatever_its_example_is_a_part_of():
     """A pass that makes an in-place op on a slice a pure one leaves the slice as its example."""
-    gm = flatten(lambda x: x.sin().sum(), X).gm
+    gm = flatten_as_written(lambda x: x.sin().sum(), X).gm
     next(n for n in gm.graph.nodes if n.name == "sin").meta["val"] = torch.zeros(1000)[:100]
     assert live_bytes(gm)[1] == 800
 
 
 def test_constants_of_the_graph_are_always_there():
     constant = torch.ones(100)
-    gm = flatten(lambda x: (x.sin() + constant).sum(), X).gm
+    gm = flatten_as_written(lambda x: (x.sin() + constant).sum(), X).gm
     assert live_bytes(gm)[-1] == 400 + 400 + 4
 
 
 def test_a_node_without_an_example_value_is_refused_by_name():
-    gm = flatten(lambda x: x.sin().cos(), X).gm
+    gm = flatten_as_written(lambda x: x.sin().cos(), X).gm
     del next(node for node in gm.graph.nodes if node.name == "sin").meta["val"]
     with pytest.raises(ValueError, match="predict_peak expects node.meta.* got none on 'sin'"):
         predict_peak(gm)
@@ -121,7 +121,7 @@ def test_a_node_without_an_example_value_is_refused_by_name():
     ids=["float32", "bfloat16", "microbatches", "per sample", "chunked head"],
 )
 def test_the_prediction_is_what_the_allocator_sees(options):
-    flat = flat_step(**options)
+    flat = flat_step_as_written(**options)
     flat.gm.graph.eliminate_dead_code()
     flat.gm.recompile()
     measured = peak_bytes(flat.run) + flat.input_bytes

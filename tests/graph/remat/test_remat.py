@@ -4,13 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
-from graphs import Flat, flat_step, flatten
-from torch.fx.experimental.proxy_tensor import make_fx
+from graphs import Flat, flat_step, flatten, flatten_as_written
 
 import funcrl
 from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import add_fences, predict_peak, recomputed_cost
-from funcrl.graph.remat.phases import descendants, find_layers, find_seeds, late_nodes
+from funcrl.graph.origin import Origin, is_late, origin_of, set_origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +126,7 @@ def test_a_value_is_computed_again_once_just_before_it_is_read(flats):
     nodes = list(again.graph.nodes)
     copies = [node for node in nodes if node.meta.get("recomputed")]
     assert len({node.name for node in copies}) == len(copies)
-    late = late_nodes(again.graph)
+    late = {node for node in nodes if is_late(node)}
     for place, node in enumerate(nodes):
         if node in copies:
             run = next(n for n in nodes[place:] if n not in copies)
@@ -139,23 +138,10 @@ def test_a_value_is_computed_again_once_just_before_it_is_read(flats):
             assert readers & set(run.all_input_nodes), f"{node} is not needed by {run}"
 
 
-def test_structure_and_module_paths_find_the_same_layers(flats):
-    gm = flats["float32"].gm
-    late = late_nodes(gm.graph)
-    layers = find_layers(gm.graph, late)
-    assert len(set(layers.values())) == 3
-    for node in gm.graph.nodes:
-        node.meta["phase"] = "backward" if node in late else "forward"
-        if node in layers:
-            node.meta["module"] = f"blocks.{layers[node].rpartition('.')[2]}.attention"
-    marked = find_layers(gm.graph, late_nodes(gm.graph))
-    for node in gm.graph.nodes:
-        del node.meta["phase"]
-        node.meta.pop("module", None)
-    assert set(marked.values()) == {"blocks.0", "blocks.1", "blocks.2"}
-    assert {n: path.rpartition(".")[2] for n, path in marked.items()} == {
-        n: path.rpartition(".")[2] for n, path in layers.items()
-    }
+def forward_layers(gm):
+    """The layers of the forward pass, each micro-batch's own."""
+    origins = [origin_of(node) for node in gm.graph.nodes if node.op == "call_function"]
+    return {(each.turn, each.layer) for each in origins if each.phase == "forward" and each.layer}
 
 
 @pytest.mark.parametrize(
@@ -174,10 +160,11 @@ def test_every_kind_of_step(options, policy):
     again = funcrl.remat(flat.gm, policy)
     assert same(flat.run(), flat.run(again))
     assert predict_peak(again) < predict_peak(flat.gm)
-    late = late_nodes(flat.gm.graph)
-    chunks = 2 if "microbatch" in options else 1
+    turns = 2 if "microbatch" in options else 1
     layers = options.get("num_layers", 3)
-    assert len(set(find_layers(flat.gm.graph, late).values())) == layers * chunks
+    assert forward_layers(flat.gm) == {
+        (turn, f"blocks.{layer}") for turn in range(turns) for layer in range(layers)
+    }
 
 
 def test_each_micro_batch_computes_its_own():
@@ -257,7 +244,11 @@ def test_what_is_overwritten_is_not_computed_again():
         z = y.sin()
         return z.mul_(2).cos().sum()
 
-    flat = flatten(torch.func.grad(loss), torch.randn(3))
+    flat = flatten_as_written(torch.func.grad(loss), torch.randn(3))
+    phase = "forward"
+    for node in flat.gm.graph.nodes:
+        phase = "backward" if node.target is torch.ops.aten.ones_like.default else phase
+        set_origin(node, Origin(phase))
     with pytest.raises(ValueError, match="tags nothing that is written in place, got"):
         funcrl.remat(flat.gm, lambda node: True)
     again = funcrl.remat(flat.gm, lambda node: node.name == "exp")
@@ -282,7 +273,11 @@ def test_fences_change_no_bit_and_come_after_a_gradient(flats):
     assert same(flat.run(), flat.run(fenced))
     fences = [n for n in fenced.graph.nodes if n.target is torch.ops.funcrl.fence.default]
     assert len(fences) == 3  # one a layer
-    gradients = descendants(fenced.graph, find_seeds(fenced.graph))
+    gradients = {node for node in fenced.graph.nodes if origin_of(node).is_seed}
+    assert gradients
+    for node in fenced.graph.nodes:
+        if gradients & {*node.all_input_nodes}:
+            gradients.add(node)
     assert all(fence.args[1] in gradients for fence in fences)
     assert predict_peak(fenced) == predict_peak(again)
 
@@ -292,14 +287,26 @@ def test_custom_ops_are_kept_by_selective_and_repeated_by_full():
     def square(x: torch.Tensor) -> torch.Tensor:
         return x * x
 
-    def loss(weights, tokens, embed):
-        x = embed[tokens]
-        for weight in weights:
-            x = x + (square((x @ weight).detach()) * x).sin()
-        return x.sum()
+    @square.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
 
-    args = list(torch.randn(2, 4, 4)), torch.tensor([0, 1, 2, 1]), torch.randn(3, 4)
-    flat = flatten(torch.func.grad(loss, argnums=2), *args)
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return x + (square((x @ self.weight).detach()) * x).sin()
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(3, 4)
+            self.layers = torch.nn.Sequential(Layer(4, 4, bias=False), Layer(4, 4, bias=False))
+
+        def forward(self, tokens):
+            return self.layers(self.embed(tokens)).sum()
+
+    net = Net()
+    params = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    flat = flatten(torch.func.grad(funcrl.functional(net)), params, torch.tensor([0, 1, 2, 1]))
     counts = {}
     for policy in ("none", "selective", "full"):
         again = funcrl.remat(flat.gm, policy)
@@ -313,7 +320,7 @@ def test_trees_in_and_out_stay_trees():
         return params["a"].exp().sin().sum()
 
     params = {"a": torch.randn(3)}
-    gm = make_fx(torch.func.grad(loss))(params)
+    gm = funcrl.trace(torch.func.grad(loss), params)
     again = add_fences(funcrl.remat(gm, lambda node: node.name == "exp"))
     assert torch.equal(again(params)["a"], gm(params)["a"])
 
