@@ -18,9 +18,10 @@ from torch.fx import Graph, Node
 
 from funcrl.core import numerics
 from funcrl.graph.edit import example_of
-from funcrl.graph.origin import copy_origin, origin_of, set_origin
+from funcrl.graph.origin import Phase, origin_of, set_origin
 
 aten = torch.ops.aten
+_PHASES: tuple[Phase, ...] = ("optimizer", "backward", "forward")  # the latest first
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Writer:
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = example_of(op, args, kwargs, like=self.source)
-        copy_origin(node, self.source)
-        if any(origin_of(read).phase == "optimizer" for read in node.all_input_nodes):
-            set_origin(node, origin_of(node)._replace(phase="optimizer"))
+        origin = origin_of(self.source)
+        # Gram products of what a forward pass computed are computed in it.
+        phases = {origin_of(read).phase for read in node.all_input_nodes}
+        phase = next((each for each in _PHASES if each in phases), origin.phase)
+        set_origin(node, origin._replace(phase=phase))
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
