@@ -25,7 +25,7 @@ from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore
 from funcrl.tasks import check_task, load, load_tokenizer
-from funcrl.tasks.contracts import Environment, Generator, Task
+from funcrl.tasks.contracts import Generator, Task, TaskLike
 from funcrl.tasks.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
 from funcrl.weights.sources import find
@@ -56,7 +56,7 @@ class Learner(NamedTuple):
 class Parts(NamedTuple):
     """What a configuration comes to: a task, a `Learner`'s parts, and what generates."""
 
-    task: Task | Environment
+    task: Task
     model: Transformer
     weights: Path | None  # where pretrained ones are
     lora: Lora | None  # where adapters are trained
@@ -75,7 +75,7 @@ class Parts(NamedTuple):
 @checked
 def build(
     config: TrainConfig,
-    task: Task | Environment | None = None,
+    task: TaskLike | None = None,
     *,
     function: str = "train",
     note: Note = warn_safely,
@@ -104,8 +104,7 @@ def build(
     if task is None:
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
-    check_task(function, task)
-    task = watch(task, note)
+    task = watch(check_task(function, task), note)
     known = task.tokenizer.vocab_size
     learner = _learner(function, config, weights, known)
     model = learner.model
@@ -279,7 +278,7 @@ no/such/run/checkpoints.
 
 
 def estimate_memory(
-    config: TrainConfig, model: Transformer, task: Task | Environment
+    config: TrainConfig, model: Transformer, task: TaskLike
 ) -> memory.MemoryEstimate:
     """Return what training will need, if the first prompts are as long as any.
 
@@ -296,10 +295,10 @@ def estimate_memory(
         >>> estimate_memory(config, parts.model, parts.task).parameters
         398080
     """
+    task = check_task("estimate_memory", task)
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
-    turns = getattr(task, "max_turns", 1)
-    return memory.estimate_memory(config, model.config, longest, turns)
+    return memory.estimate_memory(config, model.config, longest, task.max_turns)
 
 
 def defaults(model: str) -> TrainConfig:
@@ -335,7 +334,7 @@ def _generator(
     model: Transformer,
     decode: DecodeFn,
     dtype: torch.dtype | None,
-    task: Task | Environment,
+    task: Task,
 ) -> Generator:
     if config.generator == "sampler":
         return Sampler(model, decode=decode, slots=config.slots, dtype=dtype)

@@ -14,6 +14,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
 from funcrl.loop.build import build, defaults, first_params, trained_params
+from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.rollouts import (
     Completed,
@@ -26,8 +27,7 @@ from funcrl.loop.rollouts import (
 )
 from funcrl.run import runs
 from funcrl.run.trust import check_run
-from funcrl.tasks.contracts import Environment, Task
-from funcrl.tasks.episodes import Failure
+from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import ForkedError, Note
 
 
@@ -52,7 +52,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     config: EvalConfig,
     *,
-    task: Task | Environment | None = None,
+    task: TaskLike | None = None,
     trust: bool = False,
     note: Note = warn_safely,
 ) -> Evaluation:
@@ -144,7 +144,7 @@ def format_evaluation(result: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _options(config: EvalConfig, task: Task | Environment | None) -> TrainConfig:
+def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     """Return the options of the run that is evaluated, or of a run that would begin so."""
     options = defaults(config.model or TrainConfig.model)
     if config.run is not None:
@@ -178,9 +178,7 @@ def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
     )
 
 
-def _facts(
-    config: EvalConfig, task: Task | Environment, given: Task | Environment | None
-) -> dict[str, str]:
+def _facts(config: EvalConfig, task: Task, given: TaskLike | None) -> dict[str, str]:
     """Return what the run wrote down about itself, after checking that the task is the run's."""
     if config.run is None:
         return {}
@@ -198,7 +196,7 @@ def _facts(
 def _grade(
     out: Path | None,
     step: int,
-    task: Task | Environment,
+    task: Task,
     completed: Completed,
     weights: Mapping[str, float] | None,
     on_error: Literal["stop", "skip"],
@@ -218,19 +216,16 @@ def _grade(
     return graded
 
 
-def _answers(task: Task | Environment, completed: Completed) -> list[str]:
+def _answers(task: Task, completed: Completed) -> list[str]:
     """Return what each completion votes for."""
-    if hasattr(task, "extract"):
-        return [
-            "" if isinstance(outcome, Failure) else str(task.extract(outcome))
-            for outcome in completed.outcomes
-        ]
-    return [text.strip() for text in completed.texts]
+    answers = []
+    for text, outcome in zip(completed.texts, completed.outcomes, strict=True):
+        answer = "" if isinstance(outcome, Failure) else task.extract(outcome)
+        answers.append(text.strip() if answer is None else str(answer))
+    return answers
 
 
-def _summarise(
-    config: EvalConfig, task: Task | Environment, completed: Completed, graded: Graded
-) -> Evaluation:
+def _summarise(config: EvalConfig, task: Task, completed: Completed, graded: Graded) -> Evaluation:
     n = config.num_samples
     accuracy = accuracies(task, graded).view(-1, n)
     whole = accuracy.isfinite().all(dim=1)

@@ -9,12 +9,12 @@ from funcrl.loop.build import learner, trained_params
 from funcrl.models import SHAPES
 from funcrl.run import runs
 from funcrl.tasks import is_built_in, load
-from funcrl.tasks.contracts import Environment, Task
+from funcrl.tasks.contracts import TaskLike
 from funcrl.weights import save_params
 
 
 @checked
-def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path:
+def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
     The run's task is not loaded.
@@ -49,7 +49,7 @@ def export(run: Path, out: Path, task: Task | Environment | None = None) -> Path
     return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)
 
 
-def _vocab_size(config: TrainConfig, run: Path, task: Task | Environment | None) -> int | None:
+def _vocab_size(config: TrainConfig, run: Path, task: TaskLike | None) -> int | None:
     """Return the size of the run's vocabulary, without running anybody's code."""
     if config.model not in SHAPES:
         return None  # the weights say it

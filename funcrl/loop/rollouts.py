@@ -1,35 +1,37 @@
-"""From prompts to a rollout: generate, read, reward."""
+"""From prompts to a rollout: generate, reward, and put into rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from funcrl.config import Sampling
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.types import Rollout, Samples
+from funcrl.loop.episodes import Episode, Failure, play, read_turns
 from funcrl.rl import rewards
+from funcrl.rl.batching import pad_rows
 from funcrl.run.runs import Completion
-from funcrl.tasks.contracts import Environment, Prompt, Task
-from funcrl.tasks.episodes import Completed, Failure, complete
-
-__all__ = [
-    "Completed",
-    "Graded",
-    "RewardError",
-    "accuracies",
-    "comparable",
-    "complete",
-    "grade",
-    "named_rewards",
-    "punish_overlong",
-    "to_completions",
-    "to_rollout",
-]
+from funcrl.tasks.adapt import check_task
+from funcrl.tasks.contracts import Environment, Generator, Prompt, Task, TaskLike
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max
+
+
+class Completed(NamedTuple):
+    """Prompts and their completions: everything of length B is group-major."""
+
+    prompts: list[Prompt]  # [B], each prompt once for each of its samples
+    prompt_tokens: list[list[int]]  # [B]
+    samples: Samples  # observations of an environment are among the tokens, outside the mask
+    texts: list[str]  # [B] all that followed the prompt, for people to read
+    outcomes: list[Any]  # [B] what is rewarded: the text, or the last state of an environment
+    turns: list[int]  # [B] number of the policy's turns
+    group_size: int
 
 
 class RewardError(ValueError):
@@ -37,7 +39,7 @@ class RewardError(ValueError):
 
 
 class Graded(NamedTuple):
-    """What completions are worth."""
+    """Rewards of completions."""
 
     rewards: dict[str, Tensor]  # name -> [B], each reward function's own
     total: Tensor  # [B], weighted; NaN where there is none
@@ -45,8 +47,88 @@ class Graded(NamedTuple):
 
 
 @checked
+def complete(
+    task: TaskLike,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    seed: int,
+) -> Completed:
+    """Return `sampling.num_samples` completions of each prompt, or episodes of an environment.
+
+    Args:
+        task: whose tokenizer to use; its end tokens and its stop strings end a completion.
+        generator: with parameters pushed.
+        prompts: N of them.
+        sampling: how to draw; `max_tokens` is a turn's.
+        seed: of the draws.
+
+    Example:
+        >>> import funcrl
+        >>> task = funcrl.tasks.SumDigits()
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> sampler = funcrl.generators.Sampler(model)
+        >>> sampler.push(funcrl.init_params(model, seed=0))
+        >>> prompts = task.prompts(seed=0, start=0, count=2)
+        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
+        >>> len(funcrl.rollouts.complete(task, sampler, prompts, sampling, seed=0).texts)
+        6
+    """
+    task = check_task("complete", task)
+    if not prompts:
+        raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
+    tokenizer, group_size = task.tokenizer, sampling.num_samples
+    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
+    ends = (*sampling.stop_tokens, tokenizer.end, *tokenizer.ends)
+    sampling = replace(
+        sampling,
+        stop_tokens=tuple(dict.fromkeys(ends)),
+        stop=tuple(dict.fromkeys((*sampling.stop, *task.stop))),
+    )
+    samples = generator.generate(encoded, sampling, seed)
+    rows = [
+        (prompt, tokens)
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+        for _ in range(group_size)
+    ]
+    if isinstance(task, Environment):
+        episodes = [Episode(prompt, tokens, task.begin(prompt)) for prompt, tokens in rows]
+        last = play(task, generator, episodes, samples, sampling, seed)
+        texts = [tokenizer.decode(episode.tokens) for episode in episodes]
+        samples = _samples_of(episodes, last)
+        outcomes, turns = [each.state for each in episodes], [each.turns for each in episodes]
+    else:
+        texts = [turn.text for turn in read_turns(samples, tokenizer, sampling)]
+        outcomes, turns = list(texts), [1] * len(texts)
+    return Completed(
+        prompts=[prompt for prompt, _ in rows],
+        prompt_tokens=[tokens for _, tokens in rows],
+        samples=samples,
+        texts=texts,
+        outcomes=outcomes,
+        turns=turns,
+        group_size=group_size,
+    )
+
+
+def _samples_of(episodes: Sequence[Episode], last: Samples) -> Samples:
+    """Return episodes as samples of the dtypes, device and policy of the last turn's."""
+    device = last.tokens.device
+    return Samples(
+        tokens=pad_rows([each.tokens for each in episodes], torch.int64, device),
+        mask=pad_rows([each.mask for each in episodes], torch.bool, device),
+        logprobs=pad_rows([each.logprobs for each in episodes], last.logprobs.dtype, device),
+        policy_logprobs=pad_rows(
+            [each.policy_logprobs for each in episodes], last.policy_logprobs.dtype, device
+        ),
+        finish_reasons=tuple(each.finish_reason for each in episodes),
+        policy_version=last.policy_version,
+    )
+
+
+@checked
 def grade(
-    task: Task | Environment,
+    task: TaskLike,
     prompts: Sequence[Prompt],
     outcomes: Sequence[Any],
     weights: Mapping[str, float] | None = None,
@@ -69,11 +151,12 @@ def grade(
         >>> funcrl.rollouts.grade(task, [prompt, prompt], ["3", "4"]).total
         tensor([1., 0.])
     """
+    task = check_task("grade", task)
     checks.check_choice("grade", "on_error", on_error, ("stop", "skip"))
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        row, error = named_rewards(task, prompt, outcome)
+        row, error = _named_rewards(task, prompt, outcome)
         if error:
             if on_error == "stop":
                 raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
@@ -94,7 +177,7 @@ def grade(
     failed = torch.tensor([not row for row in rows], device="cpu")
     kept = {name: values[~failed] for name, values in parts.items()}
     total = _float32([nan] * len(rows))
-    given = {**getattr(task, "reward_weights", {}), **(weights or {})}
+    given = {**task.reward_weights, **(weights or {})}
     # `weighted_sum` refuses the names that are none.
     total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
     return Graded(parts, total, errors)
@@ -125,7 +208,7 @@ def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int
 
 
 @checked
-def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
+def accuracies(task: TaskLike, graded: Graded) -> Tensor:
     """Return the reward [B] that a task names as its accuracy; NaN where there is none.
 
     Example:
@@ -135,7 +218,8 @@ def accuracies(task: Task | Environment, graded: Graded) -> Tensor:
         >>> funcrl.rollouts.accuracies(task, graded)
         tensor([1.])
     """
-    name = getattr(task, "accuracy", "correct")
+    task = check_task("accuracies", task)
+    name = task.accuracy
     if name not in graded.rewards:
         raise ValueError(
             f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
@@ -204,7 +288,7 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
 
     Args:
         completed: B completions.
-        total: [B], of each what it is worth; NaN where nothing is known.
+        total: [B], of each what it is worth; NaN where there is no reward.
 
     Example:
         >>> import torch, funcrl
@@ -235,8 +319,8 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
     width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
     # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
-    known = _known_logprobs(samples)
-    drawn, logprobs = samples.tokens[rows].tolist(), known[rows].tolist()
+    behavior = _behavior_logprobs(samples)
+    drawn, logprobs = samples.tokens[rows].tolist(), behavior[rows].tolist()
     sampled = samples.mask[rows].tolist()
 
     def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
@@ -247,11 +331,11 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
         (padded(p, t, n), padded([0] * len(p), m, n), padded([0.0] * len(p), values, n))
         for p, t, m, values, n in joined
     ]
-    tokens, mask, behavior = (list(column) for column in zip(*columns, strict=True))
+    tokens, mask, behavior_rows = (list(column) for column in zip(*columns, strict=True))
     return Rollout(
         tokens=torch.tensor(tokens, device=device),
         mask=torch.tensor(mask, dtype=torch.bool, device=device),
-        behavior_logprobs=torch.tensor(behavior, dtype=known.dtype, device=device),
+        behavior_logprobs=torch.tensor(behavior_rows, dtype=behavior.dtype, device=device),
         rewards=total[rows].to(device),
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),
@@ -259,23 +343,21 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
 
 
 def _float32(values: list[float]) -> Tensor:
-    """Return numbers from Python, where rewards are: on the CPU."""
+    """Return numbers as a tensor on the CPU, where rewards are."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _known_logprobs(samples: Samples) -> Tensor:
-    """Return the log-probabilities of the two that the generator has, of both those of its draws.
+def _behavior_logprobs(samples: Samples) -> Tensor:
+    """Return the log-probabilities of the sampled distribution, or else those of the policy.
 
-    Never some of each: their ratios would be of two kinds.
+    All are of one kind, because the ratios of a mixture would be of two kinds.
     """
     of_draws = (samples.logprobs.isfinite() & samples.mask).any()
     return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
 
 
 @checked
-def named_rewards(
-    task: Task | Environment, prompt: Prompt, outcome: Any
-) -> tuple[Mapping[str, float], str]:
+def named_rewards(task: TaskLike, prompt: Prompt, outcome: Any) -> tuple[Mapping[str, float], str]:
     """Return a completion's named rewards, or none and what went wrong.
 
     Args:
@@ -289,18 +371,22 @@ def named_rewards(
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
+    return _named_rewards(check_task("named_rewards", task), prompt, outcome)
+
+
+def _named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str, float], str]:
     if isinstance(outcome, Failure):
         return {}, outcome.message
-    asked = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
+    place = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
     try:
         row = dict(task.reward(prompt, outcome))
     except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run
-        return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {asked}."
+        return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {place}."
     if not row:
-        return {}, f"The reward of {task.name!r} is empty {asked}."
+        return {}, f"The reward of {task.name!r} is empty {place}."
     for name, value in row.items():
         if not _is_finite(value):
-            return {}, f"The reward {name!r} of {task.name!r} is {value!r} {asked}."
+            return {}, f"The reward {name!r} of {task.name!r} is {value!r} {place}."
     return row, ""
 
 

@@ -34,7 +34,7 @@ from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import RECORDED, check_run, remember, task_code
 from funcrl.run.views import SilentView, View
-from funcrl.tasks.contracts import Environment, Prompt, Task, is_environment
+from funcrl.tasks.contracts import Environment, Prompt, TaskLike
 from funcrl.tasks.watch import Note
 
 # Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
@@ -61,7 +61,7 @@ class Trained(NamedTuple):
 def train(
     config: TrainConfig,
     *,
-    task: Task | Environment | None = None,
+    task: TaskLike | None = None,
     view: View | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
@@ -123,14 +123,12 @@ def train(
     return Trained(record.progress.state, runs.read_history(folder))
 
 
-def _facts(
-    config: TrainConfig, parts: Parts, task: Task | Environment | None, note: Note
-) -> dict[str, str]:
+def _facts(config: TrainConfig, parts: Parts, task: TaskLike | None, note: Note) -> dict[str, str]:
     """Return facts of the task for the run's record, and remember that its code has been run."""
     facts = {
         "task" if task is None else "task_object": parts.task.name,
         "vocab_size": str(parts.task.tokenizer.vocab_size),
-        "max_turns": str(getattr(parts.task, "max_turns", 1)),
+        "max_turns": str(parts.task.max_turns),
     }
     code = None if task is not None else task_code(config.task)
     if code is not None:
@@ -244,11 +242,11 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         config.on_reward_error,
     )
     if config.overlong:
-        most = config.sampling.max_tokens * getattr(parts.task, "max_turns", 1)
+        most = config.sampling.max_tokens * parts.task.max_turns
         lengths = completed.samples.mask.sum(dim=1).cpu()
         graded = punish_overlong(graded, lengths, most, config.overlong)
     rollout, numbers = _compared(config, completed, graded)
-    if is_environment(parts.task):
+    if isinstance(parts.task, Environment):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
         numbers["num_reward_errors"] = len(graded.errors)

@@ -8,19 +8,20 @@ from funcrl import optim
 from funcrl.config import WarmStartConfig
 from funcrl.core.arguments import checked
 from funcrl.core.types import ModelFn, Params, Rollout
+from funcrl.loop.episodes import Demonstration, demonstration
 from funcrl.loop.rollouts import RewardError, named_rewards
 from funcrl.rl import algorithms
 from funcrl.rl.batching import collate, pad_rows
 from funcrl.rl.step import grpo_step
-from funcrl.tasks.contracts import Environment, Prompt, Task
-from funcrl.tasks.episodes import Demonstration, demonstration
+from funcrl.tasks.adapt import check_task
+from funcrl.tasks.contracts import Prompt, Task, TaskLike
 
 
 @checked
 def warm_start(
     model_fn: ModelFn,
     params: Params,
-    task: Task | Environment,
+    task: TaskLike,
     config: WarmStartConfig,
     seed: int,
     accuracy: Callable[[Params], float],
@@ -48,6 +49,7 @@ def warm_start(
         >>> numbers["warm_start/steps"]
         2
     """
+    task = check_task("warm_start", task)
     weight = algorithms.dapo().weight
     algorithm = algorithms.reinforce(weight=weight)
     step = grpo_step(
@@ -68,21 +70,18 @@ def warm_start(
     return state.params, {"warm_start/steps": done, "warm_start/accuracy": reached}
 
 
-def _check_right(
-    task: Task | Environment, prompts: Sequence[Prompt], shown: Sequence[Demonstration]
-) -> None:
+def _check_right(task: Task, prompts: Sequence[Prompt], shown: Sequence[Demonstration]) -> None:
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
-    name = getattr(task, "accuracy", "correct")
     for prompt, (_, _, outcome) in zip(prompts, shown, strict=True):
         row, error = named_rewards(task, prompt, outcome)
         if error:
             raise RewardError(f"{error} A warm start checks that demonstrations are right.")
-        value = row.get(name, 1.0)
+        value = row.get(task.accuracy, 1.0)
         if value < 1.0:
             raise ValueError(
                 f"warm_start expects demonstrations that are right, got {repr(outcome)[:80]} for "
-                f"{prompt.text[:80]!r}, for which the reward {name!r} of {task.name!r} is {value}; "
-                f"give the task demonstrate(prompt), or go without by --warm-start.steps 0."
+                f"{prompt.text[:80]!r}, for which the reward {task.accuracy!r} of {task.name!r} is "
+                f"{value}; give the task demonstrate(prompt), or use --warm-start.steps 0."
             )
 
 

@@ -1,5 +1,6 @@
 """Tasks: prompts, and what a completion of one is worth."""
 
+from funcrl.tasks.adapt import check_task
 from funcrl.tasks.answers import (
     boxed_answer,
     last_number,
@@ -17,7 +18,7 @@ from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.judge import Judge
-from funcrl.tasks.load import TASKS, check_task, is_built_in, load, source_file
+from funcrl.tasks.load import TASKS, is_built_in, load, source_file
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.tasks.tokenizers import CharTokenizer
 

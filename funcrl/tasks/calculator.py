@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Environment, Prompt, Tokenizer
 from funcrl.tasks.split import is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 
@@ -18,7 +18,7 @@ class Desk(NamedTuple):
     called: bool = False
 
 
-class Calculator:
+class Calculator(Environment):
     """`38*27=` is to be answered by `1026`, for which the policy may write `[38*27]` and read on.
 
     A call ends the policy's own tokens; what the calculator shows is put behind it, `1026;`, or
@@ -45,7 +45,6 @@ class Calculator:
     """
 
     name = "calculator"
-    accuracy = "correct"
     reward_weights: Mapping[str, float] = {"correct": 1.0, "called": 0.1}
     max_turns = 3
 

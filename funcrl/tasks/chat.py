@@ -9,6 +9,7 @@ from typing import Any
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.reading import brief, read_json
+from funcrl.tasks.contracts import Tokenizer
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Stands for what a model said, in a conversation that is written only to look at its form.
@@ -30,7 +31,7 @@ _SPLITS = {
 }
 
 
-class ChatTokenizer:
+class ChatTokenizer(Tokenizer):
     """A tokenizer of transformers as funcrl's: a prompt's text is the user's message.
 
     A prompt becomes tokens once, the template's opening of the answer included; from there on

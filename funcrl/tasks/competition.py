@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funcrl.tasks.answers import boxed_answer, number_of
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.judge import Judge
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
@@ -17,7 +17,7 @@ _UNDONE = re.compile(
 )
 
 
-class Math:
+class Math(Task):
     r"""A problem is to be answered by its reasoning and `\boxed{ANSWER}`.
 
     Rewards are `correct` (the last boxed answer means the same as the gold one, as math-verify
@@ -30,7 +30,6 @@ class Math:
     """
 
     name = "math"
-    accuracy = "correct"
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, train: Path, test: Path, tokenizer: Tokenizer) -> None:

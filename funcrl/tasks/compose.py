@@ -2,49 +2,23 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.tasks.contracts import Environment, Prompt, Task
+from funcrl.tasks.adapt import changed, check_task
+from funcrl.tasks.contracts import Prompt, Task, TaskLike
 
 RewardFn: TypeAlias = Callable[[Prompt, Any], float]
 
 
-class WithRewards:
-    """A task with more rewards; see `with_rewards`."""
-
-    def __init__(
-        self,
-        task: Task | Environment,
-        more: Mapping[str, RewardFn],
-        weights: Mapping[str, float],
-    ) -> None:
-        self._task, self._more = task, dict(more)
-        self.reward_weights = {**getattr(task, "reward_weights", {}), **weights}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is copied, it has nothing of its own yet
-            raise AttributeError(name)
-        return getattr(self._task, name)
-
-    def reward(self, prompt: Prompt, outcome: Any) -> Mapping[str, float]:
-        """Return the task's own rewards, and the others."""
-        own = self._task.reward(prompt, outcome)
-        both = own.keys() & self._more.keys()
-        if both:
-            raise ValueError(
-                f"with_rewards expects new names, got {min(both)!r}, which {self.name!r} has."
-            )
-        return {**own, **{name: fn(prompt, outcome) for name, fn in self._more.items()}}
-
-
 @checked
 def with_rewards(
-    task: Task | Environment,
+    task: TaskLike,
     more: Mapping[str, RewardFn],
     weights: Mapping[str, float] | None = None,
-) -> Any:
+) -> Task:
     """Return a task that gives more rewards beside its own.
 
     Args:
@@ -68,7 +42,25 @@ def with_rewards(
     unknown = set(weights or {}) - set(more)
     if unknown:
         raise ValueError(f"with_rewards expects weights of {sorted(more)}, got {min(unknown)!r}.")
-    return WithRewards(task, more, weights or {})
+    inner = check_task("with_rewards", task)
+    return changed(
+        inner,
+        reward=partial(_rewards, inner, dict(more)),
+        reward_weights={**inner.reward_weights, **(weights or {})},
+    )
+
+
+def _rewards(
+    task: Task, more: Mapping[str, RewardFn], prompt: Prompt, outcome: Any
+) -> Mapping[str, float]:
+    """Return a task's own rewards, and the others."""
+    own = task.reward(prompt, outcome)
+    both = own.keys() & more.keys()
+    if both:
+        raise ValueError(
+            f"with_rewards expects new names, got {min(both)!r}, which {task.name!r} has."
+        )
+    return {**own, **{name: fn(prompt, outcome) for name, fn in more.items()}}
 
 
 @checked

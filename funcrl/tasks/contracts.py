@@ -1,111 +1,167 @@
-"""What a loop is put together from: a task, its tokenizer, a generator. Any object will do."""
+"""What a loop is put together from: a task, its tokenizer, and a generator."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from funcrl.config import Sampling
 from funcrl.core.types import Params, Samples
 
 
 class Prompt(NamedTuple):
-    """What a task asks."""
+    """A question of a task."""
 
     text: str
-    answer: str = ""  # for the reward, and for a warm start; a generator never sees it
-    data: Any = None  # what else a reward needs
+    answer: str = ""  # for the reward and the warm start; a generator never sees it
+    data: Any = None  # whatever else a reward needs
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back.
+class Tokenizer:
+    """Base class of tokenizers. A subclass has `vocab_size`, `end`, `encode` and `decode`.
 
-    Two more methods are optional, for a tokenizer that writes prompts as conversations:
-    `encode_answer(text)`, the tokens of a text within an answer, and `encode_reply(text)`, those
-    that follow an answer's end when a message comes next, up to where it is answered. Both are
-    `encode` when left out. So is `ends`, all tokens that end a completion, where there are several.
+    The other members have defaults. Any object with the four members will do as well.
     """
 
     vocab_size: int
     end: int  # the token that ends a completion
+    ends: Sequence[int] = ()  # further tokens that end one
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, up to where it is answered."""
+        raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens; the end token has none."""
+        raise NotImplementedError
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the tokens of a text within an answer."""
+        return self.encode(text)
+
+    def encode_reply(self, text: str) -> list[int]:
+        """Return the tokens from the end of one answer to the start of the next.
+
+        They hold the message `text`, to which the next answer replies.
+        """
+        return self.encode(text)
 
 
-class Task(Protocol):
-    """What a policy is trained on.
+class Task:
+    """Base class of what a policy is trained on.
 
-    Five more attributes are optional: `reward_weights`, name -> factor (1 each when left out);
-    `accuracy`, the name of the reward that `eval/accuracy` is the mean of ("correct");
-    `extract(completion)`, the answer that a completion votes for in majority@k (all of its text);
-    `demonstrate(prompt)`, the text of a right completion, for a warm start (the prompt's answer);
-    and `stop`, strings that end a completion.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return the training prompts number start, start + 1, ... of the seed's stream."""
-
-    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
-        """Return named rewards of one completion."""
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out prompts, at most `count` and always the same; none if there are none."""
-
-
-@runtime_checkable
-class Environment(Protocol):
-    """A task of several turns: the policy acts, reads what comes of it, and acts again.
-
-    A state is a value: `act` returns the next one and leaves the one it was given as it is. The
-    policy acts on the prompt first. Only its own tokens are trained on.
-
-    A completion that ends at one of the optional `stop` strings is still the policy's turn: the
-    observation is put right behind it, as a tool's result is. After any other, the observation is
-    the next message. A completion that was cut off is acted with, too, and is the last.
-
-    The other attributes that `Task` has are optional here too; `extract` gets the last state, and
-    `demonstrate(prompt)` returns the texts of a right episode's actions.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    max_turns: int
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return the training prompts number start, start + 1, ... of the seed's stream."""
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out prompts, at most `count` and always the same; none if there are none."""
-
-    def begin(self, prompt: Prompt) -> Any:
-        """Return the state before the first action."""
-
-    def act(self, state: Any, completion: str) -> Any:
-        """Return the state after an action; its text ends with the stop string that ended it."""
-
-    def observe(self, state: Any) -> str | None:
-        """Return what the policy reads next; None when the episode is over."""
-
-    def reward(self, prompt: Prompt, state: Any) -> Mapping[str, float]:
-        """Return named rewards of the last state."""
-
-
-def is_environment(task: Task | Environment) -> TypeGuard[Environment]:
-    """Return whether a task answers what the policy does.
+    A subclass has `name`, `tokenizer`, `prompts` and `reward`. The other members have defaults.
+    Any object with the four members will do as well.
 
     Example:
         >>> import funcrl
-        >>> from funcrl.tasks.contracts import is_environment
-        >>> is_environment(funcrl.tasks.Calculator()), is_environment(funcrl.tasks.SumDigits())
-        (True, False)
+        >>> class Echo(funcrl.tasks.Task):
+        ...     name = "echo"
+        ...     tokenizer = funcrl.tasks.CharTokenizer("ab")
+        ...     def prompts(self, seed, start, count):
+        ...         return [funcrl.tasks.Prompt("ab", answer="ab")] * count
+        ...     def reward(self, prompt, completion):
+        ...         return {"correct": float(completion == prompt.answer)}
+        >>> Echo().reward(funcrl.tasks.Prompt("ab", "ab"), "b"), Echo().eval_prompts(3)
+        ({'correct': 0.0}, [])
     """
-    # By what it has, as any object will do; `isinstance` would not see what a wrapper passes on.
-    return hasattr(task, "act")
+
+    name: str
+    tokenizer: Tokenizer
+    accuracy: str = "correct"  # the reward whose mean is `eval/accuracy`
+    reward_weights: Mapping[str, float] = {}  # reward -> factor, 1 for those left out
+    stop: Sequence[str] = ()  # strings that end a completion
+    max_turns: int = 1
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return the training prompts number start, start + 1, ... of the seed's stream."""
+        raise NotImplementedError
+
+    def reward(self, prompt: Prompt, completion: Any) -> Mapping[str, float]:
+        """Return the named rewards of one completion, which is a text."""
+        raise NotImplementedError
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return at most `count` held-out prompts, always the same; none if there are none."""
+        del count
+        return []
+
+    def extract(self, completion: Any) -> str | None:
+        """Return the answer that a text votes for in majority@k; None is all of the text."""
+        del completion
+        return None
+
+    def demonstrate(self, prompt: Prompt) -> str | Sequence[str]:
+        """Return a right completion, for a warm start."""
+        return prompt.answer
+
+
+class Environment(Task):
+    """Base class of tasks of several turns: the policy acts, reads an observation, and acts again.
+
+    A subclass has `name`, `tokenizer`, `max_turns`, `prompts`, `begin`, `act`, `observe` and
+    `reward`. Any object with these members will do as well.
+
+    A state is a value: `act` returns the next one and does not change the one that it is given.
+    The policy's first action is its completion of the prompt. Only its own tokens are trained on.
+
+    After a completion that ends with one of the `stop` strings, the observation follows in the
+    same turn of the conversation, as the result of a tool does. After any other completion the
+    observation is the next message. A completion that was cut off is acted with, too, and is the
+    last of its episode.
+    """
+
+    max_turns: int = 0  # a subclass sets it
+
+    def begin(self, prompt: Prompt) -> Any:
+        """Return the state before the first action."""
+        raise NotImplementedError
+
+    def act(self, state: Any, completion: str) -> Any:
+        """Return the state after an action, whose text ends with the stop string that ended it."""
+        raise NotImplementedError
+
+    def observe(self, state: Any) -> str | None:
+        """Return what the policy reads next; None when the episode is over."""
+        raise NotImplementedError
+
+    def reward(self, prompt: Prompt, state: Any) -> Mapping[str, float]:
+        """Return the named rewards of the last state."""
+        raise NotImplementedError
+
+    def extract(self, state: Any) -> str | None:
+        """Return the answer that an episode votes for in majority@k; None is all of its text."""
+        del state
+        return None
+
+    def demonstrate(self, prompt: Prompt) -> str | Sequence[str]:
+        """Return the texts of the actions of a right episode, for a warm start."""
+        del prompt
+        return []
+
+
+class TaskLike(Protocol):
+    """The members that every task has, be it a `Task`, an `Environment` or another object."""
+
+    name: str
+    tokenizer: Any
+
+    def prompts(self, seed: int, start: int, count: int, /) -> Sequence[Prompt]:
+        """Return training prompts; see `Task.prompts`."""
+
+    def reward(self, prompt: Prompt, outcome: Any, /) -> Mapping[str, float]:
+        """Return the named rewards of a completion, or of the last state of an environment."""
+
+
+class TokenizerLike(Protocol):
+    """The members that every tokenizer has, be it a `Tokenizer` or another object."""
+
+    vocab_size: int
+    end: int
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a prompt."""
+
+    def decode(self, tokens: list[int], /) -> str:
+        """Return the text of tokens."""
 
 
 class Generator(Protocol):

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.split import is_held_out
 
 _TRIES = 1000
@@ -21,7 +21,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 
 
-class Countdown:
+class Countdown(Task):
     """`Using 3, 5, 7 make 22` is to be answered by `<answer>3 * 5 + 7</answer>`.
 
     Every puzzle has a solution. Rewards are `correct` (an expression of exactly these numbers, each
@@ -35,7 +35,6 @@ class Countdown:
     """
 
     name = "countdown"
-    accuracy = "correct"
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, tokenizer: Tokenizer, count: int = 3, largest: int = 20) -> None:

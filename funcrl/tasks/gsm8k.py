@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funcrl.tasks.answers import marked_answer, number_of, same_number
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
 _ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 
 
-class Gsm8k:
+class Gsm8k(Task):
     """A problem is to be answered by its reasoning and `#### NUMBER`.
 
     Rewards are `correct` (the number equals the gold one) and `format` (there is a mark with
@@ -23,7 +23,6 @@ class Gsm8k:
     """
 
     name = "gsm8k"
-    accuracy = "correct"
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:

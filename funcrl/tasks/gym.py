@@ -7,7 +7,7 @@ from typing import Any
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 
 _ASK = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500
@@ -41,7 +41,7 @@ _LETTERS = {
 }
 
 
-class ReasoningGym:
+class ReasoningGym(Task):
     """The problems of one generator of reasoning-gym, answered in `<answer>...</answer>`.
 
     Rewards are `correct` (the generator's own score of the answer, 0 to 1) and `format` (there is
@@ -56,7 +56,6 @@ class ReasoningGym:
         tokenizer: the model's.
     """
 
-    accuracy = "correct"
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, generator: str, tokenizer: Tokenizer) -> None:

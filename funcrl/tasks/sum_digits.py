@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
-from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.split import is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 
 _MOST_LISTED = 4  # digits
 
 
-class SumDigits:
+class SumDigits(Task):
     """`4+7+2=` is to be answered by `13`; with a model's own tokenizer it is asked in words.
 
     A tenth of all prompts is held out for evaluation: which ones, is a hash of their digits.
@@ -28,7 +28,6 @@ class SumDigits:
     """
 
     name = "sum_digits"
-    accuracy = "correct"
 
     def __init__(self, digits: int = 3, tokenizer: Tokenizer | None = None) -> None:
         checks.check_range("SumDigits", "digits", digits, 2, 9)

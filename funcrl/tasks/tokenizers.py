@@ -1,9 +1,10 @@
 """Tokenizers that need no file."""
 
 from funcrl.core import checks
+from funcrl.tasks.contracts import Tokenizer
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token a character of an alphabet; token 0 ends a completion.
 
     Args:

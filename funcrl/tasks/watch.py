@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from funcrl.tasks.contracts import Environment, Task
+from funcrl.tasks.adapt import TokenizerStandIn, changed
+from funcrl.tasks.contracts import Environment, Task, Tokenizer
 
 Note: TypeAlias = Callable[[str], None]
 
-_TASK = ("prompts", "eval_prompts", "reward", "begin", "act", "observe", "demonstrate", "extract")
-_TOKENIZER = ("encode", "decode", "encode_answer", "encode_reply")
+_METHODS = ("prompts", "eval_prompts", "reward", "demonstrate", "extract")
+_METHODS_TO_ACT = ("begin", "act", "observe")
+_METHODS_OF_TOKENIZER = ("encode", "decode", "encode_answer", "encode_reply")
 _SMALLEST_NORMAL = sys.float_info.min
 _CPU: Any = torch.backends.mkldnn  # its stubs lack `matmul`
 # What `torch.set_float32_matmul_precision` makes of the backends of CUDA and of the CPU.
@@ -31,7 +33,7 @@ class ForkedError(BaseException):
     """
 
 
-def watch(task: Task | Environment, note: Note) -> Any:
+def watch(task: Task, note: Note) -> Task:
     """Return the task, whose calls leave the process as it was.
 
     Settings that change how numbers are computed are put back after each call. `sys.exit` and a
@@ -40,87 +42,61 @@ def watch(task: Task | Environment, note: Note) -> Any:
 
     Args:
         task: any task or environment.
-        note: told the first time that a call has changed a setting.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.tasks.watch import watch
-        >>> class Hasty(funcrl.tasks.SumDigits):
-        ...     def reward(self, prompt, completion):
-        ...         torch.set_default_dtype(torch.float64)
-        ...         return super().reward(prompt, completion)
-        >>> task = watch(Hasty(), note=print)
-        >>> task.reward(funcrl.tasks.Prompt("1+2=", "3"), "3"), torch.get_default_dtype()
-        The task 'sum_digits' changed torch.set_default_dtype from torch.float32 to torch.float64 \
-in reward; each such change is undone.
-        ({'correct': 1.0}, torch.float32)
+        note: is called with a line of text when a setting has been changed for the first time.
     """
-    return _WatchedTask(task, note)
+    watcher = _Watcher(task, note)
+    methods = _METHODS + (_METHODS_TO_ACT if isinstance(task, Environment) else ())
+    tokenizer = TokenizerStandIn(
+        task.tokenizer,
+        **{name: partial(watcher.call_tokenizer, name) for name in _METHODS_OF_TOKENIZER},
+    )
+    watched = {name: partial(watcher.call, task, name) for name in methods}
+    return changed(task, tokenizer=tokenizer, **watched)
 
 
 def settings() -> dict[str, Any]:
     """Return the settings of the process that change how numbers are computed.
 
     Each is under the name of the function that changes it.
-
-    Example:
-        >>> from funcrl.tasks.watch import settings
-        >>> settings()["torch.set_default_dtype"]
-        torch.float32
     """
     return {name: read() for name, (read, _) in _SETTINGS.items()}
 
 
-class _Watched:
-    """An object of the user's, some of whose methods are watched."""
+class _Watcher:
+    """Calls the methods of a task and of its tokenizer."""
 
-    def __init__(self, inner: Any, methods: tuple[str, ...], call: Callable[..., Any]) -> None:
-        self._inner, self._methods, self._call = inner, methods, call
+    def __init__(self, task: Task, note: Note) -> None:
+        self._task, self._note, self._noted = task, note, set[str]()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is copied, it has nothing of its own yet
-            raise AttributeError(name)
-        found = getattr(self._inner, name)
-        return partial(self._call, name, found) if name in self._methods else found
-
-
-class _WatchedTask(_Watched):
-    """A task whose methods, and whose tokenizer's, are watched."""
-
-    def __init__(self, task: Task | Environment, note: Note) -> None:
-        super().__init__(task, _TASK, self._call_task)
-        self.tokenizer = _Watched(task.tokenizer, _TOKENIZER, self._call_tokenizer)
-        self._note, self._noted = note, set[str]()
-
-    def _call_task(
-        self, method: str, function: Callable[..., Any], *args: Any, **named: Any
-    ) -> Any:
+    def call(self, owner: Task | Tokenizer, method: str, *args: Any, **named: Any) -> Any:
+        """Return what a method of the task or of its tokenizer returns."""
         process, before = os.getpid(), settings()
+        label = f"tokenizer.{method}" if isinstance(owner, Tokenizer) else method
+        name = self._task.name
         try:
-            return function(*args, **named)
+            return getattr(owner, method)(*args, **named)
         except SystemExit as error:
             raise TaskError(
-                f"The task {self.name!r} called sys.exit({error.code!r}) in {method}"
+                f"The task {name!r} called sys.exit({error.code!r}) in {label}"
             ) from error
         finally:
             if os.getpid() != process:
                 raise ForkedError(
-                    f"The task {self.name!r} forked a child in {method} that returned from there; "
+                    f"The task {name!r} forked a child in {label} that returned from there; "
                     f"a child must end by os._exit. The run goes on in its own process {process}, "
                     f"and not in this child {os.getpid()}."
                 )
-            self._put_back(method, before)
+            self._put_back(label, before)
 
-    def _call_tokenizer(
-        self, method: str, function: Callable[..., Any], *args: Any, **named: Any
-    ) -> Any:
+    def call_tokenizer(self, method: str, *args: Any, **named: Any) -> Any:
+        """Return what a method of the tokenizer returns; whatever it raises names the task."""
         try:
-            return self._call_task(f"tokenizer.{method}", function, *args, **named)
+            return self.call(self._task.tokenizer, method, *args, **named)
         except Exception as error:
             given = ", ".join(repr(each)[:80] for each in (*args, *named.values()))
             raise TaskError(
-                f"The tokenizer of the task {self.name!r} raised {type(error).__name__}: {error} "
-                f"from {method}({given})."
+                f"The tokenizer of the task {self._task.name!r} raised {type(error).__name__}: "
+                f"{error} from {method}({given})."
             ) from error
 
     def _put_back(self, method: str, before: dict[str, Any]) -> None:
@@ -130,8 +106,8 @@ class _WatchedTask(_Watched):
             if name not in self._noted:
                 self._noted.add(name)
                 self._note(
-                    f"The task {self.name!r} changed {name} from {before[name]} to {after[name]} "
-                    f"in {method}; each such change is undone."
+                    f"The task {self._task.name!r} changed {name} from {before[name]} to "
+                    f"{after[name]} in {method}; each such change is undone."
                 )
 
 

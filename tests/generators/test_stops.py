@@ -11,8 +11,8 @@ from cases import tiny_model
 import funcrl
 from funcrl.config import Sampling
 from funcrl.generators.stops import cut_at_stop, find_stop, has_stop_string
+from funcrl.loop.rollouts import complete
 from funcrl.tasks import Prompt
-from funcrl.tasks.episodes import complete
 
 # Few characters, several a token, none at all, and one that is two bytes of two tokens.
 PIECES = [b"\n", b"\n\n", b"a", b"ab", b"", b"ba\n", "é".encode()[:1], "é".encode()[1:]]
@@ -110,7 +110,7 @@ def test_a_sampler_ends_where_its_completions_are_cut(min_tokens):
     tokenizer = SimpleNamespace(
         end=end, vocab_size=end + 1, encode=lambda text: [0] * len(text), decode=decode
     )
-    task = SimpleNamespace(name="newlines", tokenizer=tokenizer)
+    task = SimpleNamespace(name="newlines", tokenizer=tokenizer, prompts=list, reward=dict)
     sampling = Sampling(64, max_tokens=20, min_tokens=min_tokens, stop=("\n\n", "ab", "a\n"))
     generator = funcrl.generators.Sampler(model, decode=decode)
     generator.push(funcrl.init_params(model, seed=0))

@@ -102,6 +102,18 @@ def equal(a: object, b: object) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
+# Chat templates of `tiny_tokenizer`.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "llama": "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
+    "{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+    "none": None,
+}
+
+
 def tiny_tokenizer(template=None):
     """A tokenizer of bytes with the special tokens of a few chat templates."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "dtype": torch.float32,
     "eps": 1e-6, "estimator": funcrl.losses.k3, "expected": purity.MATRICES, "factor": 2.0,
     "final": 0.0, "fn": purity.advantages.center, "fraction": 0.5, "function": "f",
+    "generator": funcrl.generators.Sampler(purity.MICRO),
     "gate": TWO, "gm": purity.FLAT.gm, "gold": "5", "graded": GRADED, "grads": purity.ROWS,
     "group": torch.tensor([0, 0, 1]), "group_size": 2, "head_width": 8,
     "hidden": torch.zeros(2, 4), "initial": 1.0, "inner": RATE, "install": "", "k": TWO,

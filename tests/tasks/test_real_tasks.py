@@ -10,13 +10,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import tiny_pretrained, tiny_tokenizer
+from cases import TEMPLATES, tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.tasks import (
     ChatTokenizer,
     Countdown,
+    Environment,
     Judge,
     Prompt,
     ReasoningGym,
@@ -31,7 +32,6 @@ from funcrl.tasks import (
     tagged_answer,
     with_rewards,
 )
-from funcrl.tasks.contracts import is_environment
 from funcrl.tasks.countdown import evaluate
 
 # --- answers ----------------------------------------------------------------------------------
@@ -330,8 +330,8 @@ def test_more_rewards_are_weighed_beside_the_tasks_own():
     with pytest.raises(ValueError, match="with_rewards expects weights of .*, got 'x'"):
         with_rewards(Gsm8kLike(), {"thinks": thinks}, {"x": 1.0})
     wrapped = with_rewards(funcrl.tasks.Calculator(), {"x": lengths})
-    assert not is_environment(task)
-    assert is_environment(wrapped)
+    assert not isinstance(task, Environment)
+    assert isinstance(wrapped, Environment)
     assert copy.deepcopy(wrapped).name == "calculator"
 
 
@@ -485,7 +485,7 @@ for name in ("isomorphic_strings", "polynomial_multiplication", "ransom_note"):
 def test_what_a_task_demonstrates_is_right(name):
     task = load(name, tiny_tokenizer())
     for prompt in task.prompts(0, 0, 50):
-        shown = funcrl.tasks.episodes.demonstration(task, prompt)
+        shown = funcrl.loop.episodes.demonstration(task, prompt)
         assert task.reward(prompt, shown.outcome) == {"correct": 1.0, "format": 1.0}
         said = [token for token, mine in zip(*shown[:2], strict=True) if mine]
         assert task.tokenizer.decode(said) == shown.outcome
@@ -548,16 +548,6 @@ def test_tasks_that_cannot_be_are_refused():
 
 # --- tokenizers -------------------------------------------------------------------------------
 
-TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "llama": "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
-    "{{ m.content }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
-    "none": None,
-}
-
 
 @pytest.mark.parametrize(
     ("template", "end"), [("chatml", "<|im_end|>"), ("llama", "<|eot|>"), ("none", "</s>")]
@@ -594,6 +584,9 @@ def test_every_end_ends_an_answer(tmp_path):
     assert tokenizer.decode(tokens) == "11"
 
     class Asked:
+        context_length = 9
+        push = close = None
+
         def generate(self, prompts, sampling, seed):
             self.sampling = sampling
             raise StopIteration

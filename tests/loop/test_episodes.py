@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import equal, tiny_tokenizer
-from test_real_tasks import TEMPLATES
+from cases import TEMPLATES, equal, tiny_tokenizer
 
 import funcrl
 from funcrl.config import (
@@ -19,9 +18,9 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.core.types import Samples
-from funcrl.loop.rollouts import RewardError, grade, punish_overlong, to_rollout
+from funcrl.loop.episodes import Failure, demonstration
+from funcrl.loop.rollouts import RewardError, complete, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
-from funcrl.tasks.episodes import Failure, complete, demonstration
 
 
 class Script:
@@ -347,7 +346,7 @@ def test_an_environment_without_all_of_its_parts_is_refused():
         act = Calculator.act
 
     config = TrainConfig(run_dir=None)
-    with pytest.raises(ValueError, match=r"train expects an environment with .*, got no max_turns"):
+    with pytest.raises(ValueError, match=r"train expects an environment with .*, got no begin"):
         funcrl.build(config, Half())
 
 

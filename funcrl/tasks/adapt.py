@@ -1,0 +1,94 @@
+"""From any object that has a task's members to a `Task`, whose members are all there."""
+
+from typing import Any
+
+from funcrl.core.arguments import checked
+from funcrl.tasks.contracts import Environment, Task, Tokenizer
+
+_NEEDED = ("name", "tokenizer", "prompts", "reward")
+_NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
+_NEEDED_OF_TOKENIZER = ("vocab_size", "end", "encode", "decode")
+_ABSENT = object()
+
+
+@checked
+def check_task(function: str, task: object) -> Task:
+    """Return an object as a `Task`, or as an `Environment` if it has `act`; raise if it is neither.
+
+    Optional members that the object lacks have the defaults of the base class.
+
+    Args:
+        function: whose argument it is.
+        task: any object.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.tasks import check_task
+        >>> check_task("train", funcrl.tasks.SumDigits()).max_turns
+        1
+    """
+    if isinstance(task, type):
+        raise TypeError(f"{function} expects a task, got the class {task.__name__}.")
+    acts = isinstance(task, Environment) or hasattr(task, "act")
+    kind = Environment if acts else Task
+    words = "an environment" if acts else "a task"
+    _check_members(function, words, task, kind, _NEEDED + (_NEEDED_TO_ACT if acts else ()))
+    own: object = getattr(task, "tokenizer", None)
+    tokenizer = check_tokenizer(function, own)
+    if tokenizer is not own:
+        return _stand_in(task, acts, tokenizer=tokenizer)
+    return task if isinstance(task, kind) else _stand_in(task, acts)
+
+
+def check_tokenizer(function: str, tokenizer: object) -> Tokenizer:
+    """Return an object as a `Tokenizer`; raise if it is none."""
+    _check_members(function, "a tokenizer", tokenizer, Tokenizer, _NEEDED_OF_TOKENIZER)
+    return tokenizer if isinstance(tokenizer, Tokenizer) else TokenizerStandIn(tokenizer)
+
+
+def changed(task: Task, **members: Any) -> Task:
+    """Return a task that has the given members, and all others of `task`."""
+    return _stand_in(task, isinstance(task, Environment), **members)
+
+
+class _StandIn:
+    """Has the members that it is given, then those of an object, then the defaults of its class."""
+
+    def __init__(self, inner: object, **members: Any) -> None:
+        self._inner = inner
+        vars(self).update(members)
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        if name.startswith("_") or name in own("__dict__"):
+            return own(name)
+        found = getattr(own("_inner"), name, _ABSENT)
+        return own(name) if found is _ABSENT else found
+
+
+class TokenizerStandIn(_StandIn, Tokenizer):
+    """A tokenizer that stands in for an object."""
+
+
+class _TaskStandIn(_StandIn, Task):
+    """A task that stands in for an object."""
+
+
+class _EnvironmentStandIn(_StandIn, Environment):
+    """An environment that stands in for an object."""
+
+
+def _stand_in(inner: object, acts: bool, **members: Any) -> Task:
+    kind = _EnvironmentStandIn if acts else _TaskStandIn
+    return kind(inner, **members)
+
+
+def _check_members(
+    function: str, words: str, value: object, kind: type, needed: tuple[str, ...]
+) -> None:
+    """Raise for a member that the value lacks, or has only as the base class's placeholder."""
+    for name in needed:
+        found = getattr(value, name, None)
+        placeholder = getattr(kind, name, None)
+        if found is None or getattr(found, "__func__", found) is placeholder:
+            raise ValueError(f"{function} expects {words} with {', '.join(needed)}, got no {name}.")
