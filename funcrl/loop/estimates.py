@@ -22,12 +22,6 @@ def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, floa
     Args:
         values: one for each prompt: the share of its samples that are right.
         num_samples: m, of each prompt.
-
-    Example:
-        >>> from funcrl.loop.estimates import interval
-        >>> low, high = interval([1.0] * 8 + [0.0] * 2)
-        >>> round(low, 3), round(high, 3)
-        (0.49, 0.943)
     """
     checks.check_count("interval", "the number of values", len(values))
     checks.check_count("interval", "num_samples", num_samples)
@@ -53,11 +47,6 @@ def pass_at(num_samples: int, num_right: int, k: int) -> float:
         num_samples: n, how many were drawn for a prompt.
         num_right: c, how many of them were right.
         k: at most n.
-
-    Example:
-        >>> from funcrl.loop.estimates import pass_at
-        >>> pass_at(4, 1, 1), pass_at(4, 1, 2), pass_at(4, 3, 2)
-        (0.25, 0.5, 1.0)
     """
     checks.check_range("pass_at", "num_right", num_right, 0, num_samples)
     checks.check_range("pass_at", "k", k, 1, num_samples)
@@ -70,11 +59,6 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     Args:
         answers: one for each sample; "" is no answer, and has no vote.
         right: whether each is.
-
-    Example:
-        >>> from funcrl.loop.estimates import majority
-        >>> majority(["7", "7", "3"], [True, True, False]), majority(["7", "3"], [True, False])
-        (1.0, 0.5)
     """
     if len(answers) != len(right):
         raise ValueError(f"majority expects {len(answers)} judgements, got {len(right)}.")

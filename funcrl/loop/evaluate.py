@@ -119,18 +119,7 @@ def evaluate(
 
 
 def format_evaluation(result: Evaluation) -> str:
-    """Return an evaluation as lines to read.
-
-    Example:
-        >>> from funcrl.loop.evaluate import Evaluation, format_evaluation
-        >>> result = Evaluation("sum", "run", 9, 2, 0.5, 0.25, 0.75, {2: 0.6}, {2: 0.5}, 3.0, 0.0)
-        >>> print(format_evaluation(result))
-        sum, run: 9 prompts x 2 samples
-        accuracy    0.500  (95%: 0.250 to 0.750)
-        pass@2      0.600
-        majority@2  0.500
-        length 3.0 tokens, 0% cut off
-    """
+    """Return an evaluation as lines to read."""
     lines = [
         f"{result.task}, {result.policy}: {result.num_prompts} prompts x {result.num_samples} "
         f"samples",

@@ -110,16 +110,6 @@ class Checkpoints:
         folder: made when it is missing.
         keep_last: how many of the newest stay.
         keep_best: how many of those with the highest score stay besides.
-
-    Example:
-        >>> import pathlib, tempfile, torch
-        >>> from funcrl.run.checkpoint import Checkpoints
-        >>> checkpoints = Checkpoints(pathlib.Path(tempfile.mkdtemp()), keep_last=1)
-        >>> for step in (1, 2, 3):
-        ...     checkpoints.save(step, {"w": torch.full((1,), float(step))}, score=1 / step)
-        >>> checkpoints.close()
-        >>> checkpoints.steps(), checkpoints.restore_latest(like={"w": torch.zeros(1)}).state
-        ([1, 3], {'w': tensor([3.])})
     """
 
     def __init__(self, folder: Path | str, keep_last: int = 3, keep_best: int = 1) -> None:

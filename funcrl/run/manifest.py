@@ -10,14 +10,7 @@ _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
 
 
 def is_manifest(found: Mapping[str, Any]) -> bool:
-    """Return whether each field of a manifest is there, and of its kind.
-
-    Example:
-        >>> from funcrl.run.manifest import is_manifest
-        >>> fields = {"leaves": [], "checksums": [], "files": {}, "extra": {}, "score": None}
-        >>> is_manifest(fields), is_manifest(fields | {"files": None})
-        (True, False)
-    """
+    """Return whether each field of a manifest is there, and of its kind."""
     if not _has(found, _FIELDS) or not isinstance(found.get("score", ()), int | float | None):
         return False
     sums, files, leaves = found["checksums"], found["files"], found["leaves"]
@@ -29,16 +22,7 @@ def is_manifest(found: Mapping[str, Any]) -> bool:
 
 
 def file_checksum(path: Path) -> int:
-    """Return the checksum of a file, which may be larger than memory.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.manifest import file_checksum
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-        >>> _ = path.write_bytes(b"123")
-        >>> file_checksum(path)
-        2286445522
-    """
+    """Return the checksum of a file, which may be larger than memory."""
     checksum = 0
     with path.open("rb") as file:
         while part := file.read(1 << 24):

@@ -42,13 +42,6 @@ class Claim:
     Args:
         folder: the run's, made when it is missing.
         title: of the run.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.record import Claim
-        >>> claim = Claim(pathlib.Path(tempfile.mkdtemp()), "sum_digits")
-        >>> claim.check()
-        >>> claim.close()
     """
 
     def __init__(self, folder: Path, title: str) -> None:
@@ -241,14 +234,6 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
         folder: the run's.
         step: that `params` are of.
         params: of the policy.
-
-    Example:
-        >>> import pathlib, tempfile, torch
-        >>> from funcrl.run.record import reference_policy
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = reference_policy(folder, 0, {"w": torch.zeros(1)})
-        >>> reference_policy(folder, 7, {"w": torch.ones(1)})
-        {'w': tensor([0.])}
     """
     if step == 0:
         save(folder / _REFERENCE, params)
@@ -258,14 +243,7 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.record import free_folder
-        >>> free_folder(pathlib.Path(tempfile.mkdtemp()), "sum_digits").name
-        'sum_digits-1'
-    """
+    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there."""
     number = 1
     while True:  # until making one succeeds: another run may be looking too
         folder = parent / f"{name}-{number}"
@@ -336,12 +314,6 @@ def open_folder(folder: Path | None, resume: bool) -> Path:
     """Return a run's folder, which must hold a run to resume, and no run to begin one.
 
     It is absolute, so that a task that changes the working directory does not move it.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.record import open_folder
-        >>> open_folder(pathlib.Path(tempfile.mkdtemp()) / "new", resume=False).name
-        'new'
     """
     if folder is None:
         raise ValueError("train expects config.run_dir, got none.")

@@ -24,14 +24,6 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     Args:
         folder: to make.
         arrays: numpy's, by name.
-
-    Example:
-        >>> import pathlib, tempfile, numpy
-        >>> from funcrl.run.storage import read_arrays, write_arrays
-        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "arrays"
-        >>> write_arrays(folder, {"w": numpy.arange(3)})
-        >>> read_arrays(folder)
-        {'w': array([0, 1, 2])}
     """
     with _without_logs(), _checkpointer() as checkpointer:
         try:
@@ -43,16 +35,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_arrays(folder: Path) -> dict[str, Any]:
-    """Return the arrays that `write_arrays` wrote.
-
-    Example:
-        >>> import pathlib, tempfile, numpy
-        >>> from funcrl.run.storage import read_arrays, write_arrays
-        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "arrays"
-        >>> write_arrays(folder, {"w": numpy.ones(1)})
-        >>> read_arrays(folder)["w"]
-        array([1.])
-    """
+    """Return the arrays that `write_arrays` wrote."""
     with _checkpointer() as checkpointer:
         return dict(checkpointer.restore(folder.absolute()))
 

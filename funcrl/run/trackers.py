@@ -42,13 +42,6 @@ def tracker(
         config: the resolved configuration.
         first_step: the steps before it are written already: a resumed run.
         on_error: told the first failure.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.trackers import tracker
-        >>> board = tracker("tensorboard", pathlib.Path(tempfile.mkdtemp()), {})
-        >>> board.log({"step": 1, "loss": 0.5})
-        >>> board.close()
     """
     kinds: dict[str, Callable[..., Tracker]] = {
         "tensorboard": _TensorBoard,
@@ -60,12 +53,7 @@ def tracker(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise unless every tracker can be imported.
-
-    Example:
-        >>> from funcrl.run.trackers import check_trackers
-        >>> check_trackers(["tensorboard"])
-    """
+    """Raise unless every tracker can be imported."""
     for name in names:
         checks.import_extra("train", name, f"for --log.trackers {name}", name)
 

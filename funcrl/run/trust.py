@@ -38,11 +38,6 @@ def task_code(task: str) -> Code | None:
 
     Args:
         task: as for `funcrl.tasks.load`.
-
-    Example:
-        >>> from funcrl.run.trust import task_code
-        >>> task_code("sum_digits:4"), task_code("funcrl.tasks.sum_digits:SumDigits").path.name
-        (None, 'sum_digits.py')
     """
     found = source_file(task)
     if found is None:
@@ -58,12 +53,6 @@ def cache_code(folder: Path | None) -> Code | None:
 
     Args:
         folder: `compile.cache_dir` of a configuration.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.trust import cache_code
-        >>> cache_code(pathlib.Path(tempfile.mkdtemp())) is None
-        True
     """
     if folder is None or not folder.is_dir() or not any(folder.iterdir()):
         return None
@@ -85,16 +74,6 @@ def check_trusted(
         file: the configuration.
         recorded: what a run's environment.json holds, where the file is a run's configuration.
         trust: let all of it run.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.trust import check_trusted, task_code
-        >>> code = task_code("funcrl.tasks.sum_digits:SumDigits")._replace(digest="changed")
-        >>> try:
-        ...     check_trusted("train", [code], pathlib.Path("run/config.yaml"), {})
-        ... except ValueError as error:
-        ...     print(str(error)[:23])
-        train expects --trust (
     """
     for code in codes:
         reason = "" if trust else _reason(code, recorded)
@@ -117,13 +96,6 @@ def check_run(
         run: its folder.
         task: in place of the one that the configuration names.
         trust: let all of it run.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.config import TrainConfig
-        >>> from funcrl.run.trust import check_run
-        >>> check_run("train", TrainConfig(), pathlib.Path(tempfile.mkdtemp()))
-        []
     """
     named = [None if task is not None else task_code(config.task)]
     named.append(cache_code(config.compile.cache_dir))
@@ -133,26 +105,13 @@ def check_run(
 
 
 def describe(code: Code, file: Path) -> str:
-    """Return the line that says what is run, and from where.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.run.trust import Code, describe
-        >>> describe(Code("--task t.py:T", pathlib.Path("/t.py"), "0" * 64), pathlib.Path("c.yaml"))
-        'Runs /t.py (SHA-256 000000000000), which c.yaml names as --task t.py:T.'
-    """
+    """Return the line that says what is run, and from where."""
     digest = f" (SHA-256 {code.digest[:12]})" if code.option.startswith("--task") else ""
     return f"Runs {code.path}{digest}, which {file} names as {code.option}."
 
 
 def default_store() -> Path:
-    """Return the folder that knows what this account has run: `~/.local/share/funcrl/trusted`.
-
-    Example:
-        >>> from funcrl.run.trust import default_store
-        >>> default_store().name
-        'trusted'
-    """
+    """Return the folder that knows what this account has run: `~/.local/share/funcrl/trusted`."""
     return Path.home() / ".local" / "share" / "funcrl" / "trusted"
 
 
@@ -162,15 +121,6 @@ def remember(config: TrainConfig, store: Path | None = None) -> None:
     Args:
         config: a whole configuration.
         store: `default_store()` when left out.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.config import TrainConfig
-        >>> from funcrl.run.trust import is_remembered, remember, task_code
-        >>> store, name = pathlib.Path(tempfile.mkdtemp()), "funcrl.tasks.sum_digits:SumDigits"
-        >>> remember(TrainConfig(task=name), store)
-        >>> is_remembered(task_code(name), store), is_remembered(task_code("json:loads"), store)
-        (True, False)
     """
     codes = [task_code(config.task)]
     folder = config.compile.cache_dir
@@ -191,12 +141,6 @@ def is_remembered(code: Code, store: Path | None = None) -> bool:
     Args:
         code: from `task_code` or `cache_code`.
         store: `default_store()` when left out.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.trust import is_remembered, task_code
-        >>> is_remembered(task_code("json:loads"), pathlib.Path(tempfile.mkdtemp()))
-        False
     """
     return bool(code.digest) and ((store or default_store()) / _name(code)).is_file()
 

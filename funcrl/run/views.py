@@ -39,14 +39,7 @@ class View(Protocol):
 
 
 def view_for(stream: TextIO) -> View:
-    """Return the live view for a terminal, and plain lines for anything else.
-
-    Example:
-        >>> import io
-        >>> from funcrl.run.views import PlainView, view_for
-        >>> isinstance(view_for(io.StringIO()), PlainView)
-        True
-    """
+    """Return the live view for a terminal, and plain lines for anything else."""
     return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
 
 
@@ -209,13 +202,7 @@ class _Pace:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as bars between their lowest and highest, the last `width` of them.
-
-    Example:
-        >>> from funcrl.run.views import sparkline
-        >>> sparkline([0.0, 0.5, 1.0], width=8)
-        '▁▅█'
-    """
+    """Return values as bars between their lowest and highest, the last `width` of them."""
     shown = [value for value in values if math.isfinite(value)][-width:]
     if not shown:
         return ""

@@ -95,15 +95,7 @@ class Countdown(Task):
 
 
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
-    """Return the value of an expression of exactly these numbers, None for anything else.
-
-    Example:
-        >>> from funcrl.tasks.countdown import evaluate
-        >>> evaluate("(7 - 3) * 5", [3, 5, 7]), evaluate("7 * 5", [3, 5, 7])
-        (Fraction(20, 1), None)
-        >>> evaluate("__import__('os')", [3, 5, 7]) is None
-        True
-    """
+    """Return the value of an expression of exactly these numbers, None for anything else."""
     if len(expression) > 200:  # a puzzle's is far shorter, and nesting costs memory
         return None
     try:

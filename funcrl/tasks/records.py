@@ -15,14 +15,6 @@ def read_records(task: str, path: Path) -> list[dict[str, Any]]:
     Args:
         task: the name of the task that reads, for errors.
         path: the file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.tasks.records import read_records
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "train.jsonl"
-        >>> _ = path.write_text('{"question": "1+1?", "answer": "2"}')
-        >>> read_records("mine", path)
-        [{'question': '1+1?', 'answer': '2'}]
     """
     if path.suffix == ".parquet":
         parquet = checks.import_extra(task, "pyarrow.parquet", f"for {path}", "pyarrow")
@@ -49,13 +41,7 @@ def _record(task: str, path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def check_apart(task: str, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-    """Raise if a problem is in both splits.
-
-    Example:
-        >>> from funcrl.tasks import Prompt
-        >>> from funcrl.tasks.records import check_apart
-        >>> check_apart("mine", [Prompt("a")], [Prompt("b")])
-    """
+    """Raise if a problem is in both splits."""
     both = {prompt.text for prompt in train} & {prompt.text for prompt in test}
     if both:
         raise ValueError(
@@ -64,15 +50,7 @@ def check_apart(task: str, train: Sequence[Prompt], test: Sequence[Prompt]) -> N
 
 
 def epochs(problems: Sequence[Prompt], seed: int, start: int, count: int) -> list[Prompt]:
-    """Return the problems number start, start + 1, ... of a stream of permutations of them all.
-
-    Example:
-        >>> from funcrl.tasks import Prompt
-        >>> from funcrl.tasks.records import epochs
-        >>> problems = [Prompt("a"), Prompt("b"), Prompt("c")]
-        >>> sorted(prompt.text for prompt in epochs(problems, seed=0, start=3, count=3))
-        ['a', 'b', 'c']
-    """
+    """Return the problems number start, start + 1, ... of a stream of permutations of them all."""
     orders: dict[int, list[int]] = {}
     chosen = []
     for index in range(start, start + count):
@@ -84,14 +62,7 @@ def epochs(problems: Sequence[Prompt], seed: int, start: int, count: int) -> lis
 
 
 def spread(problems: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` problems from all over the sequence, always the same.
-
-    Example:
-        >>> from funcrl.tasks import Prompt
-        >>> from funcrl.tasks.records import spread
-        >>> len(spread([Prompt("a"), Prompt("b"), Prompt("c")], 2))
-        2
-    """
+    """Return `count` problems from all over the sequence, always the same."""
     return [problems[row] for row in _shuffled(len(problems), 1)[:count]]
 
 

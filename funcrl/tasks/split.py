@@ -6,11 +6,5 @@ _HELD_OUT = 10
 
 
 def is_held_out(*key: int) -> bool:
-    """Return whether a problem is one of the tenth that is held out, by a hash of its numbers.
-
-    Example:
-        >>> from funcrl.tasks.split import is_held_out
-        >>> sum(is_held_out(number) for number in range(1000))
-        100
-    """
+    """Return whether a problem is one of the tenth that is held out, by a hash of its numbers."""
     return rng.fold_in(0, *key) % _HELD_OUT == 0

@@ -41,16 +41,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; }
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html and RUN/plots/*.png, and return the page's path.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl.run.report import write_report
-        >>> run = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\\n')
-        >>> write_report(run).name
-        'report.html'
-    """
+    """Write RUN/report.html and RUN/plots/*.png, and return the page's path."""
     read = read_run(run)
     subject = " · ".join(
         str(read.config[name]) for name in ("task", "model") if name in read.config
@@ -73,12 +64,6 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     Args:
         runs: their folders, at least two.
         out: a folder, made when it is missing.
-
-    Example:
-        >>> from funcrl.run.report import write_comparison
-        >>> write_comparison([], out=None)
-        Traceback (most recent call last):
-        ValueError: write_comparison expects at least two runs, got 0.
     """
     if len(runs) < 2:
         raise ValueError(f"write_comparison expects at least two runs, got {len(runs)}.")
@@ -106,16 +91,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """Return the few numbers that a run comes to.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.run.report.page import headline
-        >>> from funcrl.run.report.plots import Run
-        >>> rows = [{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.5}]
-        >>> headline(Run("a", pathlib.Path("a"), rows, [], {}, {}))
-        {'reward': '0.25 → 0.5', 'steps': '2'}
-    """
+    """Return the few numbers that a run comes to."""
     numbers: dict[str, str] = {}
     for label, name in (("held-out accuracy", "eval/accuracy"), ("reward", "reward")):
         _, values = series(run, name)
@@ -137,13 +113,7 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return nested options as `outer.inner` -> value.
-
-    Example:
-        >>> from funcrl.run.report.page import flat
-        >>> flat({"steps": 3, "sampling": {"top_p": 0.9}})
-        {'steps': 3, 'sampling.top_p': 0.9}
-    """
+    """Return nested options as `outer.inner` -> value."""
     options: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -56,15 +56,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
 
 
 def series(run: Run, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and the values of a metric, where it has one.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.run.report.plots import Run, series
-        >>> rows = [{"step": 1, "kl": 0.5}, {"step": 2, "kl": None}, {"step": 3}]
-        >>> series(Run("a", pathlib.Path("a"), rows, [], {}, {}), "kl")
-        ([1], [0.5])
-    """
+    """Return the steps and the values of a metric, where it has one."""
     found = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -72,12 +64,7 @@ def series(run: Run, name: str) -> tuple[list[int], list[float]]:
 def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
     """Return the exponential moving average, corrected for its start.
 
-        m_t = keep m_{t-1} + (1 - keep) x_t,     shown as m_t / (1 - keep^t)
-
-    Example:
-        >>> from funcrl.run.report.plots import smooth
-        >>> [round(value, 3) for value in smooth([1.0, 1.0, 0.0], keep=0.5)]
-        [1.0, 1.0, 0.429]
+    m_t = keep m_{t-1} + (1 - keep) x_t,     shown as m_t / (1 - keep^t)
     """
     shown, mean = [], 0.0
     for count, value in enumerate(values, start=1):
@@ -87,14 +74,7 @@ def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
 
 
 def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return the points of a line that can be seen: of each short stretch, its low and its high.
-
-    Example:
-        >>> from funcrl.run.report.plots import thin
-        >>> steps, values = thin(range(10_000), [0.0] * 5000 + [9.0] + [1.0] * 4999)
-        >>> len(steps) <= 2000, max(values), steps[-1] > 9980
-        (True, 9.0, True)
-    """
+    """Return the points of a line that can be seen: of each short stretch, its low and its high."""
     size = math.ceil(2 * len(steps) / _MOST_POINTS)
     if size < 3:
         return list(steps), list(values)
@@ -106,14 +86,7 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list
 
 
 def draw(group: str, runs: Sequence[Run]) -> Any:
-    """Return the figure of a group, None when no run has any of its metrics.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.run.report.plots import Run, draw
-        >>> draw("Policy", [Run("a", pathlib.Path("a"), [{"step": 1}], [], {}, {})]) is None
-        True
-    """
+    """Return the figure of a group, None when no run has any of its metrics."""
     from matplotlib.figure import Figure
 
     panels = [panel for panel in GROUPS[group] if any(_names(run, panel) for run in runs)]
@@ -127,14 +100,7 @@ def draw(group: str, runs: Sequence[Run]) -> Any:
 
 
 def to_svg(figure: Any, salt: str) -> str:
-    """Return a figure as SVG to put into a page; `salt` keeps its ids apart from others'.
-
-    Example:
-        >>> from matplotlib.figure import Figure
-        >>> from funcrl.run.report.plots import to_svg
-        >>> to_svg(Figure(), "a")[:4]
-        '<svg'
-    """
+    """Return a figure as SVG to put into a page; `salt` keeps its ids apart from others'."""
     import matplotlib
 
     text = io.StringIO()
@@ -205,13 +171,7 @@ def _names(run: Run, panel: Panel) -> list[str]:
 
 
 def rewards(names: Iterable[str]) -> list[str]:
-    """Return the metrics that are means of rewards.
-
-    Example:
-        >>> from funcrl.run.report.plots import rewards
-        >>> rewards(["reward", "rewards/correct/mean", "rewards/correct/std"])
-        ['rewards/correct/mean']
-    """
+    """Return the metrics that are means of rewards."""
     return [each for each in names if each.startswith("rewards/") and each.endswith("/mean")]
 
 

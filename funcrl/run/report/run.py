@@ -17,15 +17,7 @@ _EACH_END = 3  # completions of a step to show, of the best and of the worst
 
 
 def read_run(folder: Path) -> Run:
-    """Return what a run's folder holds; only its metrics must be there.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl.run.report.run import read_run
-        >>> read_run(pathlib.Path("no/run"))
-        Traceback (most recent call last):
-        FileNotFoundError: report expects the folder of a run, got no/run without a metrics.jsonl.
-    """
+    """Return what a run's folder holds; only its metrics must be there."""
     if not (folder / runs.METRICS).exists():
         raise FileNotFoundError(
             f"report expects the folder of a run, got {folder} without a {runs.METRICS}."
