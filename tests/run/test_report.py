@@ -127,3 +127,12 @@ def test_what_is_no_run_is_refused(tmp_path):
 def test_smoothing_is_the_corrected_moving_average():
     # (1 - .9) 2 / (1 - .9) = 2; then (.9 * .2 + .1 * 4) / (1 - .81) = .58 / .19
     assert plots.smooth([2.0, 4.0]) == pytest.approx([2.0, 0.58 / 0.19])
+
+
+def test_a_long_line_keeps_the_low_and_the_high_of_each_stretch():
+    values = [float(step % 10) for step in range(100_000)]
+    steps, kept = plots.thin(range(100_000), values)
+    assert len(steps) <= 2000
+    assert steps == sorted(set(steps))
+    assert [values[step] for step in steps] == kept
+    assert (min(kept), max(kept)) == (0.0, 9.0)
