@@ -1,1 +1,1 @@
-"""What a run does: it builds its parts, draws, trains, evaluates and exports."""
+"""The steps of a run: build, generate, train, evaluate and export."""

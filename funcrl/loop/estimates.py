@@ -1,4 +1,4 @@
-"""What an evaluation's counts say: accuracy with its interval, pass@k, majority@k."""
+"""Statistics of an evaluation: the interval of an accuracy, pass@k and majority@k."""
 
 import math
 from collections import Counter
@@ -12,9 +12,9 @@ _Z = 1.959963984540054  # of a normal distribution's middle 95%
 def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
     """Return the 95% confidence interval of a mean of independent values in [0, 1].
 
-    Wilson's score interval, which stays in [0, 1] and is right near its ends, for as many coins n
-    as would scatter like the values: samples of one prompt are alike, and count for less than
-    samples of several. With N values, s^2 their unbiased variance, and m samples in each,
+    Wilson's score interval for n tosses of a coin, which stays in [0, 1] and is right near its
+    ends. Samples of one prompt are correlated, so n is the number of tosses whose mean has the
+    variance of the values' mean. With N values, s^2 their unbiased variance, and m samples in each,
 
         (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
         n = min(1 + N p (1 - p) / s^2, N m),    N if the values are all equal
@@ -65,7 +65,7 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     votes = Counter(answer for answer in answers if answer)
     most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
-    # Each as often as it was given: one answer may be judged in two ways.
+    # A mean over samples, because one answer may be judged right once and wrong once.
     judged = [
         judgement for answer, judgement in zip(answers, right, strict=True) if answer in winners
     ]

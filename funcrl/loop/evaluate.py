@@ -1,4 +1,4 @@
-"""How good a policy is: accuracy with its interval, pass@k and majority@k, on held-out prompts."""
+"""Evaluates a policy on held-out prompts: accuracy with its interval, pass@k and majority@k."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from funcrl.tasks.watch import ForkedError, Note
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation came to; accuracies are means over prompts, the last ones over samples."""
+    """The result of an evaluation: accuracies are means over prompts, the others over samples."""
 
     task: str
     policy: str
@@ -56,7 +56,7 @@ def evaluate(
     trust: bool = False,
     note: Note = warn_safely,
 ) -> Evaluation:
-    """Return how a run's last checkpoint, or a model, does on a task's held-out prompts.
+    """Evaluate a run's last checkpoint, or a model, on a task's held-out prompts.
 
     A completion is right when the reward that the task names as its `accuracy` is 1. Where a run
     skips rewards that raise, so does its evaluation: with all samples of that prompt. Completions
@@ -67,7 +67,7 @@ def evaluate(
         task: in place of the one that the configuration names.
         trust: run the code of the run's task although it is not what the run began with, or this
             account has not run it before (docs/security.md).
-        note: told what code the run's folder names, and what the task did to the process.
+        note: is called with lines about the code that is run, and about what the task has changed.
 
     Example:
         >>> import funcrl
@@ -119,7 +119,7 @@ def evaluate(
 
 
 def format_evaluation(result: Evaluation) -> str:
-    """Return an evaluation as lines to read."""
+    """Return an evaluation as a few lines of text."""
     lines = [
         f"{result.task}, {result.policy}: {result.num_prompts} prompts x {result.num_samples} "
         f"samples",
@@ -134,7 +134,7 @@ def format_evaluation(result: Evaluation) -> str:
 
 
 def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
-    """Return the options of the run that is evaluated, or of a run that would begin so."""
+    """Return the options of the run that is evaluated, or those of a new run with its model."""
     options = defaults(config.model or TrainConfig.model)
     if config.run is not None:
         path = config.run / runs.CONFIG
@@ -150,13 +150,13 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
-        # Nothing is trained: flash is not for every device and dtype, and nothing is compiled.
+        # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=CompileConfig(),
     )  # fmt: skip
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
-    """Return how the run draws, but for what is said otherwise."""
+    """Return the run's sampling options, with those that the evaluation changes."""
     changes = {
         name: getattr(config, name)
         for name in ("max_tokens", "top_p", "top_k")
@@ -168,7 +168,7 @@ def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
 
 
 def _facts(config: EvalConfig, task: Task, given: TaskLike | None) -> dict[str, str]:
-    """Return what the run wrote down about itself, after checking that the task is the run's."""
+    """Return the facts that the run has recorded, after checking that the task is the run's."""
     if config.run is None:
         return {}
     facts = runs.read_facts(config.run, "evaluate")
@@ -190,7 +190,7 @@ def _grade(
     weights: Mapping[str, float] | None,
     on_error: Literal["stop", "skip"],
 ) -> Graded:
-    """Return what completions are worth; they are written down even if a reward raises."""
+    """Return the rewards of completions, which are written to `out` even if a reward raises."""
     unknown = torch.full((len(completed.texts),), torch.nan, dtype=torch.float32, device="cpu")
     graded = Graded({}, unknown, [])
     try:
@@ -206,7 +206,7 @@ def _grade(
 
 
 def _answers(task: Task, completed: Completed) -> list[str]:
-    """Return what each completion votes for."""
+    """Return the answer that each completion votes for."""
     answers = []
     for text, outcome in zip(completed.texts, completed.outcomes, strict=True):
         answer = "" if isinstance(outcome, Failure) else task.extract(outcome)

@@ -1,4 +1,4 @@
-"""What a run has trained, as a model for others to load."""
+"""Writes the model that a run has trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,18 +50,18 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
 
 
 def _vocab_size(config: TrainConfig, run: Path, task: TaskLike | None) -> int | None:
-    """Return the size of the run's vocabulary, without running anybody's code."""
+    """Return the size of the run's vocabulary, without running a user's task."""
     if config.model not in SHAPES:
         return None  # the weights say it
     if task is not None:
         return task.tokenizer.vocab_size
-    known = runs.recorded_count(run, "vocab_size", "export")
-    if known is None and is_built_in(config.task):
+    recorded = runs.recorded_count(run, "vocab_size", "export")
+    if recorded is None and is_built_in(config.task):
         runs.check_task_named("export", run)
         return load(config.task).tokenizer.vocab_size
-    if known is None:
+    if recorded is None:
         raise ValueError(
             f"export expects vocab_size in {run / runs.ENVIRONMENT}, as runs write it since 0.1.0, "
             f"got none; in Python, task= gives the run's task."
         )
-    return known
+    return recorded

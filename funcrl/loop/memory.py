@@ -1,4 +1,4 @@
-"""What a configuration will need: bytes, estimated before anything is loaded."""
+"""Estimates the memory that a configuration needs, before anything is loaded."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ _FLOAT = 4
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of a run's parts; generation and training do not overlap in time."""
+    """The bytes of each part of a run; generation and training do not overlap in time."""
 
     parameters: int
     optimizer: int  # AdamW's two moments
-    reference: int  # the policy that a KL penalty holds on to
-    sampler: int  # the sampler's own layout of the weights, or its cast of them
+    reference: int  # the reference policy of a KL penalty
+    sampler: int  # the sampler's copy of the weights, in its own layout or dtype
     activations: int  # of one micro-batch, kept for its backward pass
     logits: int  # of one chunk of tokens
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
-    checkpoint: int  # an older state that is still being written
-    cache: int  # keys and values of the samples under way
+    checkpoint: int  # an older state, while it is being written
+    cache: int  # keys and values of the samples in progress
 
     @property
     def state(self) -> int:
-        """What the trainer holds all the time, an engine beside it left out."""
+        """What the trainer holds all the time, without an engine."""
         return self.parameters + self.optimizer + self.reference + self.checkpoint
 
     @property
@@ -35,13 +35,13 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def training(self) -> int:
-        """The larger of differentiate and update, beyond what is alive all the time."""
+        """The larger of what differentiation and the update need besides."""
         differentiate = self.activations + self.logits + self.gradients
         return max(differentiate, self.gradients + self.next_state)
 
     @property
     def peak(self) -> int:
-        """What is alive all the time, and the largest of generate, differentiate and update."""
+        """What is alive all the time, and the larger need of generation and training."""
         return self.resident + max(self.cache, self.training)
 
 
@@ -96,7 +96,7 @@ def estimate_memory(
         config: the run's.
         shape: the model's.
         prompt_tokens: of the longest prompt.
-        num_turns: of an environment, whose own words are taken to be no longer than the policy's.
+        num_turns: of an environment, whose observations are assumed no longer than completions.
 
     Example:
         >>> import funcrl
@@ -106,10 +106,10 @@ def estimate_memory(
         True
     """
     c, params, trained = shape, _FLOAT * num_params(shape), _FLOAT * num_trained(config, shape)
-    merged = params if config.lora.rank else 0  # the base and what it comes to with adapters
+    merged = params if config.lora.rank else 0  # the base, and the base with the adapters merged
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
-    spoken = config.sampling.max_tokens * (2 * num_turns - 1)
-    length = prompt_tokens + spoken
+    completion = config.sampling.max_tokens * (2 * num_turns - 1)
+    length = prompt_tokens + completion
     padded = length + -length % config.length_multiple  # in training alone
     all_rows = config.num_prompts * config.num_generations // config.num_minibatches
     rows = min(config.microbatch or all_rows, all_rows)
@@ -131,7 +131,7 @@ def estimate_memory(
         activations=rows * padded * c.num_layers * block_bytes + copies,
         logits=4 * min(config.logprob_chunk, rows * padded) * c.vocab_size * _FLOAT,
         gradients=trained + merged,
-        # Several updates a step: the state before the first is kept to go back to.
+        # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
         checkpoint=3 * trained,
         cache=2 * c.num_layers * kv * slots * length * compute,

@@ -1,10 +1,10 @@
-"""Checkpoints: a tree of tensors and a few facts on disk, whole or not at all, equal to the bit.
+"""Checkpoints: a tree of tensors and a few facts, written whole or not at all, and bit-exact.
 
     PATH/state/           the leaves, written by orbax
     PATH/manifest.json    their paths, shapes, dtypes and checksums, and the facts
 
 A checkpoint is made under a hidden name and renamed when all of it is on disk: the rename is the
-commit. Torn, changed and foreign folders are told by the manifest and its checksums.
+commit. The manifest and its checksums reveal folders that are torn, changed or not of funcrl.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ _LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be trusted: torn, changed, foreign or not there."""
+    """A checkpoint that is torn, changed, not of funcrl, or missing."""
 
 
 class Restored(NamedTuple):
-    """A checkpoint read back."""
+    """A checkpoint that has been read."""
 
     step: int
     state: Tree
@@ -127,7 +127,7 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[int] | None = None
-        self.newest: int | None = None  # the last one restored or saved, known to be whole
+        self.newest: int | None = None  # the last one that was restored or saved
 
     def save(self, step: int, state: Tree, extra: Extra = None, score: float | None = None) -> None:
         """Begin to write checkpoint number `step`; a score that is not finite counts as none."""
@@ -156,7 +156,7 @@ class Checkpoints:
     def restore_latest(self, like: Tree, on_skip: OnSkip = None) -> Restored | None:
         """Return the newest good checkpoint, None when there is none at all.
 
-        `on_skip` is told of each that is broken, and how; when all are, that is an error.
+        `on_skip` is called with a reason for each broken one; it is an error if all are broken.
         """
         if not _numbered(self.folder):
             return None
@@ -171,20 +171,20 @@ class Checkpoints:
         return step
 
     def _thin_out(self, newest: int) -> None:
-        """Delete what is neither new nor good, of the checkpoints up to the one just saved.
+        """Delete the checkpoints up to the newest that are neither among the last nor the best.
 
-        Higher numbers are of a life that could not be gone on from, and will be replaced.
+        Higher numbers are of an earlier attempt that could not be resumed; they will be replaced.
         """
         scores: dict[int, float | None] = {}
         for step, path in _numbered(self.folder).items():
-            # One whose manifest is broken has no vote and is left for a person to look at.
+            # A checkpoint whose manifest is broken is left for a person to look at.
             with contextlib.suppress(CheckpointError):
                 scores[step] = _read_manifest(path)["score"]
         mine = [step for step in scores if step <= newest]
         scored = sorted((s for s in mine if scores[s] is not None), key=lambda s: (scores[s], s))
         kept = {*mine[-self._keep_last :], *scored[max(0, len(scored) - self._keep_best) :]}
         for step in set(mine) - kept:
-            # Renamed first, so that at no moment a part of it bears its number.
+            # Renamed first, so that a part of it never has its number as a name.
             gone = self.folder / f".{step}.gone"
             (self.folder / str(step)).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -217,10 +217,10 @@ def _to_arrays(state: Tree) -> dict[str, Any]:
 
 
 def _describe(state: Tree, extra: Extra, score: float | None) -> _Manifest:
-    known = score is not None and math.isfinite(score)
+    scored = score is not None and math.isfinite(score)
     return {
-        "format": _FORMAT, "leaves": _outline("save", state), "score": score if known else None,
-        # Encoded now, so that what JSON cannot hold is refused here and not in the background.
+        "format": _FORMAT, "leaves": _outline("save", state), "score": score if scored else None,
+        # Encoded now, so that facts that JSON cannot hold raise here and not in the background.
         "extra": json.loads(json.dumps(dict(extra or {}))),
     }  # fmt: skip
 
@@ -241,13 +241,13 @@ def _outline(function: str, state: Tree) -> list[dict[str, Any]]:
 def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        # To replace a folder is to delete it: only one that a save has written may go.
+        # Replacing a folder deletes it, so it must be one that a save has written.
         if path.exists() and not {each.name for each in path.iterdir()} <= {_STATE, _MANIFEST}:
             raise FileExistsError("a folder with other things in it is there")
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        # Before orbax writes: a tensor that is changed meanwhile is then told by its checksum.
+        # Before orbax writes, so that the checksum reveals a tensor that changes meanwhile.
         sums = [_checksum(array) for array in arrays.values()]
         # An array without elements is not stored; the manifest alone brings it back.
         filled = {name: array for name, array in arrays.items() if array.size}
@@ -274,7 +274,7 @@ def _reason(error: Exception) -> str:
 
 
 def _replace(path: Path, draft: Path) -> None:
-    """Give the draft its name; an old checkpoint of that name can be restored until then."""
+    """Rename the draft; an old checkpoint of that name can be restored until then."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -291,7 +291,7 @@ def _unreplaced(path: Path) -> Path:
 
 
 def _clean_up(folder: Path) -> None:
-    """Remove what killed processes left behind; what they were replacing gets its name back."""
+    """Remove the drafts of killed processes, and rename back what they were replacing."""
     for path in folder.iterdir():
         if _LEFT_OVER.fullmatch(path.name):
             named = folder / path.name.split(".")[1]
@@ -318,7 +318,7 @@ def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
 
 
 def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
-    # The files first: a changed byte in a length would have orbax reserve or read anything.
+    # The files are checked first: a changed length would make orbax reserve any amount of memory.
     try:
         changed = sorted(files.items() - _file_checksums(path).items())
         if not changed:
@@ -361,12 +361,14 @@ def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, 
     for at in [*ours, *theirs]:
         want, got = ours.get(at), theirs.get(at)
         if want != got:
-            raise ValueError(f"restore expects {_say(want)} for {at!r}, got {_say(got)} in {path}.")
+            raise ValueError(
+                f"restore expects {_leaf_words(want)} for {at!r}, got {_leaf_words(got)} in {path}."
+            )
     if saved != wanted:  # two leaves of one path, or another order
         raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
 
 
-def _say(leaf: dict[str, Any] | None) -> str:
+def _leaf_words(leaf: dict[str, Any] | None) -> str:
     return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
 
 

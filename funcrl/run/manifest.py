@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest holds: anybody can make one whose checksum is right."""
+"""Checks the fields of a checkpoint's manifest, which anybody can write with a right checksum."""
 
 import zlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
 
 
 def is_manifest(found: Mapping[str, Any]) -> bool:
-    """Return whether each field of a manifest is there, and of its kind."""
+    """Return whether a manifest has all its fields, each of its type."""
     if not _has(found, _FIELDS) or not isinstance(found.get("score", ()), int | float | None):
         return False
     sums, files, leaves = found["checksums"], found["files"], found["leaves"]

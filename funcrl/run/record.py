@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, its metrics, its checkpoints; and how it is taken up."""
+"""Writes a run's folder: its metrics, completions and checkpoints; and resumes it."""
 
 import fcntl
 import json
@@ -29,7 +29,7 @@ _REFERENCE = "reference"
 
 
 class Progress(NamedTuple):
-    """A whole number of steps: what a run goes on from, replaced as one."""
+    """The last finished step, from which a run can be resumed."""
 
     step: int
     state: TrainState
@@ -63,7 +63,7 @@ class Claim:
             ) from None
 
     def check(self) -> None:
-        """Raise in a child that something forked: it must not compute or write for its parent."""
+        """Raise in a forked child process, which must not compute or write for its parent."""
         if os.getpid() != self._process:
             raise ForkedError(
                 f"train expects one process to write to {self._folder}, its own {self._process}, "
@@ -71,7 +71,7 @@ class Claim:
             )
 
     def close(self) -> None:
-        """Let others write there."""
+        """Release the folder for other processes."""
         os.close(self._file)
 
 
@@ -109,11 +109,11 @@ class Record:
         return self._progress
 
     def resumed(self, like: TrainState) -> int | None:
-        """Take up the newest good checkpoint and return its step; None if there is none."""
+        """Resume from the newest good checkpoint and return its step; None if there is none."""
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is not None:
             _check_goes_on(self._config, self.folder, found)
-        # From here on the folder holds a run, which `--resume` finds even before its first step.
+        # From here on `--resume` finds a run in the folder, even before its first step.
         _write_facts(self.folder, self._config, self._facts)
         if found is None:
             self._empty = True
@@ -126,7 +126,7 @@ class Record:
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
-        for name in (runs.METRICS, runs.COMPLETIONS):  # of a life that never got to a checkpoint
+        for name in (runs.METRICS, runs.COMPLETIONS):  # of an earlier attempt without a checkpoint
             (self.folder / name).unlink(missing_ok=True)
         self._display.start(self.folder, self._config, 0)
         self._progress = Progress(0, state, row)
@@ -138,7 +138,7 @@ class Record:
         self.claim.check()
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
-        # Only now: a step whose lines could not be written is one to do again.
+        # Only now, because a step whose lines could not be written must be run again.
         self._progress = Progress(row["step"], state, row)
         self._given_up = False
         self._display.step(row, seen)
@@ -159,9 +159,9 @@ class Record:
         self._checkpoints.save(step, state, facts, row.get("eval/accuracy"))
 
     def save_unsaved(self, error: BaseException) -> None:
-        """Save what an error or an interruption would lose; say what is saved, and how to go on.
+        """Save what an error or an interruption would lose, and report what is saved.
 
-        An error carries this as a note, which is printed after it; else it is shown now.
+        The report becomes a note of an error, which is printed after it; else it is shown now.
         """
         if self._progress is None and not self._empty:
             return
@@ -178,7 +178,7 @@ class Record:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and let go of the screen and the trackers."""
+        """Wait for the last checkpoint, and close the view, the trackers and the claim."""
         try:
             self._checkpoints.close()
         finally:
@@ -199,14 +199,14 @@ class Record:
 
 
 class _Display:
-    """What shows a run: its view, and its trackers."""
+    """The view and the trackers that show a run."""
 
     def __init__(self, view: View, title: str) -> None:
         self._view, self._title = view, title
         self._trackers: list[Tracker] = []
 
     def start(self, folder: Path, config: TrainConfig, step: int) -> None:
-        """Open all of it, after a number of steps."""
+        """Open the trackers and the view, after a number of steps."""
         plain = configs.to_plain(config)
         for name in config.log.trackers:
             self._trackers.append(tracker(name, folder, plain, step, self._view.note))
@@ -221,14 +221,14 @@ class _Display:
         self._view.step(row, seen[0] if seen else None)
 
     def close(self) -> None:
-        """Let go of the screen and of what the trackers hold."""
+        """Close the trackers and the view."""
         for each in self._trackers:
             each.close()
         self._view.close()
 
 
 def reference_policy(folder: Path, step: int, params: Params) -> Params:
-    """Return the policy of step 0, which a KL penalty holds on to: saved then, restored later.
+    """Return the policy of step 0, the reference of a KL penalty: saved then, restored later.
 
     Args:
         folder: the run's.
@@ -283,15 +283,15 @@ def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSE
     place = folder / runs.CHECKPOINTS
     if lost is None:
         return f"Saved step {newest} in {place}; go on with: {command}"
-    known = "No step" if newest is None else f"Step {newest}"
+    saved = "No step" if newest is None else f"Step {newest}"
     return (
-        f"Step {step} is not saved: {lost}\n{known} is saved in {place}; once this is mended, "
+        f"Step {step} is not saved: {lost}\n{saved} is saved in {place}; once this is fixed, "
         f"go on with: {command}"
     )
 
 
 def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
-    """Drop the lines of the steps after that of `row`, which will be done again."""
+    """Drop the lines of the steps after that of `row`, which will be run again."""
     path, step = folder / runs.METRICS, row["step"]
     last = runs.keep_until(path, step)
     runs.keep_until(folder / runs.COMPLETIONS, step)

@@ -1,4 +1,4 @@
-"""The folder of a run: the names of its files, and lines that survive a crash.
+"""Names, reads and writes the files in the folder of a run.
 
 RUN/config.yaml         the resolved configuration
 RUN/environment.json    machine, versions, command
@@ -28,11 +28,11 @@ CHECKPOINTS = "checkpoints"
 
 _LONGEST_LINE = 1 << 24  # in bytes; a completion of a million tokens has a third of that
 _MOST_FACTS = 1 << 20  # in bytes
-_LAST_STEP = 1 << 53  # what a float, and so a plot, tells from its neighbours
+_LAST_STEP = 1 << 53  # the largest that a float, and so a plot, represents exactly
 
 
 class Completion(NamedTuple):
-    """One completion to look at."""
+    """A logged completion, one line of completions.jsonl."""
 
     step: int
     prompt: str
@@ -45,7 +45,7 @@ class Completion(NamedTuple):
 
 
 def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
-    """Return what a run wrote down about its machine and its task; nothing when there is no file.
+    """Return the facts that a run recorded about its machine and its task; none without a file.
 
     Args:
         folder: the run's.
@@ -68,7 +68,7 @@ def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
 
 
 def recorded_count(folder: Path, name: str, function: str = "recorded_count") -> int | None:
-    """Return a count that a run wrote down about its task, None if it did not.
+    """Return a count that a run recorded about its task, None if it did not.
 
     Args:
         folder: the run's.
@@ -128,7 +128,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     text = "".join(_line(row) for row in rows)
     try:
-        # A link would have lines written wherever it leads.
+        # A link could lead to any file, and is not followed.
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with open(handle, "a", **ENCODING) as file:
             file.write(text)
@@ -169,7 +169,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Give what `read_lines` returns one by one, with the number of its line.
+    """Yield the rows that `read_lines` returns, each with the number of its line.
 
     Args:
         function: the public function that was given the file, for errors.
@@ -194,7 +194,7 @@ def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
                     f"{function} expects lines of at most {_LONGEST_LINE} bytes, got a longer one "
                     f"in line {number} of {path}."
                 )
-            # A line counts once its end is written; a cut may fall inside a character.
+            # A line without its end was cut off by a crash, perhaps inside a character.
             if not line.endswith(b"\n"):
                 return
             try:
@@ -239,7 +239,7 @@ metrics.jsonl.
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run's steps; what is null in its file, for it was not finite, is NaN.
+    """Return the metrics of a run's steps; null in the file, for numbers not finite, is NaN.
 
     Example:
         >>> import pathlib, tempfile

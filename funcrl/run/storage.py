@@ -1,4 +1,4 @@
-"""Arrays on disk, by orbax: a folder of them, whole or with an error that says why not."""
+"""Writes and reads a folder of arrays by orbax, with errors that name their cause."""
 
 import errno
 import logging
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-# How tensorstore says which error the system gave it.
+# The error number of the system in an error of tensorstore, which has no other field for it.
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays of at least one element into a new folder.
 
-    What the disk refuses is an `OSError`, raised when nothing is being written any more.
+    A failure is an `OSError`, raised when nothing is being written any more.
 
     Args:
         folder: to make.
@@ -42,9 +42,9 @@ def read_arrays(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Keep orbax from printing how it writes, and the tracebacks of errors that it raises."""
+    """Keep orbax from logging its progress, and the tracebacks of errors that it raises."""
 
-    # Imported here, as orbax is, whose logger this makes of the right class.
+    # Imported here, as orbax is: it sets the class of the logger that orbax uses.
     from absl import logging as absl_logging
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -59,7 +59,7 @@ def _without_logs() -> Iterator[None]:
 
 
 def _checkpointer() -> Any:
-    # Imported here: it takes up to seconds, which `import funcrl` must not cost.
+    # Imported here, because the import takes seconds.
     import jax
     import orbax.checkpoint as ocp
 

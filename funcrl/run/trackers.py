@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own files: TensorBoard, Weights & Biases, trackio."""
+"""Sends metrics to TensorBoard, Weights & Biases and trackio."""
 
 import importlib
 import secrets
@@ -15,7 +15,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Tracker(Protocol):
-    """Where metrics go besides the run's own files."""
+    """A service that shows a run's metrics."""
 
     def log(self, row: Row) -> None:
         """Write a step's metrics."""
@@ -24,7 +24,7 @@ class Tracker(Protocol):
         """Write a table of completions."""
 
     def close(self) -> None:
-        """Finish."""
+        """Finish the run there."""
 
 
 def tracker(
@@ -41,7 +41,7 @@ def tracker(
         run: the run's folder, which names it.
         config: the resolved configuration.
         first_step: the steps before it are written already: a resumed run.
-        on_error: told the first failure.
+        on_error: is called with a line about the first failure.
     """
     kinds: dict[str, Callable[..., Tracker]] = {
         "tensorboard": _TensorBoard,
@@ -59,7 +59,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _tracked_name(run: Path) -> str:
-    """Return the run's name among all of an account, the same when it is resumed.
+    """Return a name for the run that is unique in an account and stays when it is resumed.
 
     The folder's name is not enough: every machine has a sum_digits-1.
     """
@@ -70,7 +70,7 @@ def _tracked_name(run: Path) -> str:
 
 
 class _Careful:
-    """A tracker whose failures are told once and counted."""
+    """A tracker that reports its first failure and counts the others."""
 
     def __init__(self, name: str, inner: Tracker, on_error: Callable[[str], None]) -> None:
         self._name, self._inner, self._on_error = name, inner, on_error

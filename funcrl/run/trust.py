@@ -1,4 +1,4 @@
-"""Code that a configuration names, and which of it runs without a question.
+"""Decides which code that a configuration names may run without `--trust`.
 
 What a user names (`--task` on the command line, an object or a configuration in Python) runs. What
 a file names (a run's config.yaml, or one that `--config` reads) runs if this account has run that
@@ -15,20 +15,21 @@ from funcrl.core.files import write_whole
 from funcrl.run import runs
 from funcrl.tasks import source_file
 
-# Where a run's environment.json says which file its task came from.
+# The key in a run's environment.json of the checksum of its task's file.
 RECORDED = "task_sha256"
 
 
 class TrustError(ValueError):
-    """Code that a file names, and that this account has not run before, or that has changed."""
+    """Raised for code that this account has not run before, or that has changed since."""
 
 
 class Code(NamedTuple):
-    """Code that a configuration names."""
+    """A file or a folder of code that a configuration names."""
 
-    option: str  # that names it
+    option: str  # the option that names it, with its value if it is a task
     path: Path  # absolute
-    digest: str  # SHA-256 of the file's bytes, "" if it has none; of a folder, which one it is
+    digest: str  # the SHA-256 of a file, "" without a file; the device and inode of a folder
+    is_task: bool
 
 
 def task_code(task: str) -> Code | None:
@@ -44,8 +45,8 @@ def task_code(task: str) -> Code | None:
         return None
     option = f"--task {task}"
     if not found.is_file():  # a module that Python itself was built with
-        return Code(option, found, "")
-    return Code(option, found, hashlib.sha256(found.read_bytes()).hexdigest())
+        return Code(option, found, "", is_task=True)
+    return Code(option, found, hashlib.sha256(found.read_bytes()).hexdigest(), is_task=True)
 
 
 def cache_code(folder: Path | None) -> Code | None:
@@ -105,13 +106,13 @@ def check_run(
 
 
 def describe(code: Code, file: Path) -> str:
-    """Return the line that says what is run, and from where."""
-    digest = f" (SHA-256 {code.digest[:12]})" if code.option.startswith("--task") else ""
+    """Return the line that tells a user which code is run, and which file names it."""
+    digest = f" (SHA-256 {code.digest[:12]})" if code.is_task else ""
     return f"Runs {code.path}{digest}, which {file} names as {code.option}."
 
 
 def default_store() -> Path:
-    """Return the folder that knows what this account has run: `~/.local/share/funcrl/trusted`."""
+    """Return the folder of what this account has run: `~/.local/share/funcrl/trusted`."""
     return Path.home() / ".local" / "share" / "funcrl" / "trusted"
 
 
@@ -131,12 +132,12 @@ def remember(config: TrainConfig, store: Path | None = None) -> None:
     for code in codes:
         if code is not None and code.digest:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # For a person who looks what is there; the name alone counts.
+            # The content is for people; only the name is read.
             write_whole(place / _name(code), f"{code.option}\n{code.path}\n{code.digest}\n")
 
 
 def is_remembered(code: Code, store: Path | None = None) -> bool:
-    """Return whether this account has run just this: the same option, path and bytes.
+    """Return whether this account has run the same object of the same file before.
 
     Args:
         code: from `task_code` or `cache_code`.
@@ -146,24 +147,24 @@ def is_remembered(code: Code, store: Path | None = None) -> bool:
 
 
 def _folder_code(folder: Path) -> Code:
-    # Its files come and go; which folder it is stays, and one from elsewhere is another.
+    # By its identity, because its files come and go.
     which = folder.stat()
     digest = f"{which.st_dev}:{which.st_ino}"
-    return Code("--compile.cache-dir", folder.resolve(), digest)
+    return Code("--compile.cache-dir", folder.resolve(), digest, is_task=False)
 
 
 def _reason(code: Code, recorded: Mapping[str, str] | None) -> str:
-    """Return why code must not run without a question, "" if it may."""
-    if recorded is not None and code.option.startswith("--task"):
+    """Return why code must not run without `--trust`, "" if it may."""
+    if recorded is not None and code.is_task:
         if RECORDED not in recorded:
             return f"{runs.ENVIRONMENT} does not say which file the run began with"
         if recorded[RECORDED] != code.digest:
-            return "it is not the file that the run began with, so that its rewards may be others"
+            return "it is not the file that the run began with, so its rewards may differ"
     return "" if is_remembered(code) else "this account has not run it before"
 
 
 def _name(code: Code) -> str:
-    # The attribute too: a stranger's file may name another function of one's own file.
+    # With the attribute: a stranger's configuration may name another function of the file.
     attribute = code.option.rpartition(":")[2]
     text = "\0".join([attribute, str(code.path), code.digest])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live view, or plain lines."""
+"""Shows a run on the screen: live on a terminal, or as plain lines."""
 
 import math
 import time
@@ -23,10 +23,10 @@ _SHOWN = {
 
 
 class View(Protocol):
-    """What shows a run on the screen."""
+    """An object that shows a run on the screen."""
 
     def start(self, title: str, total: int, done: int) -> None:
-        """Begin, with `done` of `total` steps behind."""
+        """Begin, after `done` of `total` steps."""
 
     def step(self, row: Row, completion: Completion | None) -> None:
         """Show a finished step."""
@@ -35,7 +35,7 @@ class View(Protocol):
         """Show a line that stays."""
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Restore the screen."""
 
 
 def view_for(stream: TextIO) -> View:
@@ -97,7 +97,7 @@ class PlainView:
         self._print(text)
 
     def close(self) -> None:
-        """Flush."""
+        """Flush the stream."""
         self._stream.flush()
 
     def _print(self, text: str) -> None:
@@ -157,9 +157,9 @@ class LiveView:
         return progress
 
     def _numbers(self, row: Row) -> Table:
-        known = {**row, "eval/accuracy": self._accuracy}
-        shown = [(label, known[name]) for name, label in _SHOWN.items()
-                 if known.get(name) is not None]  # fmt: skip
+        numbers = {**row, "eval/accuracy": self._accuracy}
+        shown = [(label, numbers[name]) for name, label in _SHOWN.items()
+                 if numbers.get(name) is not None]  # fmt: skip
         if row.get("step_time") and row.get("num_tokens"):
             shown.append(("tokens/s", row["num_tokens"] / row["step_time"]))
         table = Table.grid(padding=(0, 2), expand=True)
@@ -172,7 +172,7 @@ class LiveView:
         return grid
 
     def _completion(self, completion: Completion) -> Text:
-        """As text and not as markup: a completion may contain anything."""
+        """Return the completion as text without markup, because it may contain anything."""
         room = 3 * max(self._console.width - 4, 10)
         text = Text("\n")
         text.append(_visible(completion.prompt, room), style="cyan")
@@ -181,7 +181,7 @@ class LiveView:
 
 
 class _Pace:
-    """How long the steps take, and so what is left."""
+    """Measures the time of steps, and estimates the time left."""
 
     def __init__(self, total: int, done: int) -> None:
         self.total, self._done, self._first = total, done, done
@@ -218,6 +218,6 @@ def _number(value: Any) -> str:
 
 
 def _visible(text: str, room: int) -> str:
-    """Return text with control characters escaped, cut to its room."""
+    """Return text with control characters escaped, of at most `room` characters."""
     shown = escaped(text)
     return shown if len(shown) <= room else shown[: room - 1] + "…"

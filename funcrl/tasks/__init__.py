@@ -1,4 +1,4 @@
-"""Tasks: prompts, and what a completion of one is worth."""
+"""Tasks: prompts, and the rewards of their completions."""
 
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.answers import (

@@ -1,4 +1,4 @@
-"""From any object that has a task's members to a `Task`, whose members are all there."""
+"""Makes a `Task`, with all its members, of any object that has the needed ones."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def changed(task: Task, **members: Any) -> Task:
 
 
 class _StandIn:
-    """Has the members that it is given, then those of an object, then the defaults of its class."""
+    """Has the members that it is given, else those of an object, else its class's defaults."""
 
     def __init__(self, inner: object, **members: Any) -> None:
         self._inner = inner
@@ -67,15 +67,15 @@ class _StandIn:
 
 
 class TokenizerStandIn(_StandIn, Tokenizer):
-    """A tokenizer that stands in for an object."""
+    """A `Tokenizer` with the members of another object."""
 
 
 class _TaskStandIn(_StandIn, Task):
-    """A task that stands in for an object."""
+    """A `Task` with the members of another object."""
 
 
 class _EnvironmentStandIn(_StandIn, Environment):
-    """An environment that stands in for an object."""
+    """An `Environment` with the members of another object."""
 
 
 def _stand_in(inner: object, acts: bool, **members: Any) -> Task:

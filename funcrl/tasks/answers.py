@@ -1,4 +1,4 @@
-"""What a completion's answer is, and whether it is right: by value, never by resemblance."""
+"""Functions that find the answer in a completion, and that compare numbers by value."""
 
 import re
 from decimal import Decimal
@@ -7,7 +7,7 @@ from funcrl.core.arguments import checked
 
 # 1234, 1,234, -12.50 and .5, with a dollar sign or without; a full stop may end the sentence.
 _NUMBER = re.compile(r"([-+]?)\$?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)\.?")
-# Digits with nothing on them: no letter, sign, point or per cent. The - of 2-3 is no sign.
+# A whole number without a letter, sign, point or per cent beside it. The - of 2-3 is no sign.
 _WHOLE = re.compile(
     r"(?<![^\W_])(?<![.,])(?<!(?<![\w)])[-+\u2212])\d+(?:,\d{3})*"
     r"(?![\d,]*\.?\d|[^\W_]|\s*%|\s\.\d)"
@@ -63,9 +63,9 @@ def boxed_answer(text: str) -> str:
 
 @checked
 def last_number(text: str) -> str:
-    """Return the last whole number that a text names, "" when there is none.
+    """Return the last whole number in a text, "" when there is none.
 
-    One with a sign, a per cent sign, decimals or letters on it is another number.
+    A number with a sign, a per cent sign, decimals or letters beside it does not count.
 
     Example:
         >>> from funcrl.tasks import last_number

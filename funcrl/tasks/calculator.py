@@ -1,4 +1,4 @@
-"""A worked environment: products that a policy may ask a calculator for."""
+"""An environment: the policy multiplies two numbers, and may use a calculator."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from funcrl.tasks.tokenizers import CharTokenizer
 
 
 class Desk(NamedTuple):
-    """The state of an episode: what the policy said last, and what the calculator shows."""
+    """The state of an episode."""
 
-    said: str = ""
-    shows: str | None = None  # until the policy reads it
-    called: bool = False
+    answer: str = ""  # the last completion
+    display: str | None = None  # what the calculator shows; None after an answer
+    called: bool = False  # whether the calculator has understood a call
 
 
 class Calculator(Environment):
-    """`38*27=` is to be answered by `1026`, for which the policy may write `[38*27]` and read on.
+    """The prompt `38*27=` is answered by `1026`; `[38*27]` calls a calculator first.
 
-    A call ends the policy's own tokens; what the calculator shows is put behind it, `1026;`, or
-    `?;` for anything but a product. What the policy says after that is its answer, or another call.
+    A call ends the policy's turn. The calculator's result follows, `1026;`, or `?;` for anything
+    but a product. The next completion is the answer, or another call.
     With a model's own tokenizer the product is asked for in words, and a call is written
     `<calc>38*27</calc>`. Rewards are `correct` and `called` (the calculator understood a call), a
     tenth as much.
@@ -79,23 +79,23 @@ class Calculator(Environment):
         _, mark, call = completion.rpartition(self._open)
         if not (mark and call.endswith(self._close)):
             return Desk(completion, None, state.called)
-        shown = self._product(call.removesuffix(self._close))
-        return Desk(completion, shown, state.called or shown != "?")
+        display = self._product(call.removesuffix(self._close))
+        return Desk(completion, display, state.called or display != "?")
 
     def observe(self, state: Desk) -> str | None:
         """Return what the calculator shows; None after an answer."""
-        if state.shows is None:
+        if state.display is None:
             return None
-        return f" = {state.shows}\n" if self.in_words else f"{state.shows};"
+        return f" = {state.display}\n" if self.in_words else f"{state.display};"
 
     def reward(self, prompt: Prompt, state: Desk) -> Mapping[str, float]:
         """Return whether the answer is right, and whether the calculator was used."""
-        answered = state.shows is None and self.extract(state) == prompt.answer
+        answered = state.display is None and self.extract(state) == prompt.answer
         return {"correct": float(answered), "called": float(state.called)}
 
     def extract(self, state: Desk) -> str:
         """Return the answer that an episode votes for; in words, the last number counts."""
-        return last_number(state.said) if self.in_words else state.said
+        return last_number(state.answer) if self.in_words else state.answer
 
     def demonstrate(self, prompt: Prompt) -> Sequence[str]:
         """Return a call and the answer."""
@@ -111,16 +111,16 @@ class Calculator(Environment):
         return str(int(factors[0]) * int(factors[1]))
 
     def _draw(self, held_out: bool, seed: int, index: int) -> Prompt:
-        """Return the first of a few draws that is held out, or is not."""
+        """Return the first draw that is held out, or the first that is not."""
         lowest, count = 10 ** (self.digits - 1), 9 * 10 ** (self.digits - 1)
         attempt = 0
         while True:
             a, b = (lowest + rng.fold_in(seed, index, attempt, k) % count for k in (0, 1))
             if is_held_out(*sorted((a, b))) == held_out:
-                return self._ask(a, b)
+                return self._prompt(a, b)
             attempt += 1
 
-    def _ask(self, a: int, b: int) -> Prompt:
+    def _prompt(self, a: int, b: int) -> Prompt:
         if not self.in_words:
             return Prompt(f"{a}*{b}=", str(a * b), (a, b))
         text = (

@@ -12,7 +12,7 @@ from funcrl.core.reading import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
-# Stands for what a model said, in a conversation that is written only to look at its form.
+# The model's answer in conversations that are rendered only to see the template's form.
 _ANSWER = "an answer such as no template holds"
 
 # How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
@@ -32,11 +32,11 @@ _SPLITS = {
 
 
 class ChatTokenizer(Tokenizer):
-    """A tokenizer of transformers as funcrl's: a prompt's text is the user's message.
+    """A tokenizer of transformers in funcrl's form: a prompt's text is the user's message.
 
-    A prompt becomes tokens once, the template's opening of the answer included; from there on
-    only tokens are passed on, so that what is trained on is what was sampled. Without a template
-    the text is encoded as it is.
+    A prompt is encoded once, with the template's opening of the answer. From there on only tokens
+    are passed on, so that exactly the sampled tokens are trained on. Without a template the text
+    is encoded as it is.
 
     Args:
         tokenizer: a `transformers.PreTrainedTokenizerBase`.
@@ -59,7 +59,7 @@ class ChatTokenizer(Tokenizer):
         self.ends: tuple[int, ...] = tuple(dict.fromkeys(found))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a conversation that has come to the model's turn."""
+        """Return the tokens of a conversation up to the start of the model's answer."""
         if self._tokenizer.chat_template is None:
             return list(self._tokenizer.encode(text))
         messages = [{"role": "user", "content": text}]
@@ -72,13 +72,15 @@ class ChatTokenizer(Tokenizer):
         return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
     def encode_answer(self, text: str) -> list[int]:
-        """Return the tokens of a text within the model's turn."""
+        """Return the tokens of a text within an answer of the model."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return what follows an answer's end token: the user's next message, and the model's turn.
+        """Return the tokens between an answer's end token and the next answer.
 
-        What was said before is not written again, so that nothing that was sampled changes.
+        They are the user's message and the opening of the model's answer.
+
+        Earlier messages are not encoded again, so that sampled tokens do not change.
         """
         if self._tokenizer.chat_template is None:
             return self.encode_answer(text)
@@ -113,7 +115,7 @@ def _end_of_turn(tokenizer: Any) -> int:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         after = tokenizer.encode(rendered.rpartition(_ANSWER)[2], add_special_tokens=False)
-        # By its looks: which tokens count as special differs between versions and formats.
+        # By its form, because versions and formats differ in which tokens count as special.
         if after and re.fullmatch(r"<[^<>\s]+>", tokenizer.decode(after[:1])):
             return int(after[0])
     if tokenizer.eos_token_id is None:
@@ -140,7 +142,7 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"
     transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
-    # Said, or transformers would ask on the terminal whether to run code that the folder brings.
+    # Otherwise transformers asks on the terminal whether to run code that the folder contains.
     load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
         return ChatTokenizer(load(path), system, _generation_ends(path / "generation_config.json"))
@@ -150,7 +152,7 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
 
 
 def _generation_ends(path: Path) -> list[int]:
-    """Return the tokens at which the model's makers stop."""
+    """Return the end tokens that generation_config.json lists."""
     if not path.exists():
         return []
     found = read_json("load_tokenizer", path, _LONGEST_JSON).get("eos_token_id")
@@ -164,7 +166,7 @@ def _generation_ends(path: Path) -> list[int]:
 
 
 def _split_as_written(tokenizer: Any, path: Path) -> None:
-    """Give a tokenizer that was read from a GGUF file the splits which that file names."""
+    """Make a tokenizer from a GGUF file split text as the file says."""
     gguf = checks.import_extra("load_tokenizer", "gguf", f"for {path}", "gguf")
     fields = gguf.GGUFReader(path).fields
 

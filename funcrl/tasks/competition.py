@@ -9,16 +9,16 @@ from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.judge import Judge
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
-_ASK = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
+_INSTRUCTION = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
 
-_UNDONE = re.compile(
+_NOT_WORKED_OUT = re.compile(
     r"\\(?:neq?|approx|Rightarrow|rightarrow|to|implies|int|sum|prod|binom|times|cdot)(?![a-z])"
     r"|[*<>]|=.*=|\d\s*="
 )
 
 
 class Math(Task):
-    r"""A problem is to be answered by its reasoning and `\boxed{ANSWER}`.
+    r"""Problems to answer with reasoning and `\boxed{ANSWER}`.
 
     Rewards are `correct` (the last boxed answer means the same as the gold one, as math-verify
     sees it) and `format` (there is one), a tenth as much.
@@ -45,8 +45,8 @@ class Math(Task):
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the boxed answer is right, and whether there is one."""
         answer = boxed_answer(completion)
-        # A number that is asked for is to be worked out, not to be hidden in what it is equal to.
-        hidden = number_of(prompt.answer) is not None and _UNDONE.search(answer)
+        # Where the answer is a number, an expression that is equal to it does not count.
+        hidden = number_of(prompt.answer) is not None and _NOT_WORKED_OUT.search(answer)
         same = not hidden and self._judge.same(answer, prompt.answer)
         return {"correct": float(same), "format": float(bool(answer))}
 
@@ -76,5 +76,7 @@ def _read(path: Path) -> list[Prompt]:
                 f"math expects a problem with an answer, or a solution with a \\boxed one, got "
                 f"neither in row {number} of {path}."
             )
-        prompts.append(Prompt(str(row["problem"]) + _ASK, gold, solution or f"\\boxed{{{gold}}}"))
+        prompts.append(
+            Prompt(str(row["problem"]) + _INSTRUCTION, gold, solution or f"\\boxed{{{gold}}}")
+        )
     return prompts

@@ -1,4 +1,4 @@
-"""Rewards put together: a task's own, and others beside them."""
+"""Adds rewards to those of a task."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -22,7 +22,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 class Countdown(Task):
-    """`Using 3, 5, 7 make 22` is to be answered by `<answer>3 * 5 + 7</answer>`.
+    """Puzzles such as "make 22 of 3, 5, 7", answered by `<answer>3 * 5 + 7</answer>`.
 
     Every puzzle has a solution. Rewards are `correct` (an expression of exactly these numbers, each
     used once, with the target's value) and `format` (there is an answer), a tenth as much. A tenth
@@ -77,14 +77,14 @@ class Countdown(Task):
         for attempt in range(_TRIES):
             numbers, target, expression = self._draw(seed, index, attempt)
             if target > 0 and is_held_out(*sorted(numbers), target) == held_out:
-                return _ask(numbers, target, expression)
+                return _prompt(numbers, target, expression)
         raise ValueError(
             f"Countdown expects more puzzles than {self._count} numbers up to {self._largest} "
             f"have, got none to {'hold out' if held_out else 'train on'} in {_TRIES} tries."
         )
 
     def _draw(self, *seed: int) -> tuple[list[int], int, str]:
-        """Return numbers, and what a random expression of them comes to, and that expression."""
+        """Return numbers, the value of a random expression of them, and the expression."""
         draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
         numbers = [1 + draw % self._largest for draw in draws[: self._count]]
         value, expression = numbers[0], str(numbers[0])
@@ -116,7 +116,7 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     raise ValueError("neither a number nor an operation")
 
 
-def _ask(numbers: Sequence[int], target: int, expression: str) -> Prompt:
+def _prompt(numbers: Sequence[int], target: int, expression: str) -> Prompt:
     listed = ", ".join(map(str, numbers))
     text = (
         f"Using the numbers {listed}, each exactly once, with + - * / and parentheses, make "

@@ -8,11 +8,11 @@ from funcrl.tasks.answers import marked_answer, number_of, same_number
 from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
 
-_ASK = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
+_INSTRUCTION = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 
 
 class Gsm8k(Task):
-    """A problem is to be answered by its reasoning and `#### NUMBER`.
+    """Problems to answer with reasoning and `#### NUMBER`.
 
     Rewards are `correct` (the number equals the gold one) and `format` (there is a mark with
     something after it, once), a tenth as much.
@@ -43,13 +43,13 @@ class Gsm8k(Task):
         }
 
     def extract(self, completion: str) -> str:
-        """Return the answer that a completion votes for; however it is written, a number is one."""
+        """Return the answer that a completion votes for, a number in one way of writing it."""
         answer = marked_answer(completion)
         number = number_of(answer)
         return answer if number is None else f"{number.normalize():f}"
 
     def demonstrate(self, prompt: Prompt) -> str:
-        """Return the solution that the data have."""
+        """Return the solution in the data."""
         return str(prompt.data)
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
@@ -74,7 +74,7 @@ def _read(folder: Path, split: str) -> list[Prompt]:
                 f"gsm8k expects a question and an answer that ends in '#### NUMBER', got neither "
                 f"in row {number} of {split} in {folder}."
             )
-        # <<2*3=6>> are the notes of the data's makers for a calculator.
-        shown = re.sub(r"<<[^<>]*>>", "", solution)
-        prompts.append(Prompt(str(row["question"]) + _ASK, gold, shown))
+        # The data has notes for a calculator, such as <<2*3=6>>.
+        demonstration = re.sub(r"<<[^<>]*>>", "", solution)
+        prompts.append(Prompt(str(row["question"]) + _INSTRUCTION, gold, demonstration))
     return prompts

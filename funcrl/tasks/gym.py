@@ -9,7 +9,7 @@ from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
 from funcrl.tasks.contracts import Prompt, Task, Tokenizer
 
-_ASK = "\nEnd with your final answer as <answer>...</answer>."
+_INSTRUCTION = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500
 _TRIES = 1000
 
@@ -21,15 +21,15 @@ _REFUSED = {
     "simple_integration": "its verifier runs a policy's text as Python, and may never end",
     "intermediate_integration": "its verifier runs a policy's text as Python, and may never end",
 }
-# They ask for the order of a set.
-_HASHED = (
+# Their problems depend on the order of a set.
+_DEPENDS_ON_HASHES = (
     "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication",
     "ransom_note", "word_ladder",
 )  # fmt: skip
-# What an answer may consist of where the verifier runs it as Python, or reads nan as a number: no
-# calls and no powers of powers. A time limit would make rewards depend on the machine.
+# What an answer may consist of, for verifiers that run it as Python or that read nan as a number:
+# neither calls nor powers of powers. A time limit would make rewards depend on the machine.
 _LIST = r"[\w\s\[\],'\".]*"
-_LETTERS = {
+_ALLOWED = {
     "binary_matrix": _LIST,
     "complex_arithmetic": r"[\d\s.+\-ij()]*",
     "countdown": r"(?:[\d\s+\-/()]|\*(?!\s*\*)){,200}",
@@ -48,7 +48,7 @@ class ReasoningGym(Task):
     an answer), a tenth as much. An answer that the verifier cannot read scores 0. A problem that is
     held out is never trained on.
 
-    A few generators are refused: those whose verifiers pay for anything or run a policy's text as
+    A few generators are refused: those whose verifiers reward anything or run a policy's text as
     Python, and those whose problems differ between processes, unless PYTHONHASHSEED is 0.
 
     Args:
@@ -61,18 +61,18 @@ class ReasoningGym(Task):
     def __init__(self, generator: str, tokenizer: Tokenizer) -> None:
         why = f"for {generator!r}"
         gym = checks.import_extra("reasoning_gym", "reasoning_gym.factory", why, "reasoning-gym")
-        known = gym.DATASETS
-        if generator not in known:
+        generators = gym.DATASETS
+        if generator not in generators:
             raise ValueError(
-                f"reasoning_gym expects one of its {len(known)} generators, got {generator!r}; "
-                f"among them {', '.join(sorted(known)[:5])}."
+                f"reasoning_gym expects one of its {len(generators)} generators, got "
+                f"{generator!r}; among them {', '.join(sorted(generators)[:5])}."
             )
         if generator in _REFUSED:
             raise ValueError(
                 f"reasoning_gym expects a generator to train on, got {generator!r}: "
                 f"{_REFUSED[generator]}."
             )
-        if generator in _HASHED and sys.flags.hash_randomization:
+        if generator in _DEPENDS_ON_HASHES and sys.flags.hash_randomization:
             raise ValueError(
                 f"reasoning_gym expects PYTHONHASHSEED=0 in the environment for {generator!r}, "
                 f"whose problems depend on it, got none."
@@ -99,18 +99,18 @@ class ReasoningGym(Task):
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out problems."""
-        return [_ask(entry) for entry in list(self._held_out.values())[:count]]
+        return [_prompt(entry) for entry in list(self._held_out.values())[:count]]
 
     def demonstrate(self, prompt: Prompt) -> str:
-        """Return the generator's answer, where it is looked for."""
+        """Return the generator's answer, tagged."""
         return f"<answer>{prompt.answer}</answer>"
 
     def _score(self, answer: str, prompt: Prompt) -> float:
-        if not answer or not re.fullmatch(_LETTERS.get(self._generator, r"(?s).*"), answer):
+        if not answer or not re.fullmatch(_ALLOWED.get(self._generator, r"(?s).*"), answer):
             return 0.0
         try:
             score = float(self._scorer.score_answer(answer, prompt.data))
-        except Exception:  # a verifier chokes on a wrong answer in its own way
+        except Exception:  # each verifier raises in its own way for an answer that it cannot read
             return 0.0
         return score if score <= 1.0 else 0.0  # nan too
 
@@ -121,12 +121,12 @@ class ReasoningGym(Task):
         for attempt in range(_TRIES):
             entry = self._entries(rng.fold_in(seed, index, attempt), 1)[0]
             if entry["question"] not in self._held_out:
-                return _ask(entry)
+                return _prompt(entry)
         raise ValueError(
             f"{self.name} expects problems besides the {len(self._held_out)} that are held out, "
             f"got none in {_TRIES} tries."
         )
 
 
-def _ask(entry: dict[str, Any]) -> Prompt:
-    return Prompt(entry["question"] + _ASK, str(entry["answer"]), entry)
+def _prompt(entry: dict[str, Any]) -> Prompt:
+    return Prompt(entry["question"] + _INSTRUCTION, str(entry["answer"]), entry)

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal: math-verify, in a process that can be stopped.
+"""Compares mathematical answers with math-verify, in a process that can be stopped.
 
 Run as a program, this file is that process. It reads `[gold, answer]` and writes true or false, one
 JSON value a line, until its input ends.
@@ -19,7 +19,7 @@ _MEMORY = 4 << 30
 
 
 class Judge:
-    """Compares LaTeX answers by what they mean, as far as math-verify understands them.
+    """Compares LaTeX answers by their mathematical meaning, as math-verify reads it.
 
     An answer such as `9^{9^{9^9}}` would take for ever, and all the memory there is: the comparison
     is stopped then, and the answer counts as wrong.
@@ -48,12 +48,12 @@ class Judge:
             if self._child is None:
                 self._child = _start()
                 self._stop = weakref.finalize(self, _stop, self._child)
-            said = _ask(self._child, json.dumps([gold, answer]), self._seconds)
-            if said in ("true", "false"):
-                return said == "true"
+            reply = _exchange(self._child, json.dumps([gold, answer]), self._seconds)
+            if reply in ("true", "false"):
+                return reply == "true"
             self._stop()
             self._child = None
-            if said is None:
+            if reply is None:
                 break
         return False
 
@@ -68,7 +68,7 @@ def _start() -> subprocess.Popen[str]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    if _ask(child, json.dumps(["1", "1.0"]), _START_SECONDS) != "true":
+    if _exchange(child, json.dumps(["1", "1.0"]), _START_SECONDS) != "true":
         _stop(child)
         raise ImportError(
             "Judge expects math-verify with its LaTeX parser; "
@@ -82,12 +82,12 @@ def _stop(child: "subprocess.Popen[str]") -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was never sent to it
+            with contextlib.suppress(OSError):  # flushing text that was not sent
                 pipe.close()
 
 
-def _ask(child: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
-    """Return what the process answers: None if not in time, "" if it has died."""
+def _exchange(child: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
+    """Send a line and return the reply: None if it is late, "" if the process has died."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -104,7 +104,7 @@ def _serve() -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for line in sys.stdin:
-        # No time limits of its own, which are alarms that it may not notice.
+        # Without the time limits of math-verify, whose alarms may not interrupt it.
         gold, answer = (
             parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line)
         )

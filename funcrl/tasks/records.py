@@ -1,4 +1,4 @@
-"""Problems that come from files."""
+"""Reads problems from files, and draws from them."""
 
 import json
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def epochs(problems: Sequence[Prompt], seed: int, start: int, count: int) -> lis
 
 
 def spread(problems: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` problems from all over the sequence, always the same."""
+    """Return `count` problems at pseudo-random places of the sequence, always the same."""
     return [problems[row] for row in _shuffled(len(problems), 1)[:count]]
 
 

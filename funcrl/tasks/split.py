@@ -1,4 +1,4 @@
-"""Which of the problems that are made here are never trained on."""
+"""The split of generated problems into those to train on and those held out."""
 
 from funcrl.core import rng
 
@@ -6,5 +6,5 @@ _HELD_OUT = 10
 
 
 def is_held_out(*key: int) -> bool:
-    """Return whether a problem is one of the tenth that is held out, by a hash of its numbers."""
+    """Return whether a hash of its numbers puts a problem into the tenth that is held out."""
     return rng.fold_in(0, *key) % _HELD_OUT == 0

@@ -1,4 +1,4 @@
-"""The embedded default: add up a few digits."""
+"""The default task: add up a few digits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ _MOST_LISTED = 4  # digits
 
 
 class SumDigits(Task):
-    """`4+7+2=` is to be answered by `13`; with a model's own tokenizer it is asked in words.
+    """Sums such as `4+7+2=`, answered by `13`; with a model's own tokenizer, sums in words.
 
     A tenth of all prompts is held out for evaluation: which ones, is a hash of their digits.
 
@@ -50,22 +50,22 @@ class SumDigits(Task):
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out prompts, spread over all of them by the order of their hashes."""
         numbers: Iterable[int] = range(10**self.digits)
-        if self.digits > _MOST_LISTED:  # too many to look at each
+        if self.digits > _MOST_LISTED:  # too many to hash each of them
             drawn = (rng.fold_in(2, index) for index in range(20 * count + 1000))
             numbers = {number % 10**self.digits for number in drawn}
         held_out = [number for number in numbers if is_held_out(number)]
         held_out.sort(key=lambda number: rng.fold_in(1, number))
-        return [self._ask(number) for number in held_out[:count]]
+        return [self._prompt(number) for number in held_out[:count]]
 
     def _draw(self, seed: int, index: int) -> Prompt:
         attempt = 0
         while True:
             number = rng.fold_in(seed, index, attempt) % 10**self.digits
             if not is_held_out(number):
-                return self._ask(number)
+                return self._prompt(number)
             attempt += 1
 
-    def _ask(self, number: int) -> Prompt:
+    def _prompt(self, number: int) -> Prompt:
         digits = f"{number:0{self.digits}d}"
         answer = str(sum(map(int, digits)))
         if self.in_words:

@@ -5,7 +5,7 @@ from funcrl.tasks.contracts import Tokenizer
 
 
 class CharTokenizer(Tokenizer):
-    """One token a character of an alphabet; token 0 ends a completion.
+    """A tokenizer with one token for each character of an alphabet; token 0 ends a completion.
 
     Args:
         alphabet: every character that may occur, each once.

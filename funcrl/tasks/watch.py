@@ -1,4 +1,4 @@
-"""Calls into a user's task, which must leave the process as it was."""
+"""Calls a user's task, and undoes what the call changed in the process."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ class ForkedError(BaseException):
 
 
 def watch(task: Task, note: Note) -> Task:
-    """Return the task, whose calls leave the process as it was.
+    """Return the task with methods that leave the process as it was.
 
     Settings that change how numbers are computed are put back after each call. `sys.exit` and a
     tokenizer that raises become a `TaskError`, and a forked child that returns is stopped by a

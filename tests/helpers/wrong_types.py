@@ -33,6 +33,8 @@ FOLDER = Path(tempfile.mkdtemp())
 LOGPROBS = torch.tensor([-1.0, -0.5, -2.0])
 TWO = torch.zeros(1, 2, 4)
 COMPLETED, GRADED = purity.roll()
+GENERATOR = funcrl.generators.Sampler(purity.MICRO)
+GENERATOR.push(purity.MICRO_PARAMS)
 STEP = funcrl.grpo_step(purity.MODEL_FN)
 STATE = STEP.init(purity.PARAMS)
 TRAINING = replace(purity.TRAIN, run_dir=FOLDER / "run")
@@ -49,7 +51,7 @@ VALUES: dict[str, Any] = {
     "dtype": torch.float32,
     "eps": 1e-6, "estimator": funcrl.losses.k3, "expected": purity.MATRICES, "factor": 2.0,
     "final": 0.0, "fn": purity.advantages.center, "fraction": 0.5, "function": "f",
-    "generator": funcrl.generators.Sampler(purity.MICRO),
+    "generator": GENERATOR,
     "gate": TWO, "gm": purity.FLAT.gm, "gold": "5", "graded": GRADED, "grads": purity.ROWS,
     "group": torch.tensor([0, 0, 1]), "group_size": 2, "head_width": 8,
     "hidden": torch.zeros(2, 4), "initial": 1.0, "inner": RATE, "install": "", "k": TWO,

@@ -202,7 +202,7 @@ def test_rows_go_on_alone_and_stay_in_their_places():
 
 class Fragile(Calculator):
     def act(self, state, completion):
-        return super().act(state, completion)._replace(shows=str(1 // len(completion)))
+        return super().act(state, completion)._replace(display=str(1 // len(completion)))
 
 
 def test_an_environment_that_raises_is_an_outcome():
@@ -217,7 +217,7 @@ def test_an_environment_that_raises_is_an_outcome():
 
 class Mute(Calculator):
     def observe(self, state):
-        return "what no tokenizer of its own has" if state.shows else None
+        return "what no tokenizer of its own has" if state.display else None
 
 
 def test_an_observation_that_cannot_be_told_is_a_failure_too():

@@ -1,4 +1,4 @@
-"""A run as a page: curves, completions, configuration, environment, timings; and runs compared."""
+"""Writes a page about a run, or one that compares several."""
 
 from funcrl.run.report.page import write_comparison, write_report
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs no other, readable in light and dark, wide and narrow."""
+"""Writes the page: one HTML file that needs no other, for light and dark, wide and narrow."""
 
 import html
 import io
@@ -91,7 +91,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """Return the few numbers that a run comes to."""
+    """Return the numbers at the top of the page."""
     numbers: dict[str, str] = {}
     for label, name in (("held-out accuracy", "eval/accuracy"), ("reward", "reward")):
         _, values = series(run, name)
@@ -135,7 +135,7 @@ def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
 
 
 def _save(path: Path, content: bytes) -> None:
-    """Write a file in place of what is there: a link is replaced, and what it leads to stays."""
+    """Write a file; a link in its place is replaced and not followed."""
     try:
         with whole_file(path) as file:
             file.write(content)
@@ -144,7 +144,7 @@ def _save(path: Path, content: bytes) -> None:
 
 
 def _plots_folder(folder: Path) -> Path:
-    """Return where pictures go: a folder of the report's own, and no link out of it."""
+    """Return the folder for pictures, made if it is missing; raise if it is a link or a file."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OSError(f"report expects {folder} to be a folder, got a link or a file; remove it.")
     try:
@@ -212,7 +212,7 @@ def _facts(facts: Mapping[str, Any], source: str) -> str:
 
 
 class _Code(str):
-    """Text to show as it is, its spaces and lines too."""
+    """Text that keeps its spaces and lines."""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

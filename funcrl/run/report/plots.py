@@ -1,4 +1,4 @@
-"""Curves of one run or several: the same figures, a colour a run."""
+"""Draws the curves of one run, or of several with a colour for each."""
 
 import io
 import math
@@ -29,10 +29,10 @@ class Run(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One set of axes."""
+    """A set of axes and the metrics on it."""
 
     label: str  # of the vertical axis
-    names: tuple[str, ...]  # metrics; ending in / for all that start so
+    names: tuple[str, ...]  # metrics; "rewards/" for the means of all rewards
     logarithmic: bool = False
 
 
@@ -74,7 +74,7 @@ def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
 
 
 def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return the points of a line that can be seen: of each short stretch, its low and its high."""
+    """Return the lowest and the highest point of each short stretch of a line."""
     size = math.ceil(2 * len(steps) / _MOST_POINTS)
     if size < 3:
         return list(steps), list(values)
@@ -132,7 +132,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
     if panel.names[0] == "eval/accuracy":
         axes.set_ylim(0, None)
     if panel.names[0].startswith("time/"):
-        # One slow moment of the machine would flatten all the rest.
+        # Otherwise one slow step would flatten the curves.
         values = sorted(value for run, name in lines for value in series(run, name)[1])
         axes.set_ylim(0, 1.5 * values[int(0.98 * (len(values) - 1))] or None)
     axes.set_xlabel("step")
@@ -148,7 +148,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
 
 
 def _draw_line(axes: Any, run: Run, name: str, dashes: str, color: str) -> Any:
-    """Draw a metric and return its line: of a long one the average, before its faint points."""
+    """Draw a metric and return its line; a long one has its average drawn over faint points."""
     steps, values = series(run, name)
     if name == "eval/accuracy":
         return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
@@ -160,12 +160,12 @@ def _draw_line(axes: Any, run: Run, name: str, dashes: str, color: str) -> Any:
 
 def _names(run: Run, panel: Panel) -> list[str]:
     """Return the panel's metrics that the run has, in order."""
-    known = dict.fromkeys(name for row in run.rows for name in row if row[name] is not None)
+    logged = dict.fromkeys(name for row in run.rows for name in row if row[name] is not None)
     found = []
     for name in panel.names:
         if name.endswith("/"):
-            found += rewards(known)[:MOST_LINES]
-        elif name in known:
+            found += rewards(logged)[:MOST_LINES]
+        elif name in logged:
             found.append(name)
     return found
 
@@ -181,5 +181,5 @@ def _label(name: str) -> str:
     outer, _, inner = name.rpartition("/")
     shown = inner if outer in ("completions", "time") else name.removeprefix("rewards/")
     if outer.startswith("sampling"):
-        shown = inner  # the axis says of what
+        shown = inner  # the axis has the rest as its label
     return shown.replace("/mean", "").replace("_", " ")

@@ -1,4 +1,4 @@
-"""A run's folder as numbers and texts to show, or one error that names the file and the line."""
+"""Reads a run's folder, or raises one error that names the file and the line."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _EACH_END = 3  # completions of a step to show, of the best and of the worst
 
 
 def read_run(folder: Path) -> Run:
-    """Return what a run's folder holds; only its metrics must be there."""
+    """Return the content of a run's folder; only its metrics are required."""
     if not (folder / runs.METRICS).exists():
         raise FileNotFoundError(
             f"report expects the folder of a run, got {folder} without a {runs.METRICS}."
