@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import lru_cache
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ def graph_of(case, variant="batch", **options):
     step = compiled.whole_step(case, variant)
     state = step.init(case.params)
     return step_graph(step, state, case.batch, CompileConfig(**options)), state
+
+
+@lru_cache
+def small_graph(variant="batch"):
+    """A small case, the graph of its whole step, and its first state."""
+    case = make_case(bench.StepBenchConfig(**SMALL), 2)
+    return case, *graph_of(case, variant)
 
 
 def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
@@ -62,10 +70,9 @@ def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
 
 def test_fused_per_sample_gradients_are_the_batchs_by_count():
     """Without a clock: as many products and as many bytes; clipping adds products of weights."""
-    case = make_case(bench.StepBenchConfig(**SMALL), 2)
     counts, peaks = {}, {}
     for variant in ("batch", "per-sample", "clipped"):
-        graph, _ = graph_of(case, variant)
+        _, graph, _ = small_graph(variant)
         kinds = nodes.find_kinds(graph)
         counts[variant] = list(kinds.values()).count("matmul")
         peaks[variant] = predict_peak(graph)
@@ -154,8 +161,7 @@ def test_profile_files_say_what_was_measured(tmp_path):
 
 
 def test_the_pictures_peak_is_the_predicted_one(tmp_path):
-    case = make_case(bench.StepBenchConfig(**SMALL), 2)
-    graph, _ = graph_of(case)
+    _, graph, _ = small_graph()
     (axes,) = profiling.draw_memory(graph, tmp_path / "memory.png").axes
     drawn = axes.lines[0].get_ydata()
     assert max(drawn) == predict_peak(graph) / 1e6
@@ -166,8 +172,7 @@ def test_the_pictures_peak_is_the_predicted_one(tmp_path):
 
 
 def test_a_products_kind_layer_and_time_are_found():
-    case = make_case(bench.StepBenchConfig(**SMALL), 2)
-    graph, state = graph_of(case)
+    case, graph, state = small_graph()
     kinds = nodes.find_kinds(graph)
     q = next(node for node in kinds if node.meta.get("module") == "blocks.1.attention.q"
              and kinds[node] == "matmul")  # fmt: skip

@@ -12,6 +12,7 @@ from funcrl.graph.remat.liveness import live_bytes, predict_peak
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.zeros(100)  # 400 bytes
+SGD = {"optimizer": funcrl.optim.sgd(0.1)}
 
 
 def names(gm):
@@ -113,10 +114,10 @@ def test_a_node_without_an_example_value_is_refused_by_name():
     "options",
     [
         {},
-        {"dtype": torch.bfloat16},
-        {"microbatch": 2},
-        {"per_sample": funcrl.clip_per_sample(1.0)},
-        {"chunk": 16},
+        {"dtype": torch.bfloat16, **SGD},
+        {"microbatch": 2, **SGD},
+        {"per_sample": funcrl.clip_per_sample(1.0), **SGD},
+        {"chunk": 16, **SGD},
     ],
     ids=["float32", "bfloat16", "microbatches", "per sample", "chunked head"],
 )
