@@ -213,6 +213,7 @@ def _complete(module: GraphModule, paths: list[str], recorder: _Recorder) -> Non
     inputs = iter(paths)
     owners: dict[Node, str] = {}
     found: dict[str, Origin] = {}
+    computed: set[Node] = set()  # by modules, or from what they computed, such as the loss
     for node in module.graph.nodes:
         origin = node.meta.get("origin", Origin("forward"))
         if node.op == "placeholder":
@@ -223,8 +224,11 @@ def _complete(module: GraphModule, paths: list[str], recorder: _Recorder) -> Non
         elif node.op == "output":
             origin = Origin("output")
         else:
+            if origin.module or not computed.isdisjoint(node.all_input_nodes):
+                computed.add(node)
             name = _module(node, origin, owners, found)
-            layer = layer_of(name) if name else _shared_layer(node, origin.phase)
+            outside = origin.phase == "forward" and node in computed
+            layer = layer_of(name) if name or outside else _shared_layer(node, origin.phase)
             origin = origin._replace(module=name, layer=layer)
         found[node.name] = origin
         set_origin(node, origin)

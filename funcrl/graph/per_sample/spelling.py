@@ -106,8 +106,9 @@ def _sum(node: Node) -> Spelled | None:
 
 def _norm(node: Node) -> Spelled | None:
     source, *options = arguments(node)
-    order, axes, *keep = [*options, *(2, None)[len(options) :]]
-    return _reduction("norm", source, axes, *keep) if order == 2 else None
+    defaults: list[Any] = [2, None, False]
+    order, axes, keep = [*options, *defaults[len(options) :]]
+    return _reduction("norm", source, axes, keep) if order == 2 else None
 
 
 def _reduction(
