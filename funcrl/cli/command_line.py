@@ -44,6 +44,9 @@ class StartConfig:
     """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
     dry_run: bool = False
     """Print the resolved configuration and the memory that it needs, and stop."""
+    compile: bool = False
+    """Compile the training step. Each option of --compile.* turns this on; --no-compile turns off
+    what a file or a resumed run turns on."""
     trust: bool = False
     """Run the code that a configuration file or a run's folder names, such as a task of one's own,
     even if this account has not run it before or it has changed."""

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import yaml
-from tyro.conf import arg
+from tyro.conf import AvoidSubcommands, arg
 from tyro.extras import SubcommandApp
 
 from funcrl.cli.bench import (
@@ -29,7 +29,7 @@ from funcrl.cli.bench import (
 )
 from funcrl.cli.command_line import NUMBERS, StartConfig, UsageError, check_flags
 from funcrl.cli.help import train_help
-from funcrl.config import EvalConfig, TrainConfig, read_config, to_plain
+from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config, to_plain
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
 from funcrl.loop import memory
@@ -115,19 +115,24 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     app = SubcommandApp()
     # tyro would make an option of each name in a dictionary that is not empty.
     weights, base = base.reward_weights, replace(base, reward_weights={})
-    app.command(_bench(), name="bench")
+    compiles, shown = base.compile is not None or _names(args, "--compile."), _with_compile(base)
+    app.command(_bench(args), name="bench")
     _add_model_commands(app)
 
     @app.command(name="train")
     def _train(
-        options: Annotated[TrainConfig, arg(name="")] = base,
-        start: Annotated[StartConfig, arg(name="")] = StartConfig(),
+        options: AvoidSubcommands[Annotated[TrainConfig, arg(name="")]] = shown,
+        start: Annotated[StartConfig, arg(name="")] = StartConfig(compile=compiles),
     ) -> None:
         """Train a policy with reinforcement learning: the whole loop, on this machine."""
         # Their options are the defaults already: `_base_config` has read them.
         resume, trust = start.resume, start.trust
         file = start.config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
+        if not start.compile:
+            if _names(args, "--compile."):
+                raise UsageError("train expects --no-compile without --compile.*, got both.")
+            options = replace(options, compile=None)
         if start.dry_run:
             print_safely(_describe(options, resume, trust))
             return
@@ -203,8 +208,10 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
     return report.write_report(folders[0])
 
 
-def _bench() -> SubcommandApp:
+def _bench(args: Sequence[str]) -> SubcommandApp:
     bench = SubcommandApp()
+    compiles = _names(args, "--train.compile.")
+    loop = LoopBenchConfig(train=_with_compile(TrainConfig()))
 
     @bench.command(name="step")
     def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:
@@ -224,8 +231,10 @@ def _bench() -> SubcommandApp:
         print_safely(format_rows(bench_vllm(config)))
 
     @bench.command(name="loop")
-    def _loop(config: Annotated[LoopBenchConfig, arg(name="")] = LoopBenchConfig()) -> None:
+    def _loop(config: AvoidSubcommands[Annotated[LoopBenchConfig, arg(name="")]] = loop) -> None:
         """Print the time of a training step and of its parts."""
+        if not compiles:
+            config = replace(config, train=replace(config.train, compile=None))
         print_safely(format_rows(bench_loop(config)))
 
     return bench
@@ -261,6 +270,16 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
     path = Path(file) if file is not None else Path(str(run)) / runs.CONFIG
     config = read_config(TrainConfig, path)
     return config if run is None else replace(config, run_dir=Path(run))
+
+
+def _with_compile(config: TrainConfig) -> TrainConfig:
+    """Return the options with those of compilation, so that the command line has `--compile.*`."""
+    return replace(config, compile=config.compile or CompileConfig())
+
+
+def _names(args: Sequence[str], prefix: str) -> bool:
+    """Return whether the line names an option that begins so."""
+    return any(text.startswith(prefix) for text in args)
 
 
 def _value(args: Sequence[str], name: str) -> str | None:
@@ -302,9 +321,10 @@ def _check_code(
     config: TrainConfig, file: Path, run: Path | None, args: Sequence[str], trust: bool
 ) -> None:
     """Print which code a file names that the command line does not; raise if it must not run."""
+    cache = config.compile.cache_dir if config.compile else None
     named = [
         None if _value(args, "--task") else task_code(config.task),
-        None if _value(args, "--compile.cache-dir") else cache_code(config.compile.cache_dir),
+        None if _value(args, "--compile.cache-dir") else cache_code(cache),
     ]
     codes = [code for code in named if code is not None]
     recorded = runs.read_facts(run, "train") if codes and run and not trust else None

@@ -35,7 +35,8 @@ _GROUPS = {
         "num-iterations", "num-minibatches", "drop-zero-variance", "mask-truncated",
     ),
     "Speed and memory": (
-        "dtype", "threads", "microbatch", "logprob-chunk", "attend", "length-multiple", "slots",
+        "dtype", "threads", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",
+        "slots",
     ),
 }  # fmt: skip
 _LAST = "None clears an option that has no default. A list may be left empty."

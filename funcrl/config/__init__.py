@@ -1,6 +1,12 @@
 """Configuration: frozen dataclasses that refuse bad values, and YAML to and from them."""
 
-from funcrl.config.generation import CompileConfig, Sampling, ServerConfig, VLLMConfig
+from funcrl.config.generation import (
+    CompileConfig,
+    Sampling,
+    ServerConfig,
+    VLLMCompileConfig,
+    VLLMConfig,
+)
 from funcrl.config.plain import from_plain, read_config, to_plain
 from funcrl.config.training import (
     PRETRAINED,
@@ -28,6 +34,7 @@ __all__ = [
     "Sampling",
     "ServerConfig",
     "TrainConfig",
+    "VLLMCompileConfig",
     "VLLMConfig",
     "WarmStartConfig",
     "from_plain",

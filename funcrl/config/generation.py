@@ -58,36 +58,30 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """How a program is compiled: the training step, or the generator's network."""
+    """How the training step is compiled; without one it runs as it is written."""
 
     backend: Literal["eager", "aot_eager", "inductor"] = "eager"
-    """eager runs each operation as it is written, and so does aot_eager, through torch's compiler:
-    both keep every bit. inductor fuses operations, which changes rounding."""
-    cudagraph: Literal["none", "piecewise", "full"] = "none"
-    """Replay kernels without launching each: all but attention (vLLM alone), or all; on a GPU."""
+    """eager runs each operation of the traced graph by itself, and so does aot_eager, through
+    torch's compiler: both keep every bit. inductor fuses operations, which changes rounding."""
+    cudagraph: Literal["none", "full"] = "none"
+    """full records the kernels of a step once and replays them together; it needs a GPU."""
     fuse: Literal["none", "per_sample"] = "per_sample"
-    """Of a training step: compute sums and norms of per-sample gradients without making them,
+    """per_sample computes sums and norms of per-sample gradients without making the gradients,
     which changes their rounding."""
     remat: Literal["none", "full", "selective", "budget"] = "none"
-    """Of a training step: what the backward pass computes again to save memory. full: everything;
-    selective: all but matrix products and attention; budget: the least that fits remat_budget."""
+    """What the backward pass computes again to save memory. full: everything; selective: all but
+    matrix products and attention; budget: the least that fits remat_budget."""
     remat_budget: int = 0
-    """Bytes, for remat budget."""
+    """The bytes that remat budget has to fit."""
     max_shapes: int = 8
-    """Of a training step: shapes of a batch that are compiled; others run uncompiled."""
+    """The largest number of batch shapes that are compiled; others run uncompiled."""
     cache_dir: Path | None = None
-    """Of a training step: where inductor's results are kept, so that the next process starts
-    fast."""
+    """The folder that keeps inductor's results, so that the next process starts fast."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         checks.check_count("CompileConfig", "max_shapes", self.max_shapes)
         checks.check_range("CompileConfig", "remat_budget", self.remat_budget, 0, float("inf"))
-        if self.backend != "inductor" and self.cudagraph == "piecewise":
-            raise ValueError(
-                f"CompileConfig expects backend inductor with cudagraph piecewise, whose pieces "
-                f"it makes, got backend {self.backend}."
-            )
         if (self.remat == "budget") != (self.remat_budget > 0):
             raise ValueError(
                 f"CompileConfig expects remat_budget > 0 with remat budget and 0 without, got "
@@ -98,6 +92,31 @@ class CompileConfig:
                 f"CompileConfig expects backend inductor with cache_dir, which keeps its results, "
                 f"got backend {self.backend}."
             )
+
+
+@dataclass(frozen=True)
+class VLLMCompileConfig:
+    """How vLLM compiles the network that it generates with, by vLLM's own modes."""
+
+    backend: Literal["eager", "inductor"] = "eager"
+    """eager runs each operation as it is written; inductor fuses operations, which changes
+    rounding."""
+    cudagraph: Literal["none", "piecewise", "full"] = "none"
+    """Replay kernels without launching each: all but attention (piecewise), or all (full); on a
+    GPU."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.backend != "inductor" and self.cudagraph == "piecewise":
+            raise ValueError(
+                f"VLLMCompileConfig expects backend inductor with cudagraph piecewise, whose "
+                f"pieces it makes, got backend {self.backend}."
+            )
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether nothing is compiled and nothing recorded."""
+        return self.backend == "eager" and self.cudagraph == "none"
 
 
 @dataclass(frozen=True)
@@ -155,7 +174,7 @@ class VLLMConfig:
     sleep: bool = False
     """Give the cache and vLLM's own weights up after `generate`, so that the update has their
     memory; what is generated next wakes the engine. Needs a GPU."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
+    compile: VLLMCompileConfig = field(default_factory=VLLMCompileConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers of `--vllm.form server`."""
 

@@ -209,8 +209,8 @@ class TrainConfig:
     """Tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
     """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    """How the step is compiled; with all of this at its defaults it runs as it is written."""
+    compile: CompileConfig | None = None
+    """How the step is compiled; when left out it runs as it is written."""
     length_multiple: int = 1
     """Rows are padded to a multiple of this number of tokens, so that a compiled step meets few
     shapes."""
@@ -252,12 +252,7 @@ class TrainConfig:
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
             )
-        if self.compile.cudagraph == "piecewise":
-            raise ValueError(
-                "train expects --compile.cudagraph none or full, got piecewise, which is for "
-                "--vllm.compile.cudagraph."
-            )
-        if self.compile.cudagraph == "full" and self.device == "cpu":
+        if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
         if self.num_generations < 2 and self.algorithm.name != "reinforce":
             raise ValueError(

@@ -8,7 +8,6 @@ import torch
 
 from funcrl import optim
 from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
-from funcrl.config.generation import CompileConfig
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
@@ -160,8 +159,8 @@ def _learner(
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
-    donates = config.compile != CompileConfig()
-    if donates:
+    donates = config.compile is not None
+    if config.compile is not None:
         step = compile_at_first(donate(step), config.compile)
     return Learner(model, weights, adapters, model_fn, algorithm, step, donates)
 

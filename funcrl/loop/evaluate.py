@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from funcrl.config import CompileConfig, EvalConfig, Sampling, TrainConfig, read_config
+from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
@@ -151,7 +151,7 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
         options, task=config.task or options.task, system_prompt=system_prompt,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
-        attend="native", compile=CompileConfig(),
+        attend="native", compile=None,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from funcrl.config import CompileConfig, TrainConfig, read_config
+from funcrl.config import TrainConfig, read_config
 from funcrl.core.arguments import checked
 from funcrl.loop.build import learner, trained_params
 from funcrl.models import SHAPES
@@ -43,7 +43,7 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
             f"export expects the folder of a run, got {run} without a {runs.CONFIG}."
         )
     # Nothing is generated or compiled here, and no GPU is needed.
-    config = replace(read_config(TrainConfig, path), device="cpu", compile=CompileConfig())
+    config = replace(read_config(TrainConfig, path), device="cpu", compile=None)
     parts = learner(config, _vocab_size(config, run, task), function="export")
     _, trained = trained_params(config, parts, run)
     return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)

@@ -99,7 +99,7 @@ def check_run(
         trust: let all of it run.
     """
     named = [None if task is not None else task_code(config.task)]
-    named.append(cache_code(config.compile.cache_dir))
+    named.append(cache_code(config.compile.cache_dir if config.compile else None))
     codes = [code for code in named if code is not None]
     recorded = runs.read_facts(run, function) if codes and not trust else None
     return check_trusted(function, codes, run / runs.CONFIG, recorded, trust)
@@ -124,7 +124,7 @@ def remember(config: TrainConfig, store: Path | None = None) -> None:
         store: `default_store()` when left out.
     """
     codes = [task_code(config.task)]
-    folder = config.compile.cache_dir
+    folder = config.compile.cache_dir if config.compile else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         codes.append(_folder_code(folder))

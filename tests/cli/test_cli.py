@@ -19,7 +19,7 @@ from funcrl import config, memory, runs
 from funcrl.cli.bench.generate import _peer
 from funcrl.cli.bench.measure import peak_bytes
 from funcrl.cli.command_line import options_of
-from funcrl.config import Sampling, TrainConfig
+from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import terminal
 
 SMALL = [
@@ -60,6 +60,36 @@ def test_a_configuration_file_and_overrides(tmp_path, capsys):
     assert printed["sampling"]["stop"] == ["+"]
     assert "MB" in printed["memory"]["peak"]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "args", "compiled"),
+    [
+        ("", [], None),
+        ("", ["--compile"], {"backend": "eager", "max_shapes": 8}),
+        ("", ["--compile.max-shapes", "8"], {"backend": "eager", "max_shapes": 8}),
+        ("", ["--compile.backend", "inductor"], {"backend": "inductor", "max_shapes": 8}),
+        ("compile: {max_shapes: 3}", [], {"backend": "eager", "max_shapes": 3}),
+        ("compile: {max_shapes: 3}", ["--compile.fuse", "none"], {"fuse": "none", "max_shapes": 3}),
+        ("compile: {max_shapes: 3}", ["--no-compile"], None),
+        ("compile: null", [], None),
+    ],
+)
+def test_compilation_is_on_where_one_of_its_options_is_named(
+    tmp_path, capsys, file, args, compiled
+):
+    (tmp_path / "mine.yaml").write_text(file)
+    line = ["train", "--config", tmp_path / "mine.yaml", *args, "--dry-run"]
+    code, out, err = run(line, capsys)
+    assert code == 0, err
+    found = yaml.safe_load(out)["compile"]
+    assert compiled == (found and {name: found[name] for name in compiled})
+
+
+def test_compilation_that_is_on_and_off_at_a_time_is_refused(capsys):
+    code, _, err = run(["train", "--no-compile", "--compile.backend", "inductor"], capsys)
+    assert code == 2
+    assert "--no-compile" in err
 
 
 @pytest.mark.parametrize(
@@ -122,8 +152,9 @@ def test_help_begins_with_what_a_beginner_needs_and_has_every_option_once(capsys
     ):  # fmt: skip
         assert f"\n  --{name} " in first
     listed = re.findall(r"^  --([\w.-]+)", out, re.M)
-    own = {"resume", "config", "dry-run", "trust"}
-    assert sorted(listed) == sorted({*names_in(config.to_plain(TrainConfig())), *own})
+    own = {"resume", "config", "dry-run", "trust", "compile"}
+    whole = TrainConfig(compile=CompileConfig())
+    assert sorted(listed) == sorted({*names_in(config.to_plain(whole)), *own})
 
 
 def test_help_shows_the_defaults_of_a_pretrained_model(capsys):
@@ -142,7 +173,7 @@ def test_the_line_takes_every_option_that_help_lists(capsys):
     code, out, err = run(["train", "--dry-run", *args], capsys)
     assert code == 0, err
     printed = yaml.safe_load(out)
-    assert config.to_plain(TrainConfig()).items() <= printed.items()
+    assert config.to_plain(TrainConfig(compile=CompileConfig())).items() <= printed.items()
 
 
 @pytest.mark.slow

@@ -740,7 +740,6 @@ def test_rows_are_padded_to_a_multiple():
 
 @pytest.mark.parametrize("options", [
     {"sampling": Sampling(temperature=0.0)}, {"sampling": Sampling(num_samples=3)},
-    {"compile": CompileConfig(backend="inductor", cudagraph="piecewise")},
     {"compile": CompileConfig(cudagraph="full")}, {"length_multiple": 0},
 ])  # fmt: skip
 def test_options_that_cannot_work_are_refused(tmp_path, options):

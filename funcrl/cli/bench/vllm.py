@@ -15,7 +15,7 @@ import torch
 from funcrl.cli.bench.inputs import with_vocabulary
 from funcrl.cli.bench.measure import seconds_of, summarize
 from funcrl.cli.bench.rows import Row, compare, write_rows
-from funcrl.config import CompileConfig, Sampling, ServerConfig, VLLMConfig
+from funcrl.config import Sampling, ServerConfig, VLLMCompileConfig, VLLMConfig
 from funcrl.config.generation import Form
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields
@@ -25,10 +25,10 @@ from funcrl.models import TransformerConfig as Shape
 from funcrl.weights import to_hugging_face
 
 _MODES = {
-    "eager": CompileConfig(),
-    "graphs": CompileConfig(cudagraph="full"),
-    "inductor": CompileConfig(backend="inductor"),
-    "inductor, graphs": CompileConfig(backend="inductor", cudagraph="full"),
+    "eager": VLLMCompileConfig(),
+    "graphs": VLLMCompileConfig(cudagraph="full"),
+    "inductor": VLLMCompileConfig(backend="inductor"),
+    "inductor, graphs": VLLMCompileConfig(backend="inductor", cudagraph="full"),
 }
 
 

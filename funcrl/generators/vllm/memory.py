@@ -61,11 +61,10 @@ def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -
         >>> [own_weights(model, form, VLLMConfig(), "float32") for form in ("native", "unified")]
         [398080, 0]
     """
-    eager = config.compile.backend == "eager" and config.compile.cudagraph == "none"
     own = FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
     if config.form == "server":  # nothing is shared, and the next ones arrive beside the old ones
         return own + (own if form == "unified" else min(own, BUCKET_BYTES))
-    return 0 if form == "unified" and eager and dtype == "float32" else own
+    return 0 if form == "unified" and config.compile.is_eager and dtype == "float32" else own
 
 
 def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:

@@ -85,27 +85,15 @@ def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
     """Return vLLM's arguments for how to compile.
 
     Example:
-        >>> from funcrl.config.generation import CompileConfig, VLLMConfig
+        >>> from funcrl.config.generation import VLLMConfig
         >>> from funcrl.generators.vllm.settings import compile_arguments
         >>> compile_arguments(VLLMConfig())
         {'enforce_eager': True}
     """
     backend, cudagraph = config.compile.backend, config.compile.cudagraph
-    if backend == "aot_eager":
-        raise ValueError("VLLM expects --compile.backend eager or inductor, got aot_eager.")
-    if config.compile.remat != "none":
-        raise ValueError(
-            f"VLLM expects --compile.remat none, for it has no backward pass, got "
-            f"{config.compile.remat}."
-        )
-    if config.compile.cache_dir is not None:
-        raise ValueError(
-            f"VLLM expects no --compile.cache-dir, for it keeps a cache of its own, got "
-            f"{config.compile.cache_dir}."
-        )
     if cudagraph != "none" and not torch.cuda.is_available():
-        raise ValueError(f"VLLM expects --compile.cudagraph none on a CPU, got {cudagraph}.")
-    if backend == "eager" and cudagraph == "none":
+        raise ValueError(f"VLLM expects --vllm.compile.cudagraph none on a CPU, got {cudagraph}.")
+    if config.compile.is_eager:
         return {"enforce_eager": True}
     graphs = {"none": "NONE", "piecewise": "PIECEWISE", "full": "FULL_AND_PIECEWISE"}
     if backend == "eager":

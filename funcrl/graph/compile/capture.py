@@ -45,6 +45,8 @@ def capture(
         for buffer, leaf in moved:
             buffer.copy_(leaf)
         graph.replay()
+        # A generator tells by torch's count of writes whether it has these parameters already.
+        torch.autograd.graph.increment_version([static[index] for index in written])
         return [
             kept[place] if (place := result.data_ptr()) in kept else result.clone()
             for result in results

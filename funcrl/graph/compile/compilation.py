@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_unflatten
 
 from funcrl.config.generation import CompileConfig
-from funcrl.core import checks, tree
+from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, Rows, Step, TrainState
 from funcrl.graph.aliases import written_by
@@ -167,7 +167,6 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
 
 
 def _check(state: TrainState, config: CompileConfig) -> None:
-    checks.check_choice("compile_step", "cudagraph", config.cudagraph, ("none", "full"))
     device = tree.leaves(state)[0].device
     if config.cudagraph == "full" and device.type != "cuda":
         raise ValueError(

@@ -9,12 +9,13 @@ import torch
 
 import funcrl
 from funcrl.config import (
-    CompileConfig,
     EvaluationConfig,
     Sampling,
     TrainConfig,
+    VLLMCompileConfig,
     VLLMConfig,
     WarmStartConfig,
+    from_plain,
 )
 from funcrl.generators import VLLM
 from funcrl.generators.vllm.inside.native import fused_name, write_params
@@ -413,13 +414,16 @@ def test_every_parameter_has_a_place_in_vllm():
 
 
 def test_combinations_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="inductor with cudagraph piecewise.* got backend eager"):
-        CompileConfig(cudagraph="piecewise")
+    with pytest.raises(ValueError, match="VLLMCompileConfig expects backend inductor"):
+        VLLMCompileConfig(cudagraph="piecewise")
+    for unread in ("fuse", "remat", "max_shapes", "cache_dir"):  # are the training step's
+        with pytest.raises(ValueError, match=f"VLLMCompileConfig has no option.*compile.{unread}"):
+            from_plain(TrainConfig, {"vllm": {"compile": {unread: "none"}}})
     with pytest.raises(ValueError, match="VLLMConfig expects slots"):
         VLLMConfig(slots=0)
     if DEVICE == "cpu":
-        graphs = VLLMConfig(compile=CompileConfig(cudagraph="full"))
-        with pytest.raises(ValueError, match="--compile.cudagraph none on a CPU, got full"):
+        graphs = VLLMConfig(compile=VLLMCompileConfig(cudagraph="full"))
+        with pytest.raises(ValueError, match="--vllm.compile.cudagraph"):
             compile_arguments(graphs)
 
 

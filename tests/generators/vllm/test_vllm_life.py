@@ -12,11 +12,11 @@ import funcrl
 from funcrl import memory
 from funcrl.config import (
     CheckpointConfig,
-    CompileConfig,
     EvaluationConfig,
     LoraConfig,
     Sampling,
     TrainConfig,
+    VLLMCompileConfig,
     VLLMConfig,
     WarmStartConfig,
 )
@@ -239,7 +239,7 @@ class TestSleep:
         model, params = make("qwen3")
         config = VLLMConfig(
             form=form, slots=8192, context_length=256, cache_bytes=1 << 40, sleep=True,
-            compile=CompileConfig(cudagraph=graphs),
+            compile=VLLMCompileConfig(cudagraph=graphs),
         )  # fmt: skip
         own = cache_bytes(model.config, config, "bfloat16")
         assert own > 1 << 30
@@ -304,7 +304,7 @@ class TestShare:
     def test_weights_are_counted_once(self):
         model, params = make("qwen3")
         numbers = sum(leaf.numel() for leaf in params.values())
-        graphs = VLLMConfig(compile=CompileConfig(cudagraph="full"))
+        graphs = VLLMConfig(compile=VLLMCompileConfig(cudagraph="full"))
         assert own_weights(model, "native", VLLMConfig(), "float32") == 4 * numbers
         assert own_weights(model, "unified", VLLMConfig(), "float32") == 0  # the trainer's
         assert own_weights(model, "unified", VLLMConfig(), "bfloat16") == 2 * numbers  # a cast
