@@ -1,18 +1,21 @@
-"""Generators: from prompts to samples. One interface, `push`, `generate`, `close`."""
+"""Generators: from prompts to samples, by one interface: push, generate, score, close."""
 
 from funcrl.config import Sampling
+from funcrl.generators.contracts import Generator, State
 from funcrl.generators.embedded.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.embedded.sampler import Sampler, sample
 from funcrl.generators.stops import DecodeFn
+from funcrl.generators.vllm.failures import EngineError
 from funcrl.generators.vllm.generator import VLLM
-from funcrl.generators.vllm.owner import EngineError
 
 __all__ = [
     "VLLM",
     "DecodeFn",
     "EngineError",
+    "Generator",
     "Sampler",
     "Sampling",
+    "State",
     "draw",
     "draw_tokens",
     "sample",

@@ -12,7 +12,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
-from funcrl.generators import VLLM, DecodeFn, Sampler
+from funcrl.generators import VLLM, DecodeFn, Generator, Sampler
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import memory
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -24,7 +24,7 @@ from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore
 from funcrl.tasks import check_task, load, load_tokenizer
-from funcrl.tasks.contracts import Generator, Task, TaskLike
+from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
 from funcrl.weights.sources import find

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.types import Samples
+from funcrl.generators import Generator
 from funcrl.generators.stops import cut_at_stop
 from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Environment, Generator, Prompt, Task, TaskLike, Tokenizer
+from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike, Tokenizer
 from funcrl.tasks.watch import TaskError
 
 

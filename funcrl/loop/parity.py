@@ -9,11 +9,10 @@ from funcrl.config import Sampling, VLLMConfig
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields, checked
 from funcrl.core.types import Params, Sample, Samples
-from funcrl.generators import VLLM, Sampler
+from funcrl.generators import VLLM, Generator, Sampler
 from funcrl.loop.build import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn, score
-from funcrl.tasks.contracts import Generator
 from funcrl.weights import load_params
 
 _VOCABULARY = 512  # of a shape, which has none of its own

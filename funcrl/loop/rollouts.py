@@ -11,12 +11,13 @@ from funcrl.config import Sampling
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.types import Rollout, Samples
+from funcrl.generators import Generator
 from funcrl.loop.episodes import Episode, Failure, play, read_turns
 from funcrl.rl import rewards
 from funcrl.rl.batching import pad_rows
 from funcrl.run.runs import Completion
 from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Environment, Generator, Prompt, Task, TaskLike
+from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max

@@ -152,7 +152,7 @@ def _begin(
     def accuracy(params: Params) -> float:
         if stop():
             raise KeyboardInterrupt
-        return _accuracy(config, parts, params, 0, prompts).get("eval/accuracy", 0.0)
+        return _accuracy(config, parts, parts.policy(params), 0, prompts).get("eval/accuracy", 0.0)
 
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
@@ -177,7 +177,7 @@ def _begin(
             f"{row['warm_start/steps']} supervised steps."
         )
     if config.evaluation.every:
-        row |= _accuracy(config, parts, params, 0, held_out)
+        row |= _accuracy(config, parts, parts.policy(params), 0, held_out)
     record.begin(parts.step.init(params, config.seed), row)
 
 
@@ -210,12 +210,13 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
         row |= numbers | {"time/train": time.perf_counter() - start}
         start = time.perf_counter()
-        parts.generator.push(parts.policy(state.params), index)
+        policy = parts.policy(state.params)
+        parts.generator.push(policy, index)
         row["time/push"] = time.perf_counter() - start
         row["step_time"] = time.perf_counter() - clock
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
-            row |= _accuracy(config, parts, state.params, index, held_out)
+            row |= _accuracy(config, parts, policy, index, held_out)
         record.advance(state, row, _completions_to_record(config, rolled, index))
         if stop() and index < config.steps:
             raise KeyboardInterrupt
@@ -309,13 +310,13 @@ def _update(
 
 
 def _accuracy(
-    config: TrainConfig, parts: Parts, params: Params, index: int, prompts: Sequence[Prompt]
+    config: TrainConfig, parts: Parts, policy: Params, index: int, prompts: Sequence[Prompt]
 ) -> dict[str, float]:
-    """Return metrics of parameters on prompts that are not trained on, if there are any."""
+    """Return metrics of a policy on prompts that are not trained on, if there are any."""
     start = time.perf_counter()
     if not prompts:
         return {}
-    parts.generator.push(parts.policy(params), index)
+    parts.generator.push(policy, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, _EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)

@@ -1,10 +1,7 @@
-"""What a loop is put together from: a task, its tokenizer, and a generator."""
+"""What a task, an environment and a tokenizer are."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
-
-from funcrl.config import Sampling
-from funcrl.core.types import Params, Samples
 
 
 class Prompt(NamedTuple):
@@ -162,18 +159,3 @@ class TokenizerLike(Protocol):
 
     def decode(self, tokens: list[int], /) -> str:
         """Return the text of tokens."""
-
-
-class Generator(Protocol):
-    """What draws completions: the embedded sampler, or an engine."""
-
-    context_length: int  # tokens of a prompt and its completion together, at most
-
-    def push(self, params: Params, version: int = 0) -> None:
-        """Sample from these parameters from now on."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Samples:
-        """Return `sampling.num_samples` completions of each prompt, group-major."""
-
-    def close(self) -> None:
-        """Free what the generator holds."""

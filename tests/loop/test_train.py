@@ -19,11 +19,13 @@ from funcrl.config import (
     CompileConfig,
     EvaluationConfig,
     LogConfig,
+    LoraConfig,
     OptimizerConfig,
     Sampling,
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.generators import Sampler
 from funcrl.loop import build
 from funcrl.loop.build import empty_state
 from funcrl.loop.rollouts import RewardError
@@ -756,3 +758,18 @@ def test_a_missing_tracker_or_gpu_is_refused_before_anything_is_made(tmp_path, m
     with pytest.raises(ImportError, match="pip install wandb"):
         funcrl.train(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_evaluation_pushes_what_is_there_already(tmp_path, monkeypatch, rank):
+    pushes, push = [], Sampler.push
+
+    def recorded(sampler, params, version=0):
+        is_there = sampler.pushed is not None and sampler.pushed.holds(params, version)
+        pushes.append((version, is_there))
+        push(sampler, params, version)
+
+    monkeypatch.setattr(Sampler, "push", recorded)
+    options = {"lora": LoraConfig(rank=rank), "evaluation": EvaluationConfig(every=1)}
+    funcrl.train(small(tmp_path / "run", steps=2, warm_start=WarmStartConfig(steps=0), **options))
+    assert pushes[2:] == [(1, False), (1, True), (2, False), (2, True)]

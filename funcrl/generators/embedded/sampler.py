@@ -6,12 +6,15 @@ from torch import nn
 from funcrl.config import Sampling
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Params, Samples
-from funcrl.generators.embedded.packed import pack_weights
-from funcrl.generators.embedded.slots import Batch, Prompts
+from funcrl.core.types import Params, Sample, Samples
+from funcrl.generators.contracts import Life, Pushed, State, pushed
+from funcrl.generators.embedded.slots import Batch
+from funcrl.generators.packed import pack_weights
+from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
+from funcrl.models.logprobs import logprob_fn, score
 from funcrl.rl.batching import pad_rows
 
 
@@ -97,39 +100,73 @@ class Sampler:
         self._decode = decode
         self._slots = slots
         self._dtype = dtype
-        self._params: Params | None = None
-        self._network: Transformer | None = None
-        self._written: list[int] = []  # how often each parameter in `_network` had been written to
-        self._version = 0
+        self._life = Life()
+        self.pushed: Pushed | None = None
+        self._network: Transformer | None = None  # laid out for decoding, when it is needed
+
+    @property
+    def state(self) -> State:
+        """What the sampler can do now."""
+        return self._life.state
 
     def push(self, params: Params, version: int = 0) -> None:
-        """Sample from these parameters from now on: they are referred to, not copied."""
+        """Sample from these parameters from now on: they are referred to, not copied.
+
+        A push of the very tensors that are here, as the same version and unwritten since, does
+        nothing. Torch counts no writes through `.data` or by kernels of one's own: these need
+        another version.
+        """
+        if self.pushed is not None and self.pushed.holds(params, version):
+            return
         check_params(self._model, params)
-        self._params = params
-        self._network = None  # made when it is needed
-        self._version = version
+        self.pushed, self._network = pushed(params, version), None
+        self._life.enter(State.READY)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, as `sample` does."""
-        params = self._params
-        if params is None:
-            raise RuntimeError("Sampler.generate expects parameters, got none; call push first.")
+        held = self._held("generate")
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         with torch.inference_mode():
-            written = num_writes(params)
-            if self._network is None or written != self._written:
-                self._network = pack_weights(self._model, self._cast(params))
-                self._written = written
+            if self._network is None or held.is_written():
+                self._network = pack_weights(self._model, self._cast(held.params))
+                self.pushed = pushed(held.params, held.version)
+                self._life.enter(State.READY)
             batch = Batch(self._network, prompts, sampling, seed, self._decode, self._slots)
             batch.run()
-        return _collect(batch, self._version)
+        return _collect(batch, held.version)
 
-    def _cast(self, params: Params) -> Params:
-        return params if self._dtype is None else tree.cast(params, self._dtype)
+    def score(self, prompts: Prompts) -> list[list[float]]:
+        """Return the log-probability of each prompt's tokens, from the second on."""
+        held = self._held("score")
+        check_prompts(prompts, Sampling(), self._model, self._decode, self.context_length)
+        model_fn = logprob_fn(self._model, dtype=self._dtype)
+        device = next(iter(held.params.values())).device
+        scores = []
+        for prompt in prompts:
+            tokens = torch.tensor([list(prompt)], device=device)
+            positions = torch.arange(len(prompt), device=device)[None]
+            found = score(model_fn, held.params, Sample(tokens, positions))
+            scores.append(found.logprobs[0, 1:].tolist())
+        return scores
+
+    def sleep(self) -> None:
+        """Give up the copies of the weights that are laid out for decoding."""
+        self._held("sleep")
+        self._network = None
+        self._life.enter(State.ASLEEP)
 
     def close(self) -> None:
         """Let go of the parameters."""
-        self._params = self._network = None
+        self.pushed = self._network = None
+        self._life.enter(State.CLOSED)
+
+    def _held(self, method: str) -> Pushed:
+        self._life.check_pushed(f"Sampler.{method}")
+        assert self.pushed is not None
+        return self.pushed
+
+    def _cast(self, params: Params) -> Params:
+        return params if self._dtype is None else tree.cast(params, self._dtype)
 
 
 def _collect(batch: Batch, version: int) -> Samples:
@@ -148,63 +185,3 @@ def _collect(batch: Batch, version: int) -> Samples:
         finish_reasons=tuple(batch.reasons),
         policy_version=version,
     )
-
-
-def num_writes(params: Params) -> list[int]:
-    """Return how often each parameter has been written to, as far as torch counts.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.embedded.sampler import num_writes
-        >>> num_writes({"weight": torch.zeros(2).add_(1.0)})
-        [1]
-    """
-    return [0 if leaf.is_inference() else leaf._version for leaf in params.values()]
-
-
-def check_prompts(
-    prompts: Prompts,
-    sampling: Sampling,
-    model: Transformer,
-    decode: DecodeFn | None,
-    context_length: int,
-) -> None:
-    """Raise if a generator cannot complete these prompts.
-
-    Args:
-        prompts: N lists of tokens.
-        sampling: how to draw.
-        model: whose vocabulary it is.
-        decode: from tokens to text.
-        context_length: tokens of a prompt and its completion, at most.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.generators.embedded.sampler import check_prompts
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> check_prompts([[1, 2]], funcrl.config.Sampling(), model, None, context_length=64)
-    """
-    config = model.config
-    if len(prompts) == 0:
-        raise ValueError("generate expects at least one prompt, got none.")
-    if sampling.stop and decode is None:
-        raise ValueError(
-            f"generate expects a decode function for stop strings, got stop={sampling.stop} and no "
-            f"decode; make the generator with decode=tokenizer.decode."
-        )
-    if len(set(sampling.stop_tokens)) >= config.vocab_size:
-        raise ValueError("generate expects a token that is not a stop token, got none.")
-    for token in sampling.stop_tokens:
-        checks.check_range("generate", "stop_tokens", token, 0, config.vocab_size - 1)
-    for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < context_length:
-            raise ValueError(
-                f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
-                f"the generator's context_length, got {len(prompt)} in prompt {index}."
-            )
-        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
-        if wrong:
-            raise ValueError(
-                f"generate expects tokens below vocab_size={config.vocab_size}, got {wrong[0]} in "
-                f"prompt {index}."
-            )

@@ -1,11 +1,8 @@
 """Many samples drawn together: prompts enter while others are under way, finished ones leave."""
 
-import hashlib
 import math
-import operator
-from collections import Counter, deque
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +11,9 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.generators.embedded.cache import empty_cache, extend, prefill
 from funcrl.generators.embedded.draw import draw_tokens
+from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.models import Transformer
-
-Prompts: TypeAlias = Sequence[Sequence[int]]
 
 # Padded prompt tokens in one forward pass, so that its activations stay bounded.
 _PREFILL_TOKENS = 16384
@@ -148,28 +144,6 @@ class Batch:
     def _length(self, sample: int) -> int:
         drawn = self.drawn[sample]
         return len(self.prompts[drawn.prompt]) + len(drawn.tokens)
-
-
-def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
-    """Return the seed of each sample, group-major: of the prompt's tokens, not of its place.
-
-    The k-th copy of a prompt goes on where the one before ended, so that copies differ.
-
-    Example:
-        >>> from funcrl.generators.embedded.slots import sample_seeds
-        >>> alone = sample_seeds([[1, 2]], num_samples=2, seed=0)
-        >>> sample_seeds([[7], [1, 2]], num_samples=2, seed=0)[2:] == alone
-        True
-    """
-    seen: Counter[bytes] = Counter()
-    seeds = []
-    for prompt in prompts:
-        content = ",".join(str(operator.index(token)) for token in prompt).encode()
-        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
-        first = seen[content] * num_samples
-        seen[content] += 1
-        seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
-    return seeds
 
 
 def _pad(prompts: Prompts, width: int) -> list[list[int]]:

@@ -1,79 +1,207 @@
-"""vLLM's engine in this process, asked for what funcrl asks of a generator."""
+"""vLLM's engine in this process, from its start to its end."""
 
+import gc
+import json
+import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from funcrl.config import Sampling
-from funcrl.generators.embedded.slots import sample_seeds
+from funcrl.config.generation import VLLMConfig
+from funcrl.core.types import Params, Samples
+from funcrl.generators.contracts import Life, Pushed, State, pushed
+from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
-from funcrl.generators.vllm.core import Core
-from funcrl.generators.vllm.finished import Spoken, finite, spoken
-from funcrl.generators.vllm.settings import sample_fields
+from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
+from funcrl.generators.vllm.inside.native import write_params
+from funcrl.generators.vllm.inside.unified import FuncrlForCausalLM
+from funcrl.generators.vllm.settings import engine_settings, sample_fields
+from funcrl.generators.vllm.versions import allow_capture, release_pools
+from funcrl.models import TransformerConfig
 
 
-class Engine(Core):
-    """vLLM's engine, asked for samples of prompts and for their log-probabilities."""
+class InProcess:
+    """vLLM's engine for a model of a shape; its weights mean nothing until they are pushed.
 
-    def speak(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int,
+    Args:
+        shape: of the model.
+        config: how large, and how to compile.
+        dtype: "float32" or "bfloat16", of weights and cache.
+        overrides: arguments of vLLM's `EngineArgs` besides.
+        described: the config.json that vLLM is to read, if it needs one.
+        life: the engine's state.
+        decode: from tokens to text, for stop strings.
+    """
+
+    addresses: tuple[str, ...] = ()  # only servers have some
+
+    def __init__(
+        self,
+        shape: TransformerConfig,
+        config: VLLMConfig,
+        dtype: str,
+        overrides: dict[str, Any],
+        described: dict[str, Any] | None,
+        life: Life,
         decode: DecodeFn | None,
-    ) -> list[Spoken]:  # fmt: skip
-        """Return every sample, group-major.
+    ) -> None:
+        self._config, self._life, self._decode = config, life, decode
+        self.pushed: Pushed | None = None
+        with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
+            if described is not None:
+                (Path(folder) / "config.json").write_text(json.dumps(described))
+            arguments = engine_settings(shape, config, dtype) | overrides
+            settings = EngineArgs(model=folder, **arguments).create_engine_config()
+            # On a CPU vLLM takes a process of its own, unless an environment variable says other.
+            settings.parallel_config.distributed_executor_backend = "uni"
+            allow_capture()
+            try:
+                self._llm = LLMEngine(settings, UniProcExecutor, log_stats=False)
+            except BaseException:
+                cleanup_dist_env_and_memory()  # what it has begun would be in the next one's way
+                raise
+        self._block = int(settings.cache_config.block_size)
+        self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
+        self.context_length = int(settings.model_config.max_model_len)
+
+    @property
+    def state(self) -> State:
+        """What the engine can do now."""
+        return self._life.state
+
+    def push(self, params: Params, version: int = 0) -> None:
+        """Compute with these parameters, and forget what the old ones computed."""
+        self._wake()
+        # Keys and values of the old policy would answer for the new one.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
+        with self._life.becomes(State.READY):
+            self._llm.apply_model(lambda model: _put(model, params))
+        self.pushed = pushed(params, version)
+
+    def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
+        """Return `sampling.num_samples` completions of each prompt, group-major.
 
         A sample enters only when the cache has room for the longest that it can become: nothing is
         evicted and computed again, which with seeds would crash on a CPU, and cost time elsewhere.
         """
+        assert self.pushed is not None
         seeds = sample_seeds(prompts, sampling.num_samples, seed)
-        waiting, finished = deque(range(len(seeds))), dict[int, Spoken]()
-        held = dict[int, int]()  # blocks of the samples under way
-        with self._nothing_left(held):
-            self._draw(prompts, sampling, seeds, waiting, held, finished, decode)
-        return [finished[row] for row in range(len(seeds))]
+        waiting, finished = deque(range(len(seeds))), dict[int, Completion]()
+        blocks = dict[int, int]()  # of the cache, that each sample under way may need
+        with self._nothing_left(blocks):
+            while waiting or blocks:
+                self._enter(prompts, sampling, seeds, waiting, blocks)
+                for row, completion in self._finished(sampling):
+                    finished[row] = completion
+                    del blocks[row]
+        completions = [finished[row] for row in range(len(seeds))]
+        return to_samples(completions, sampling, self._config, self.pushed)
 
-    def _draw(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: list[int],
-        waiting: deque[int], held: dict[int, int], finished: dict[int, Spoken],
-        decode: DecodeFn | None,
-    ) -> None:  # fmt: skip
-        while waiting or held:
-            while waiting:
-                row, prompt = waiting[0], prompts[waiting[0] // sampling.num_samples]
-                longest = min(len(prompt) + sampling.max_tokens, self._context)
-                needed = -(-longest // self._block)
-                if sum(held.values()) + needed > self._blocks:
-                    break
-                asked = _request(sampling, seeds[row], longest - len(prompt))
-                held[waiting.popleft()] = needed  # first: what is held is taken out after an error
-                self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
-            for output in self._step():
-                row, said = int(output.request_id), _spoken(output.outputs[0])
-                stopped = has_stop_string(said.tokens, sampling, decode)
-                if stopped and not output.finished:
-                    self._llm.abort_request([output.request_id])
-                if stopped or output.finished:
-                    finished[row] = said._replace(finish_reason="stop") if stopped else said
-                    del held[row]
-
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""
-        asked = SamplingParams(
+        request = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         scores: dict[int, list[float]] = {}
         with self._nothing_left(range(len(prompts))):
             for row, prompt in enumerate(prompts):
-                self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, asked)
+                self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, request)
             while len(scores) < len(prompts):
                 for output in self._step():
                     row = int(output.request_id)
                     pairs = zip(output.prompt_logprobs[1:], prompts[row][1:], strict=True)
-                    scores[row] = finite([each[token].logprob for each, token in pairs])
+                    scores[row] = check_logprobs([each[token].logprob for each, token in pairs])
         return [scores[row] for row in range(len(prompts))]
+
+    def sleep(self) -> None:
+        """Give cache and weights up until the next `push`."""
+        if self.state is not State.ASLEEP:
+            with self._life.becomes(State.ASLEEP):
+                self._llm.apply_model(_let_go)
+                self._llm.sleep(level=2)  # nothing is kept: weights come again with a push
+
+    def close(self) -> None:
+        """Stop, and free the memory."""
+        has_memory = True
+        try:
+            self._wake()  # what is asleep cannot be freed
+        except RuntimeError:
+            has_memory = False  # no room to wake: only addresses are lost
+        try:
+            if has_memory:
+                self._llm.collective_rpc(_release)
+            self._llm.engine_core.shutdown()
+        finally:  # a broken engine too leaves room for another
+            del self._llm
+            cleanup_dist_env_and_memory()
+            gc.collect()
+            release_pools()
+
+    def _wake(self) -> None:
+        if self.state is State.ASLEEP:
+            torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch
+            with self._life.becomes(State.EMPTY):
+                self._llm.wake_up()
+                self._llm.collective_rpc(_clear)
+
+    def _enter(
+        self, prompts: Prompts, sampling: Sampling, seeds: list[int], waiting: deque[int],
+        blocks: dict[int, int],
+    ) -> None:  # fmt: skip
+        """Hand vLLM the samples that there is room for."""
+        while waiting:
+            row, prompt = waiting[0], prompts[waiting[0] // sampling.num_samples]
+            longest = min(len(prompt) + sampling.max_tokens, self.context_length)
+            needed = -(-longest // self._block)
+            if sum(blocks.values()) + needed > self._blocks:
+                return
+            request = _request(sampling, seeds[row], longest - len(prompt))
+            blocks[waiting.popleft()] = needed  # first: after an error these are taken out
+            self._llm.add_request(str(row), {"prompt_token_ids": list(prompt)}, request)
+
+    def _finished(self, sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Let vLLM compute once, and yield the samples that have ended."""
+        for output in self._step():
+            completion = _completion(output.outputs[0])
+            stopped = has_stop_string(completion.tokens, sampling, self._decode)
+            if stopped and not output.finished:
+                self._llm.abort_request([output.request_id])
+            if stopped:
+                completion = completion._replace(finish_reason="stop")
+            if stopped or output.finished:
+                yield int(output.request_id), completion
+
+    def _step(self) -> list[Any]:
+        with self._life.becomes(State.READY):
+            outputs: list[Any] = self._llm.step()
+        return outputs
+
+    @contextmanager
+    def _nothing_left(self, rows: Iterable[int]) -> Iterator[None]:
+        """Take requests out if an error ends them: they would answer for others."""
+        try:
+            yield
+        except BaseException as error:
+            if self.state is not State.FAILED:
+                self._llm.abort_request([str(row) for row in rows])
+                while self._llm.has_unfinished_requests():
+                    self._step()
+                if isinstance(error, FloatingPointError):
+                    self._llm.collective_rpc(_clear)
+            raise
 
 
 def _request(sampling: Sampling, seed: int, most: int) -> Any:
@@ -84,7 +212,33 @@ def _request(sampling: Sampling, seed: int, most: int) -> Any:
     return SamplingParams(**fields, detokenize=False, output_kind=kind)
 
 
-def _spoken(output: Any) -> Spoken:
+def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     pairs = zip(output.logprobs, tokens, strict=True)
-    return spoken(tokens, [each[token].logprob for each, token in pairs], output.finish_reason)
+    logprobs = check_logprobs([each[token].logprob for each, token in pairs])
+    return Completion(tokens, logprobs, output.finish_reason or "")
+
+
+def _put(model: Any, params: Params) -> None:
+    if isinstance(model, FuncrlForCausalLM):
+        model.adopt(params)
+    else:
+        write_params(model, params)
+
+
+def _let_go(model: Any) -> None:
+    if isinstance(model, FuncrlForCausalLM):  # vLLM's own classes have weights of their own
+        model.let_go()
+
+
+@torch.inference_mode()
+def _clear(worker: Any) -> None:
+    """Leave no NaN in the cache: vLLM multiplies what is past a sequence's end by zero."""
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
+
+
+def _release(worker: Any) -> None:
+    """Give the cache back, whoever still holds on to its tensors: compiled code may."""
+    for cache in worker.model_runner.kv_caches:
+        cache.untyped_storage().resize_(0)

@@ -1,9 +1,10 @@
 """vLLM as a generator: the same parameters, in the engine that the field generates with."""
 
-import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 import torch
 
@@ -11,24 +12,30 @@ from funcrl.config import Sampling
 from funcrl.config.generation import Form, VLLMConfig
 from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
-from funcrl.generators.embedded.sampler import check_prompts, num_writes
-from funcrl.generators.embedded.slots import Prompts
+from funcrl.generators.contracts import Engine, Life, Pushed, State
+from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
+from funcrl.generators.vllm.failures import died, out_of_memory
 from funcrl.generators.vllm.memory import with_cache
-from funcrl.generators.vllm.owner import Owner
 from funcrl.generators.vllm.probe import check_finite, check_probe
 from funcrl.generators.vllm.server.processes import check_plugin
 from funcrl.generators.vllm.settings import cache_bytes, compile_arguments, sleep_arguments
 from funcrl.generators.vllm.versions import check_version
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
-from funcrl.rl.batching import pad_rows
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_Result = TypeVar("_Result")
 
 
-class VLLM(Owner):
+class _Started(Engine, Protocol):
+    """vLLM that runs: `InProcess` or `Remote`."""
+
+    addresses: tuple[str, ...]
+
+
+class VLLM:
     """A vLLM engine, in this process or in servers, with the embedded sampler's interface.
 
     The engine starts at the first push, when what is trained is in memory already. Every sample has
@@ -58,7 +65,6 @@ class VLLM(Owner):
         decode: DecodeFn | None = None,
         trainer_bytes: int = 0,
     ) -> None:
-        super().__init__()
         config = VLLMConfig() if config is None else config
         if form is not None:
             config = replace(config, form=form)
@@ -77,25 +83,42 @@ class VLLM(Owner):
         self._overrides = _overrides(model, config.network, config, _DTYPES[dtype])
         self._trainer_bytes = trainer_bytes
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
-        self._version, self._probed = 0, False
-        self._params: Params = {}
-        self._written: list[int] = []  # how often each parameter had been written to
+        self._engine: _Started | None = None  # started by the first push
+        self._life, self._probed = Life(), False
         self.context_length = min(config.context_length, model.config.context_length)
         if loaded is not None:
             self.push(loaded)
+
+    @property
+    def state(self) -> State:
+        """What the engine can do now."""
+        return self._life.state
+
+    @property
+    def pushed(self) -> Pushed | None:
+        """The parameters that the engine samples from."""
+        return None if self._engine is None else self._engine.pushed
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the OpenAI-compatible APIs of servers are; of an engine in this process, none."""
+        return self._running("addresses").addresses
 
     def push(self, params: Params, version: int = 0) -> None:
         """Sample from these parameters from now on.
 
         Native: they are written into vLLM's own. Unified: they are referred to, if they have the
         engine's dtype and no graph holds on to others.
+
+        A push of the very tensors that are there, as the same version and unwritten since, does
+        nothing. Torch counts no writes through `.data` or by kernels of one's own: these need
+        another version.
         """
+        if self.pushed is not None and self.pushed.holds(params, version):
+            return
         check_params(self._model, params)
         check_finite(params)
-        engine = self._started()
-        self._guarded("push", lambda: engine.push(params))
-        self._params, self._version = params, version
-        self._written = num_writes(params)
+        self._push(params, version)
         if not self._probed:
             check_probe(self._model, tree.cast(params, self._dtype), self.score)
             self._probed = True
@@ -106,14 +129,10 @@ class VLLM(Owner):
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         self.wake()
-        decode = self._decode
-        spoken = self._guarded("generate", lambda: engine.speak(prompts, sampling, seed, decode))
+        samples = self._guarded("generate", lambda: engine.generate(prompts, sampling, seed))
         if self._config.sleep:
             self.sleep()
-        # Where what is trained is, which need not be where the engine is.
-        device = next(iter(self._params.values())).device
-        of_policy = self._config.logprobs == "policy"
-        return _to_samples(spoken, sampling, of_policy, self._version, device)
+        return samples
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
@@ -131,13 +150,54 @@ class VLLM(Owner):
 
     def wake(self) -> None:
         """Take the memory again and the parameters, as `generate`, `score` and `push` do."""
-        engine = self._running("wake")
+        held = self._running("wake").pushed
+        assert held is not None
         # What the unified form refers to may have been written to.
-        stale = self._config.form == "unified" and num_writes(self._params) != self._written
-        if engine.asleep or stale:
-            self.push(self._params, self._version)
+        stale = self._config.form == "unified" and held.is_written()
+        if self.state is State.ASLEEP or stale:
+            check_finite(held.params)
+            self._push(held.params, held.version)
 
-    def _start(self) -> Any:
+    def close(self) -> None:
+        """Stop the engine and free its memory; another may be started after it."""
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            self._life.enter(State.CLOSED)
+
+    def _push(self, params: Params, version: int) -> None:
+        if self.state is State.CLOSED:
+            raise RuntimeError(f"VLLM.push expects an engine, got one {self.state.value}.")
+        if self._engine is None:
+            self._engine = self._guarded("push", self._start)
+        engine = self._engine
+        self._guarded("push", lambda: engine.push(params, version))
+
+    def _running(self, method: str) -> _Started:
+        self._life.check_pushed(f"VLLM.{method}")
+        assert self._engine is not None
+        return self._engine
+
+    def _guarded(self, method: str, work: Callable[[], _Result]) -> _Result:
+        """Return what work gives; an engine that it has ended is closed, the error explained."""
+        try:
+            return work()
+        except BaseException as error:
+            explained: Exception | None = out_of_memory(method, error)
+            if self._engine is not None:
+                if self.state is not State.FAILED:
+                    raise
+                explained = explained or died(method, error)
+                # It may be too broken to be closed in order: what has ended it is what to tell.
+                with suppress(Exception):
+                    self.close()
+            if explained is None or not isinstance(error, Exception):
+                raise
+            raise explained from error
+
+    def _start(self) -> _Started:
         config, dtype = self._config, _DTYPES[self._dtype]
         if not (config.form == "server" and config.server.devices):  # which share no GPU
             config = with_cache(self._model, config.network, config, dtype, self._trainer_bytes)
@@ -145,8 +205,11 @@ class VLLM(Owner):
         if config.form == "server":
             from funcrl.generators.vllm.server.remote import Remote as kind
         else:
-            from funcrl.generators.vllm.engine import Engine as kind
-        return kind(self._model.config, config, dtype, *self._overrides)
+            from funcrl.generators.vllm.engine import InProcess as kind
+        engine: _Started = kind(
+            self._model.config, config, dtype, *self._overrides, self._life, self._decode
+        )
+        return engine
 
 
 def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, Any]:
@@ -154,13 +217,13 @@ def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str)
     if config.form == "server":
         check_plugin()
     shape = model.config
-    known = _has_kernel(shape.head_width)
+    has_kernel = _has_kernel(shape.head_width)
     if network == "unified":
         from funcrl.generators.vllm.inside.unified import overrides
 
-        own = config.attention == "funcrl" or (config.attention == "auto" and not known)
+        own = config.attention == "funcrl" or (config.attention == "auto" and not has_kernel)
         return overrides(shape, own), None
-    if not known:
+    if not has_kernel:
         raise ValueError(
             f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
             f"{shape.head_width}; form 'unified' takes any."
@@ -179,22 +242,3 @@ def _has_kernel(head_width: int) -> bool:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return bool(CPUAttentionBackend.supports_head_size(head_width))
-
-
-def _to_samples(
-    spoken: Any, sampling: Sampling, of_policy: bool, version: int, device: torch.device
-) -> Samples:
-    """Return what was said; `of_policy` says whose the engine's log-probabilities are."""
-    known = pad_rows([said.logprobs for said in spoken], torch.float32, device)
-    mask = pad_rows([[1] * len(said.tokens) for said in spoken], torch.bool, device)
-    # The two are one unless the temperature is not 1 or some tokens are never drawn.
-    alike = sampling.temperature == 1 and not sampling.truncates
-    other = known if alike else known.masked_fill(mask, math.nan)
-    return Samples(
-        tokens=pad_rows([said.tokens for said in spoken], torch.int64, device),
-        mask=mask,
-        logprobs=other if of_policy else known,
-        policy_logprobs=known if of_policy else other,
-        finish_reasons=tuple(said.finish_reason for said in spoken),
-        policy_version=version,
-    )

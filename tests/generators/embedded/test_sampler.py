@@ -8,8 +8,8 @@ from cases import tiny_model
 
 import funcrl
 from funcrl import rng
-from funcrl.generators import Sampler, Sampling, draw, sample, sampling_logprobs
-from funcrl.generators.embedded.packed import pack_weights
+from funcrl.generators import Sampler, Sampling, State, draw, sample, sampling_logprobs
+from funcrl.generators.packed import pack_weights
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8]]
 
@@ -290,7 +290,7 @@ def test_a_push_is_a_reference_and_takes_effect():
     model, params = make()
     sampler = Sampler(model)
     sampler.push(params, version=4)
-    assert all(sampler._params[name] is leaf for name, leaf in params.items())
+    assert all(sampler.pushed.params[name] is leaf for name, leaf in params.items())
     first = sampler.generate(PROMPTS, Sampling(max_tokens=9), seed=0)
     other = funcrl.tree.map(lambda leaf: leaf.flip(0), params)
     sampler.push(other, version=5)
@@ -299,6 +299,74 @@ def test_a_push_is_a_reference_and_takes_effect():
     fresh = sample(model, other, PROMPTS, Sampling(max_tokens=9), seed=0)
     assert torch.equal(second.tokens, fresh.tokens)
     assert not torch.equal(second.tokens, first.tokens)
+
+
+def test_a_push_of_what_is_there_does_nothing(monkeypatch):
+    model, params = make()
+    packed = []
+
+    def counted(*args):
+        packed.append(args)
+        return pack_weights(*args)
+
+    monkeypatch.setattr("funcrl.generators.embedded.sampler.pack_weights", counted)
+    sampler = Sampler(model)
+
+    def push_and_draw(params, version):
+        sampler.push(params, version)
+        drawn = sampler.generate(PROMPTS, Sampling(max_tokens=2), seed=0)
+        fresh = sample(model, params, PROMPTS, Sampling(max_tokens=2), seed=0)
+        packed.pop()  # the fresh sampler's
+        assert torch.equal(drawn.tokens, fresh.tokens)
+        assert drawn.policy_version == version
+        return len(packed)
+
+    assert push_and_draw(params, 1) == 1
+    assert push_and_draw(params, 1) == 1
+    assert push_and_draw(dict(params), 1) == 1  # another dictionary of the same tensors
+    assert push_and_draw(params, 2) == 2
+    params["norm.weight"].mul_(1.5)
+    assert push_and_draw(params, 2) == 3
+    params["norm.weight"] = params["norm.weight"].clone()  # another tensor in the same dictionary
+    assert push_and_draw(params, 2) == 4
+    params["norm.weight"].data = params["norm.weight"] * 2  # a write that torch does not count
+    assert push_and_draw(params, 2) == 5
+    with torch.inference_mode():  # where torch counts no writes at all
+        params = {name: leaf.clone() for name, leaf in params.items()}
+    assert push_and_draw(params, 2) == 6
+    assert push_and_draw(params, 2) == 7
+
+
+def test_a_samplers_states_and_its_sleep():
+    model, params = make()
+    sampler = Sampler(model)
+    assert sampler.state is State.EMPTY
+    for call in (lambda: sampler.score(PROMPTS), sampler.sleep):
+        with pytest.raises(RuntimeError, match="call push first"):
+            call()
+    sampler.push(params)
+    assert sampler.state is State.READY
+    first = sampler.generate(PROMPTS, Sampling(max_tokens=3), seed=0)
+    sampler.sleep()
+    assert sampler.state is State.ASLEEP
+    again = sampler.generate(PROMPTS, Sampling(max_tokens=3), seed=0)
+    assert sampler.state is State.READY
+    assert torch.equal(again.logprobs, first.logprobs)
+    sampler.close()
+    assert sampler.state is State.CLOSED
+    with pytest.raises(RuntimeError, match="Sampler.generate expects .* closed"):
+        sampler.generate(PROMPTS, Sampling(), seed=0)
+
+
+def test_the_sampler_scores_as_the_model_does():
+    model, params = make()
+    sampler = Sampler(model)
+    sampler.push(params)
+    model_fn = funcrl.logprob_fn(model)
+    for prompt, found in zip(PROMPTS, sampler.score(PROMPTS), strict=True):
+        row = funcrl.Sample(torch.tensor(prompt), torch.arange(len(prompt)))
+        wanted = model_fn(params, row).logprobs[1:]
+        torch.testing.assert_close(torch.tensor(found, dtype=wanted.dtype), wanted)
 
 
 def test_bfloat16_is_one_cast_of_the_parameters():

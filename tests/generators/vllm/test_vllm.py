@@ -17,7 +17,7 @@ from funcrl.config import (
     WarmStartConfig,
     from_plain,
 )
-from funcrl.generators import VLLM
+from funcrl.generators import VLLM, State
 from funcrl.generators.vllm.inside.native import fused_name, write_params
 from funcrl.generators.vllm.probe import check_probe
 from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
@@ -111,6 +111,10 @@ def rows_of(samples, group):
     ]
 
 
+def letters(tokens):
+    return "".join(chr(97 + token % 26) for token in tokens)
+
+
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
 def engine(request):
     """One engine for each variant, closed before the next one starts."""
@@ -118,7 +122,7 @@ def engine(request):
     dtype = getattr(torch, dtype)
     model, params = make(shape, dtype)
     config = VLLMConfig(form=form, attention=attention, slots=16)
-    generator = VLLM(model, config=config, dtype=dtype)
+    generator = VLLM(model, config=config, dtype=dtype, decode=letters)
     generator.push(params, version=3)
     yield generator, model, params
     generator.close()
@@ -266,15 +270,34 @@ class TestEngine:
 
     def test_stop_strings(self, engine):
         generator, _, _ = engine
-        generator._decode = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)
         free = generator.generate(PROMPTS, Sampling(2, max_tokens=20), seed=2)
-        text = generator._decode(free.tokens[0].tolist())
+        text = letters(free.tokens[0].tolist())
         cut = generator.generate(PROMPTS, Sampling(2, max_tokens=20, stop=(text[4:6],)), seed=2)
         assert int(cut.mask[0].sum()) == text.index(text[4:6]) + 2
         assert cut.finish_reasons[0] == "stop"
         again = generator.generate(PROMPTS, Sampling(2, max_tokens=20), seed=2)
         assert torch.equal(again.tokens, free.tokens)  # nothing is left of what was cut short
-        generator._decode = None
+
+    def test_a_push_of_what_is_there_does_nothing(self, engine, monkeypatch):
+        generator, model, params = engine
+        inner, updates = generator._engine, []
+        update = inner._llm.apply_model
+        monkeypatch.setattr(inner._llm, "apply_model", lambda fn: (updates.append(fn), update(fn)))
+        mine = {name: leaf.clone() for name, leaf in params.items()}
+        try:
+            for version, count in ((8, 1), (8, 1), (9, 2), (9, 2)):
+                generator.push(mine, version)
+                assert len(updates) == count
+                assert generator.pushed.version == version
+            mine["norm.weight"].mul_(1.5)  # written to: the same version is pushed again
+            generator.push(mine, 9)
+            generator.push(mine, 9)
+            assert len(updates) == 3
+            bound = 4 * rounding(model, mine, PROMPTS)
+            assert largest(generator.score(PROMPTS), scored(model, mine, PROMPTS)) <= bound
+            assert generator.state is State.READY
+        finally:
+            generator.push(params, version=3)
 
 
 def rollout_of(samples):

@@ -21,8 +21,8 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import VLLM, EngineError
+from funcrl.generators.vllm.failures import died, out_of_memory
 from funcrl.generators.vllm.memory import left_for_cache, own_weights, with_cache, work_bytes
-from funcrl.generators.vllm.owner import died, out_of_memory
 from funcrl.generators.vllm.settings import cache_bytes, cache_limits, sleep_arguments
 from funcrl.run.views import SilentView
 
@@ -64,7 +64,8 @@ class KillAfterTwoSteps(SilentView):
             return
         generator = self.built[-1].generator
         if KILLS[self.kill] is None:
-            generator.push({name: leaf * torch.nan for name, leaf in generator._params.items()})
+            params = generator.pushed.params
+            generator.push({name: leaf * torch.nan for name, leaf in params.items()})
         else:
             raise_in_forward(generator, KILLS[self.kill])
 
@@ -224,7 +225,7 @@ class TestSleep:
             }
         )
         assert len(held) == 1  # one zero, shown in the shapes of all
-        generator.push(params)
+        generator.push(params, version=1)
         again = generator.generate(PROMPTS, SAMPLING, seed=0)
         assert torch.equal(again.tokens, clean.tokens)
         generator.close()

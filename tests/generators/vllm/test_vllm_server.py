@@ -25,7 +25,7 @@ import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
 from funcrl.config.generation import ServerConfig
 from funcrl.generators import VLLM, EngineError
-from funcrl.generators.vllm.finished import Spoken
+from funcrl.generators.vllm.completion import Completion
 from funcrl.generators.vllm.server import transport
 from funcrl.generators.vllm.server.processes import Server, Servers, check_plugin, flags
 from funcrl.generators.vllm.server.remote import shortened
@@ -178,7 +178,7 @@ class TestServer:
         assert len({tuple(row.tolist()) for row in first.tokens[:4]}) == 4
         assert not torch.equal(first.tokens, vllm.generate(PROMPTS, sampling, seed=6).tokens)
 
-    def test_a_push_arrives_and_the_old_policys_cache_is_dropped(self, running):
+    def test_a_push_arrives_and_the_old_policys_cache_is_dropped(self, running, monkeypatch):
         vllm, model, params = running
         other = {name: leaf * 0.5 for name, leaf in params.items()}
         vllm.score(PROMPTS)  # the cache holds these prompts now
@@ -189,6 +189,13 @@ class TestServer:
                 for found, values in zip(vllm.score(PROMPTS), expected, strict=True):
                     assert (torch.tensor(found).double() - values).abs().max() < BOUND
                 assert vllm.generate(PROMPTS, Sampling(max_tokens=2), 0).policy_version == 7
+            updates, link = [], vllm._engine._link
+            send = link.push
+            monkeypatch.setattr(link, "push", lambda *a, **kw: (updates.append(1), send(*a, **kw)))
+            vllm.push(params, 7)  # is there already
+            assert not updates
+            vllm.push(params, 8)
+            assert updates == [1]
         finally:
             vllm.push(params)
 
@@ -299,7 +306,7 @@ class TestServer:
         kill = threading.Timer(2, os.kill, (core, signal.SIGKILL))
         kill.start()
         with pytest.raises(EngineError, match="VLLM.push expects an engine that answers"):
-            vllm.push(params)
+            vllm.push(params, version=1)
         with pytest.raises(RuntimeError, match="got one that is closed"):
             vllm.score(PROMPTS)
 
@@ -557,10 +564,11 @@ def test_a_server_that_dies_while_a_group_forms_is_waited_for_no_longer(monkeypa
 
 
 def test_what_follows_a_stop_string_is_cut_off():
-    said = Spoken([97, 98, 99], [-1.0, -2.0, -3.0], "length")
-    assert shortened(said, Sampling(stop=("ab",)), spell) == Spoken([97, 98], [-1.0, -2.0], "stop")
-    assert shortened(said, Sampling(stop=("x",)), spell) == said
-    assert shortened(said, Sampling(), None) == said
+    whole = Completion([97, 98, 99], [-1.0, -2.0, -3.0], "length")
+    cut = Completion([97, 98], [-1.0, -2.0], "stop")
+    assert shortened(whole, Sampling(stop=("ab",)), spell) == cut
+    assert shortened(whole, Sampling(stop=("x",)), spell) == whole
+    assert shortened(whole, Sampling(), None) == whole
 
 
 def test_settings_become_the_arguments_of_a_command():

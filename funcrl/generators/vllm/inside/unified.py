@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from funcrl.core.types import Params
-from funcrl.generators.embedded.packed import pack_weights
+from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm.inside.attention import FuncrlBackend
 from funcrl.generators.vllm.inside.plugin import NAME, register
 from funcrl.models import Transformer, TransformerConfig

@@ -31,15 +31,18 @@ class Link:
     def __init__(self, servers: Servers, config: ServerConfig, dtype: torch.dtype) -> None:
         self._servers, self._config, self._dtype = servers, config, dtype
         self._sender: SharedMemory | Broadcast | None = None
-        self.whole = True  # all servers have the parameters of one push, or none of any
-        self.spoiled = False  # a policy has left NaN in the cache
 
-    def push(self, params: Params) -> None:
-        """Send parameters to all servers, between two answers: none is of both policies."""
-        servers, self.whole = self._servers, False
+    def push(self, params: Params, clear: bool = False) -> None:
+        """Send parameters to all servers, between two answers: none is of both policies.
+
+        Args:
+            params: what is sent.
+            clear: whether a policy has left NaN in the cache, which is to go.
+        """
+        servers = self._servers
         sender = self._sender or self._open(params)
         buckets = plan_buckets(params, self._dtype)
-        sent = {"buckets": buckets, "clear": self.spoiled} | self._fingerprints(params, buckets)
+        sent = {"buckets": buckets, "clear": clear} | self._fingerprints(params, buckets)
         servers.pause()
         # As they are, not as a checkpoint has them: the receiver has the names.
         servers.all("/start_weight_update", {"is_checkpoint_format": False})
@@ -49,7 +52,6 @@ class Link:
         # Keys and values of the old policy would answer for the new one.
         servers.all("/reset_prefix_cache")
         servers.resume()
-        self.whole, self.spoiled = True, False
 
     def close(self) -> None:
         """Free what parameters were sent through."""

@@ -34,7 +34,12 @@ print(*(each.value for each in entry_points(group="vllm.general_plugins")), sep=
 # Of a Unix socket's path: what Linux takes, with the zero at its end; and the name of vLLM's own.
 _PATH_BYTES, _NAME_BYTES = 107, len("/") + len(str(uuid.UUID(int=0)))
 _SOCKET = "socket"
-_NAN = b"float values are not JSON compliant"  # what vLLM says in place of a NaN
+# What vLLM says in place of a NaN: neither its status nor the error's type tells it from others.
+_NAN = b"float values are not JSON compliant"
+
+
+class ServerError(RuntimeError):
+    """A server has ended, or has left a request without an answer."""
 
 
 class Server:
@@ -62,7 +67,7 @@ class Server:
         if described is not None:
             (folder / "config.json").write_text(json.dumps(described))
         self.model, self._log = str(folder), folder / "log.txt"
-        self.address, self._answers, self._closed = str(folder / _SOCKET), True, False
+        self.address, self._closed = str(folder / _SOCKET), False
         command = _command(self.model, self.address, settings, device, run)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -75,8 +80,8 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether its process has not ended, nor left a question without an answer."""
-        return self._answers and self._process.poll() is None
+        """Whether its process has not ended."""
+        return self._process.poll() is None
 
     def wait(self, seconds: float) -> None:
         """Return when the server answers; raise if it ends, or does not in time."""
@@ -96,9 +101,8 @@ class Server:
         try:
             status, body = _ask(self.address, path, content)
         except (OSError, http.client.HTTPException) as error:
-            self._answers = False
             self._check_alive()
-            raise RuntimeError(
+            raise ServerError(
                 f"VLLM expects its server at {self.address} to answer {path}, got {error!r}; the "
                 f"end of its log:\n{self._tail()}"
             ) from error
@@ -108,8 +112,8 @@ class Server:
                     "generate expects logits that leave a distribution to draw from, got "
                     "log-probabilities of NaN; have the parameters diverged?"
                 )
-            self._answers &= status < 500  # from there on its engine has died, most of the time
-            raise RuntimeError(
+            # From 500 on its engine has died, most of the time.
+            raise (ServerError if status >= 500 else RuntimeError)(
                 f"VLLM expects its server at {self.address} to answer {path} with 200, got "
                 f"{status}: {body[:500].decode(errors='replace')}\nThe end of its log:\n"
                 f"{self._tail()}"
@@ -143,10 +147,9 @@ class Server:
     def _check_alive(self) -> None:
         if self._process.poll() is not None:
             code = self._process.returncode
-            tail = self._tail()
-            raise RuntimeError(
+            raise ServerError(
                 f"VLLM expects its server at {self.address} to live, got its end with exit code "
-                f"{code}; the end of its log:\n{tail}"
+                f"{code}; the end of its log:\n{self._tail()}"
             )
 
     def _tail(self) -> str:

@@ -1,0 +1,72 @@
+"""Prompts as every generator takes them: checked, and with a seed for each sample."""
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from funcrl.config import Sampling
+from funcrl.core import checks, rng
+from funcrl.generators.stops import DecodeFn
+from funcrl.models import Transformer
+
+Prompts: TypeAlias = Sequence[Sequence[int]]
+
+
+def check_prompts(
+    prompts: Prompts,
+    sampling: Sampling,
+    model: Transformer,
+    decode: DecodeFn | None,
+    context_length: int,
+) -> None:
+    """Raise if a generator cannot complete these prompts.
+
+    Args:
+        prompts: N lists of tokens.
+        sampling: how to draw.
+        model: whose vocabulary it is.
+        decode: from tokens to text.
+        context_length: tokens of a prompt and its completion, at most.
+    """
+    config = model.config
+    if len(prompts) == 0:
+        raise ValueError("generate expects at least one prompt, got none.")
+    if sampling.stop and decode is None:
+        raise ValueError(
+            f"generate expects a decode function for stop strings, got stop={sampling.stop} and no "
+            f"decode; make the generator with decode=tokenizer.decode."
+        )
+    if len(set(sampling.stop_tokens)) >= config.vocab_size:
+        raise ValueError("generate expects a token that is not a stop token, got none.")
+    for token in sampling.stop_tokens:
+        checks.check_range("generate", "stop_tokens", token, 0, config.vocab_size - 1)
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < context_length:
+            raise ValueError(
+                f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
+                f"the generator's context_length, got {len(prompt)} in prompt {index}."
+            )
+        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"generate expects tokens below vocab_size={config.vocab_size}, got {wrong[0]} in "
+                f"prompt {index}."
+            )
+
+
+def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
+    """Return the seed of each sample, group-major: of the prompt's tokens, not of its place.
+
+    The k-th copy of a prompt goes on where the one before ended, so that copies differ.
+    """
+    seen: Counter[bytes] = Counter()
+    seeds = []
+    for prompt in prompts:
+        content = ",".join(str(operator.index(token)) for token in prompt).encode()
+        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+        first = seen[content] * num_samples
+        seen[content] += 1
+        seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
+    return seeds

@@ -1,0 +1,45 @@
+"""What a user is told of an error that has ended an engine."""
+
+import torch
+
+# What torch and vLLM say where memory runs out: on a CPU, at the start and in vLLM's own allocator
+# they raise a RuntimeError or ValueError like any other, so that only their words tell it.
+_NO_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "less than requested memory",
+    "less than desired gpu memory", "larger than the available kv cache memory",
+)  # fmt: skip
+
+
+class EngineError(RuntimeError):
+    """A vLLM engine has died, and is closed."""
+
+
+def out_of_memory(method: str, error: BaseException) -> MemoryError | None:
+    """Return the error that names the options to lower, if memory has run out.
+
+    Args:
+        method: of `VLLM`, that was called.
+        error: what vLLM raised.
+    """
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not typed and not any(words in str(error).lower() for words in _NO_MEMORY):
+        return None
+    return MemoryError(
+        f"VLLM.{method} expects more memory than there is: lower --vllm.cache-bytes, --vllm.slots "
+        f"or --vllm.batched-tokens, or on a GPU lend the engine's to the update by --vllm.sleep; "
+        f"the engine is closed. Got {type(error).__name__}: {error}"
+    )
+
+
+def died(method: str, error: BaseException) -> EngineError:
+    """Return the error that says what to do about one that has ended an engine.
+
+    Args:
+        method: of `VLLM`, that was called.
+        error: what vLLM raised.
+    """
+    return EngineError(
+        f"VLLM.{method} expects an engine that answers, got one that has died of "
+        f"{type(error).__name__}: {error}. It is closed: go on with a run by --resume, or make "
+        f"another VLLM."
+    )
