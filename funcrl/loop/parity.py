@@ -63,7 +63,7 @@ class ParityConfig:
 
 
 class Parity(NamedTuple):
-    """What a comparison came to, over all sampled tokens."""
+    """The result of a comparison, over all sampled tokens."""
 
     tokens: int
     different: int  # of them, with another log-probability, by however little
@@ -115,16 +115,6 @@ def compare(
         params: in the dtype to compute in.
         prompts: N lists of tokens.
         samples: N x G of them, drawn from these parameters.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.loop.parity import compare
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> params = funcrl.init_params(model, seed=0)
-        >>> sampling = funcrl.config.Sampling(max_tokens=4)
-        >>> samples = funcrl.generators.sample(model, params, [[1, 2]], sampling, seed=0)
-        >>> compare(model, params, [[1, 2]], samples).tokens
-        4
     """
     group = len(samples.tokens) // len(prompts)
     lengths = samples.mask.sum(dim=1).tolist()

@@ -21,13 +21,6 @@ def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> 
 
     Place s of S holds the token at position s; a key and its value lie side by side, so that both
     are written at once.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.generators.embedded.cache import empty_cache
-        >>> model = funcrl.models.Transformer(funcrl.models.TransformerConfig(num_layers=2))
-        >>> empty_cache(model, samples=3, places=5, like=torch.zeros(1)).shape
-        torch.Size([2, 3, 2, 5, 64])
     """
     c = model.config
     shape = (c.num_layers, samples, c.num_kv_heads, places, 2 * c.head_width)
@@ -41,16 +34,6 @@ def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
         model: bound to its parameters.
         prompts: [N, P] tokens.
         lengths: [N] each prompt's own length.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.models.functional import bind
-        >>> from funcrl.generators.embedded.cache import prefill
-        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
-        >>> model = funcrl.models.Transformer(config)
-        >>> bound = bind(model, funcrl.init_params(model, seed=0))
-        >>> prefill(bound, torch.tensor([[1, 2, 3]]), torch.tensor([3])).logits.shape
-        torch.Size([1, 7])
     """
     pairs: list[Tensor] = []
 
@@ -81,17 +64,6 @@ def extend(
         tokens: [n].
         positions: [n], where each token stands in its sample.
         longest: the highest of the positions.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.models.functional import bind
-        >>> from funcrl.generators.embedded.cache import empty_cache, extend
-        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
-        >>> model = funcrl.models.Transformer(config)
-        >>> bound = bind(model, funcrl.init_params(model, seed=0))
-        >>> cache = empty_cache(model, samples=2, places=4, like=torch.zeros(1))
-        >>> extend(bound, cache, torch.tensor([3]), torch.tensor([0]), longest=0).shape
-        torch.Size([1, 7])
     """
     num_samples, (num_heads, num_places, width) = len(tokens), cache.shape[2:]
     starts = torch.arange(num_samples * num_heads, device=tokens.device) * num_places

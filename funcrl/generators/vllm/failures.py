@@ -1,4 +1,4 @@
-"""What a user is told of an error that has ended an engine."""
+"""The errors that a user sees when vLLM's engine has ended."""
 
 import torch
 

@@ -25,11 +25,6 @@ def left_for_cache(device: int, trainer: int, weights: int, work: int, least: in
         weights: the engine's own.
         work: of the engine, while it computes.
         least: too few to hold one sample; fewer are an error.
-
-    Example:
-        >>> from funcrl.generators.vllm.memory import left_for_cache
-        >>> left_for_cache(80 << 30, trainer=40 << 30, weights=2 << 30, work=3 << 30, least=1) >> 30
-        30
     """
     left = device - trainer - trainer // _PART - weights - work - _MARGIN
     if left < least:
@@ -52,14 +47,6 @@ def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -
         form: "native" or "unified".
         config: how it is compiled.
         dtype: of the engine; the trainer's is float32.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config import VLLMConfig
-        >>> from funcrl.generators.vllm.memory import own_weights
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> [own_weights(model, form, VLLMConfig(), "float32") for form in ("native", "unified")]
-        [398080, 0]
     """
     own = FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
     if config.form == "server":  # nothing is shared, and the next ones arrive beside the old ones
@@ -74,14 +61,6 @@ def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
         shape: of the model.
         config: how many tokens and samples there are at a time.
         dtype: of the engine.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config import VLLMConfig
-        >>> from funcrl.generators.vllm.memory import work_bytes
-        >>> shape = funcrl.models.shape("micro", vocab_size=13)
-        >>> work_bytes(shape, VLLMConfig(slots=2, batched_tokens=2048), "float32") >> 20
-        8
     """
     c, tokens = shape, max(config.batched_tokens, min(config.context_length, shape.context_length))
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width
@@ -102,14 +81,6 @@ def with_cache(
         config: its `cache_bytes` may be 0.
         dtype: of the engine.
         trainer: bytes that it will need at most while the engine holds its cache.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config import VLLMConfig
-        >>> from funcrl.generators.vllm.memory import with_cache
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> with_cache(model, "unified", VLLMConfig(cache_bytes=1 << 29), "float32", 0).cache_bytes
-        536870912
     """
     if config.cache_bytes or not torch.cuda.is_available():
         return config

@@ -21,14 +21,6 @@ def check_finite(params: Params) -> None:
 
     Args:
         params: that are pushed.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.probe import check_finite
-        >>> check_finite({"w": torch.tensor([1.0, float("nan")])})
-        Traceback (most recent call last):
-        FloatingPointError: VLLM.push expects finite parameters, got others in 1 of 1 leaves, such \
-as 'w'; have the parameters diverged?
     """
     norms = torch.stack(torch._foreach_norm(list(params.values()), float("inf")))
     named = zip(params, norms.isfinite().tolist(), strict=True)
@@ -53,17 +45,6 @@ def check_probe(
         model: the trainer's.
         params: in the engine's dtype.
         engine_scores: of rows of tokens, the log-probabilities from the second token on.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.generators.vllm.probe import check_probe
-        >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)
-        >>> model = funcrl.models.Transformer(config)
-        >>> check_probe(model, funcrl.init_params(model, seed=0), lambda rows: [[0.0] * 23])
-        Traceback (most recent call last):
-        RuntimeError: VLLM.push expects vLLM to give a probe's tokens the model's own \
-log-probabilities, got a mean difference of 1.94 where rounding to torch.float32 makes 0; \
-funcrl's names of parameters and vLLM's do not agree.
     """
     count = min(_TOKENS, model.config.context_length - 1)
     like = next(iter(params.values()))

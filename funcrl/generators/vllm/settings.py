@@ -1,4 +1,4 @@
-"""What vLLM is told: how large it is, how to compile, and what one sample is."""
+"""vLLM's arguments: for an engine's size, for compilation, and for one sample."""
 
 from typing import Any
 
@@ -23,14 +23,6 @@ def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) ->
         shape: of the model.
         config: how large, and how to compile.
         dtype: "float32" or "bfloat16", of weights and cache.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import engine_settings
-        >>> shape = funcrl.models.shape("micro", vocab_size=13)
-        >>> engine_settings(shape, VLLMConfig(context_length=100), "float32")["max_model_len"]
-        100
     """
     context = min(config.context_length, shape.context_length)
     return {
@@ -60,12 +52,6 @@ def sample_fields(sampling: Sampling, seed: int, most: int) -> dict[str, Any]:
         sampling: how it is drawn.
         seed: its own.
         most: tokens.
-
-    Example:
-        >>> from funcrl.config.generation import Sampling
-        >>> from funcrl.generators.vllm.settings import sample_fields
-        >>> sample_fields(Sampling(temperature=0.0), 7, 10)["seed"] is None
-        True
     """
     return {
         "temperature": sampling.temperature,
@@ -82,14 +68,7 @@ def sample_fields(sampling: Sampling, seed: int, most: int) -> dict[str, Any]:
 
 
 def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
-    """Return vLLM's arguments for how to compile.
-
-    Example:
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import compile_arguments
-        >>> compile_arguments(VLLMConfig())
-        {'enforce_eager': True}
-    """
+    """Return vLLM's arguments for how to compile."""
     backend, cudagraph = config.compile.backend, config.compile.cudagraph
     if cudagraph != "none" and not torch.cuda.is_available():
         raise ValueError(f"VLLM expects --vllm.compile.cudagraph none on a CPU, got {cudagraph}.")
@@ -103,14 +82,7 @@ def compile_arguments(config: VLLMConfig) -> dict[str, Any]:
 
 
 def sleep_arguments(config: VLLMConfig) -> dict[str, Any]:
-    """Return vLLM's arguments for memory that can be given up.
-
-    Example:
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import sleep_arguments
-        >>> sleep_arguments(VLLMConfig())
-        {}
-    """
+    """Return vLLM's arguments for memory that can be given up."""
     if not config.sleep:
         return {}
     if not torch.cuda.is_available():
@@ -128,30 +100,13 @@ def samples_at_a_time(
         config: the engine's size.
         dtype: of the cache.
         longest: tokens of a prompt and its completion.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import samples_at_a_time
-        >>> shape = funcrl.models.shape("micro", vocab_size=13)
-        >>> samples_at_a_time(shape, VLLMConfig(slots=4, context_length=100), "float32", 20)
-        4
     """
     blocks = cache_bytes(shape, config, dtype) // (_BLOCK * _token_bytes(shape, dtype)) - 1
     return max(1, min(config.slots, blocks // -(-longest // _BLOCK)))
 
 
 def cache_limits(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> tuple[int, int]:
-    """Return the bytes of keys and values of one sample, and of all that can be under way.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import cache_limits
-        >>> shape = funcrl.models.shape("micro", vocab_size=13)
-        >>> cache_limits(shape, VLLMConfig(slots=4, context_length=100), "float32")
-        (131072, 327680)
-    """
+    """Return the bytes of keys and values of one sample, and of all that can be under way."""
     token = _token_bytes(shape, dtype)
     context = min(config.context_length, shape.context_length)
     sample = -(-context // _BLOCK)
@@ -164,14 +119,6 @@ def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int
     """Return the size of the cache of keys and values: what is allowed, or all that can be filled.
 
     On a GPU `cache_bytes` 0 allows all, until `with_cache` has seen how much is left.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.config.generation import VLLMConfig
-        >>> from funcrl.generators.vllm.settings import cache_bytes
-        >>> shape = funcrl.models.shape("micro", vocab_size=13)
-        >>> cache_bytes(shape, VLLMConfig(slots=4, context_length=100), "float32")
-        327680
     """
     least, most = cache_limits(shape, config, dtype)
     allowed = config.cache_bytes or (most if torch.cuda.is_available() else _CPU_CACHE)

@@ -11,13 +11,7 @@ _RUNNER_FOR_ALL = 27
 
 
 def check_version() -> int:
-    """Return the minor version of the installed vLLM 0.x; raise if there is none that will do.
-
-    Example:
-        >>> from funcrl.generators.vllm.versions import supported
-        >>> supported("0.32.0+cpu"), supported("0.10.2")
-        (32, None)
-    """
+    """Return the minor version of the installed vLLM 0.x; raise if there is none that will do."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "VLLM expects vLLM, which is not installed; --generator sampler needs none. On a GPU: "
@@ -35,13 +29,7 @@ def check_version() -> int:
 
 
 def supported(version: str) -> int | None:
-    """Return the minor version of a supported 0.x version, None for any other.
-
-    Example:
-        >>> from funcrl.generators.vllm.versions import supported
-        >>> supported("0.24.0"), supported("1.0.0")
-        (24, None)
-    """
+    """Return the minor version of a supported 0.x version, None for any other."""
     major, minor = version.split(".")[:2]
     return int(minor) if major == "0" and _FIRST <= int(minor) <= _LAST else None
 
@@ -55,23 +43,12 @@ def architectures(name: str, minor: int) -> list[str]:
     Args:
         name: of the registered class.
         minor: of the version.
-
-    Example:
-        >>> from funcrl.generators.vllm.versions import architectures
-        >>> architectures("Mine", 24), architectures("Mine", 32)
-        (['Mine', 'Qwen3ForCausalLM'], ['Mine'])
     """
     return [name] if minor >= _RUNNER_FOR_ALL else [name, "Qwen3ForCausalLM"]
 
 
 def allow_capture() -> None:
-    """Let an engine capture CUDA graphs: the one before it has left that forbidden.
-
-    Example:
-        >>> from funcrl.generators.vllm.versions import allow_capture
-        >>> callable(allow_capture)
-        True
-    """
+    """Let an engine capture CUDA graphs: the one before it has left that forbidden."""
     from vllm.compilation import monitor
 
     monitor.set_cudagraph_capturing_enabled(True)
@@ -82,11 +59,6 @@ def release_pools() -> None:
 
     vLLM has its own function for that after 0.24, which keeps the same order: a pool calls its
     allocator when it ends. While something still refers to a tensor there, nothing is done.
-
-    Example:
-        >>> from funcrl.generators.vllm.versions import release_pools
-        >>> callable(release_pools)
-        True
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 

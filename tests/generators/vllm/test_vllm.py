@@ -20,8 +20,8 @@ from funcrl.config import (
 from funcrl.generators import VLLM, State
 from funcrl.generators.vllm.inside.native import fused_name, write_params
 from funcrl.generators.vllm.probe import check_probe
-from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
-from funcrl.generators.vllm.versions import supported
+from funcrl.generators.vllm.settings import cache_bytes, compile_arguments, samples_at_a_time
+from funcrl.generators.vllm.versions import architectures, supported
 from funcrl.loop.parity import ParityConfig, compare
 from funcrl.loop.rollouts import Completed, to_rollout
 from funcrl.tasks import Prompt
@@ -425,6 +425,19 @@ def resident():
 )
 def test_the_versions_that_were_run(version, minor):
     assert supported(version) == minor
+
+
+def test_before_027_the_second_runner_is_chosen_by_a_name():
+    assert architectures("Mine", 24) == ["Mine", "Qwen3ForCausalLM"]
+    assert architectures("Mine", 27) == ["Mine"]
+
+
+def test_a_server_gets_as_many_samples_as_its_cache_has_room_for():
+    """Of 8 blocks one is vLLM's own, and 300 tokens take 3 of 128."""
+    model, _ = make("llama")
+    config = VLLMConfig(slots=4, cache_bytes=8 * 128 * (2 * 2 * 2 * 32 * 4))
+    room = [samples_at_a_time(model.config, config, "float32", each) for each in (100, 300, 5000)]
+    assert room == [4, 2, 1]
 
 
 def test_every_parameter_has_a_place_in_vllm():

@@ -31,12 +31,12 @@ class LayoutBuilder(AttentionMetadataBuilder):
     ) -> Layout:
         """Return the batch's layout."""
         del common_prefix_len, fast_build
-        said, count = common_attn_metadata, common_attn_metadata.num_reqs
+        batch, count = common_attn_metadata, common_attn_metadata.num_reqs
         return Layout(
-            said.query_start_loc[: count + 1].tolist(),
-            said.seq_lens[:count].tolist(),
-            said.block_table_tensor[:count].long(),
-            said.slot_mapping[: said.num_actual_tokens].long(),
+            batch.query_start_loc[: count + 1].tolist(),
+            batch.seq_lens[:count].tolist(),
+            batch.block_table_tensor[:count].long(),
+            batch.slot_mapping[: batch.num_actual_tokens].long(),
         )
 
 
@@ -54,12 +54,12 @@ class FuncrlBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """Return what computes."""
+        """Return the class that computes attention."""
         return PagedAttention
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        """Return what reads batches."""
+        """Return the class that builds a `Layout` of each batch."""
         return LayoutBuilder
 
     @staticmethod
@@ -97,24 +97,24 @@ class PagedAttention(AttentionImpl):
         for row, length in enumerate(at.lengths):
             new = slice(at.starts[row], at.starts[row + 1])
             blocks = at.blocks[row, : -(-length // size)]
-            known = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+            pairs = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
             places = torch.arange(length, device=query.device)
             hidden = places > places[length - (new.stop - new.start) :, None]
             q = query[new].transpose(0, 1)
-            said = attend_hidden(q, known[..., :width], known[..., width:], hidden)
-            output[new] = said.transpose(0, 1).to(output.dtype)
+            attended = attend_hidden(q, pairs[..., :width], pairs[..., width:], hidden)
+            output[new] = attended.transpose(0, 1).to(output.dtype)
         return output
 
     def _last(self, query: Tensor, kv_cache: Tensor, at: Layout, output: Tensor) -> None:
         """Attend from one new token of each request, all requests at once."""
         longest, size, width = max(at.lengths), kv_cache.shape[2], self.head_size
         blocks = at.blocks[:, : -(-longest // size)]
-        known = kv_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        pairs = kv_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :longest]
         lengths = torch.tensor(at.lengths, device=query.device)
         hidden = torch.arange(longest, device=query.device) >= lengths[:, None]
         # A slot that nobody has written to may hold NaN, and 0 times NaN is NaN.
-        known = known.masked_fill(hidden[:, None, :, None], 0.0)
+        pairs = pairs.masked_fill(hidden[:, None, :, None], 0.0)
         count = len(at.lengths)
         q = query[:count, :, None]
-        said = attend_hidden(q, known[..., :width], known[..., width:], hidden[:, None])
-        output[:count] = said.squeeze(2).to(output.dtype)
+        attended = attend_hidden(q, pairs[..., :width], pairs[..., width:], hidden[:, None])
+        output[:count] = attended.squeeze(2).to(output.dtype)

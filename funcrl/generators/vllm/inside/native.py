@@ -17,15 +17,7 @@ _FUSED = {
 
 
 def fused_name(name: str) -> tuple[str, int]:
-    """Return where a `Transformer`'s parameter is in vLLM's model, and its place among those there.
-
-    Example:
-        >>> from funcrl.generators.vllm.inside.native import fused_name
-        >>> fused_name("blocks.3.attention.k.weight")
-        ('model.layers.3.self_attn.qkv_proj.weight', 1)
-        >>> fused_name("embed.weight")
-        ('model.embed_tokens.weight', 0)
-    """
+    """Return the name of vLLM's tensor that holds a parameter, and the parameter's place in it."""
     theirs = translate(name).hugging_face
     for fused, parts in _FUSED.items():
         for place, part in enumerate(parts):
@@ -35,18 +27,7 @@ def fused_name(name: str) -> tuple[str, int]:
 
 
 def write_params(model: nn.Module, params: Params) -> None:
-    """Write parameters into vLLM's model: in place, or anew where it keeps packed copies.
-
-    Example:
-        >>> import torch, funcrl
-        >>> from funcrl.generators.vllm.inside.native import write_params
-        >>> theirs = torch.nn.Module()
-        >>> theirs.model = torch.nn.Module()
-        >>> theirs.model.norm = torch.nn.LayerNorm(2, bias=False)
-        >>> write_params(theirs, {"norm.weight": torch.tensor([3.0, 4.0])})
-        >>> theirs.model.norm.weight.detach()
-        tensor([3., 4.])
-    """
+    """Write parameters into vLLM's model: in place, or anew where it keeps packed copies."""
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, leaf in params.items():
         where, place = fused_name(name)

@@ -22,12 +22,7 @@ NAME = "FuncrlForCausalLM"
 
 
 def register() -> None:
-    """Make known how funcrl describes its network, and how parameters get into a server.
-
-    Example:
-        >>> from funcrl.generators.vllm.inside.plugin import register
-        >>> register()
-    """
+    """Make known how funcrl describes its network, and how parameters get into a server."""
     register_config_parser("funcrl")(Parser)
     register_model_loader("funcrl")(Loader)
     if NAME not in ModelRegistry.get_supported_archs():

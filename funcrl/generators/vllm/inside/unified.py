@@ -28,12 +28,6 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
     Args:
         shape: of the model.
         own_attention: funcrl's on vLLM's cache, in place of vLLM's.
-
-    Example:
-        >>> import funcrl
-        >>> from funcrl.generators.vllm.inside.unified import overrides
-        >>> overrides(funcrl.models.shape("micro", vocab_size=13), True)["load_format"]
-        'funcrl'
     """
     register()
     # The class itself: by its name alone vLLM would start a process to look at it.

@@ -75,8 +75,8 @@ class Link:
             self._sender = SharedMemory(count, self._dtype, self._servers.run)
 
         def post(facts: list[dict[str, Any]]) -> None:
-            path, told = "/init_weight_transfer_engine", [{"init_info": each} for each in facts]
-            self._servers.each(lambda index, server: server.post(path, told[index]))
+            path, infos = "/init_weight_transfer_engine", [{"init_info": each} for each in facts]
+            self._servers.each(lambda index, server: server.post(path, infos[index]))
 
         self._sender.open(post, len(self._servers))
         return self._sender

@@ -1,4 +1,4 @@
-"""vLLM servers on this host: their processes, and what is asked of them."""
+"""vLLM servers on this host: their processes, and requests to them."""
 
 import http.client
 import json
@@ -212,9 +212,9 @@ class Servers:
         An error ends all of them: the others may wait for the one that has failed.
         """
         pool = ThreadPoolExecutor(len(self._servers))
-        asked = [pool.submit(ask, index, server) for index, server in enumerate(self._servers)]
+        answers = [pool.submit(ask, index, server) for index, server in enumerate(self._servers)]
         try:
-            for answer in as_completed(asked):
+            for answer in as_completed(answers):
                 answer.result()
         except BaseException:
             self.close()
@@ -244,10 +244,6 @@ def check_plugin() -> None:
     """Raise unless a server started from here would find funcrl as a plugin of vLLM's.
 
     A folder on the path makes funcrl importable; vLLM asks for what is installed.
-
-    Example:
-        >>> from funcrl.generators.vllm.server.processes import check_plugin
-        >>> check_plugin()
     """
     found = subprocess.run(
         [sys.executable, "-c", _FIND_PLUGINS], capture_output=True, text=True, check=True
@@ -279,8 +275,8 @@ def _command(
         variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": device}
     python = [sys.executable, "-m", "funcrl.generators.vllm.server.serve"]
     quiet = "--disable-uvicorn-access-log"  # a line for each sample of a long run
-    told = ["--model", folder, "--uds", address, *flags(settings), quiet]
-    return ["env", *(f"{name}={value}" for name, value in variables.items()), *python, *told]
+    arguments = ["--model", folder, "--uds", address, *flags(settings), quiet]
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *python, *arguments]
 
 
 class _Connection(http.client.HTTPConnection):
@@ -298,31 +294,31 @@ class _Connection(http.client.HTTPConnection):
 
 def _ask(address: str, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
     """Return a server's answer to a POST; raise if there will be none."""
-    asked = _Connection(address)
+    caller = _Connection(address)
     try:
         headers = {"Content-Type": "application/json"}
         body = None if content is None else json.dumps(content)
-        asked.request("POST", path, body, headers)
+        caller.request("POST", path, body, headers)
         # A server whose engine has died may wait for it without end, and so would this.
-        while not connection.wait([asked.sock], _PULSE_SECONDS):
+        while not connection.wait([caller.sock], _PULSE_SECONDS):
             if not _is_healthy(address, _PULSE_LIMIT):
                 raise ConnectionError("no sign of life")
-        answer = asked.getresponse()
+        answer = caller.getresponse()
         return answer.status, answer.read()
     finally:
-        asked.close()
+        caller.close()
 
 
 def _is_healthy(address: str, seconds: float) -> bool:
     """Return whether a server says so in time."""
-    asked = _Connection(address, seconds)
+    caller = _Connection(address, seconds)
     try:
-        asked.request("GET", "/health")
-        return asked.getresponse().status == 200
+        caller.request("GET", "/health")
+        return caller.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
     finally:
-        asked.close()
+        caller.close()
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
@@ -339,15 +335,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return vLLM's arguments as its command line takes them.
-
-    Example:
-        >>> from funcrl.generators.vllm.server.processes import flags
-        >>> flags({"max_num_seqs": 4, "enforce_eager": True, "enable_chunked_prefill": False})
-        ['--max-num-seqs', '4', '--enforce-eager', '--no-enable-chunked-prefill']
-        >>> flags({"hf_overrides": {"a": 1}})
-        ['--hf-overrides', '{"a": 1}']
-    """
+    """Return vLLM's arguments as its command line takes them."""
     made: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")

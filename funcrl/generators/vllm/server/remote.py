@@ -1,4 +1,4 @@
-"""Servers as one engine: what is asked is spread over them, what is pushed goes to all."""
+"""Servers as one engine: prompts are spread over them, parameters are pushed to all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """The number of numbers in it."""
         return sum(map(prod, self.shapes))
 
 
@@ -47,13 +47,6 @@ def plan_buckets(params: Params, dtype: torch.dtype, most: int = BUCKET_BYTES) -
         params: what will travel.
         dtype: that it travels in.
         most: bytes of a bucket.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.server.transport import plan_buckets
-        >>> params = {"embed.weight": torch.zeros(7, 2), "norm.weight": torch.zeros(2)}
-        >>> [bucket.names for bucket in plan_buckets(params, torch.float32, most=8)]
-        [['embed.weight'], ['norm.weight']]
     """
     parts: dict[str, list[str]] = {}
     for name in params:
@@ -69,40 +62,19 @@ def plan_buckets(params: Params, dtype: torch.dtype, most: int = BUCKET_BYTES) -
 
 
 def pack(params: Params, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """Return a bucket's parameters as one flat tensor, as they travel.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.server.transport import Bucket, pack
-        >>> params = {"a": torch.zeros(1, 2), "b": torch.tensor(2)}
-        >>> pack(params, Bucket(["a", "b"], [[1, 2], []]), torch.float32)
-        tensor([0., 0., 2.])
-    """
+    """Return a bucket's parameters as one flat tensor, as they travel."""
     return torch.cat([params[name].reshape(-1).to(dtype) for name in bucket.names])
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> Params:
-    """Return a bucket's parameters, views of its flat tensor.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.server.transport import Bucket, unpack
-        >>> unpack(torch.arange(3.0), Bucket(["a", "b"], [[2], []]))
-        {'a': tensor([0., 1.]), 'b': tensor(2.)}
-    """
+    """Return a bucket's parameters, views of its flat tensor."""
     parts = flat.split([prod(shape) for shape in bucket.shapes])
     named = zip(bucket.names, parts, bucket.shapes, strict=True)
     return {name: part.view(shape) for name, part, shape in named}
 
 
 def new_run() -> str:
-    """Return a name by which a trainer and its servers find each other, and nobody else does.
-
-    Example:
-        >>> from funcrl.generators.vllm.server.transport import new_run
-        >>> len(new_run()), new_run() == new_run()
-        (32, False)
-    """
+    """Return a name by which a trainer and its servers find each other, and nobody else does."""
     return secrets.token_hex(16)
 
 
@@ -206,23 +178,15 @@ class Broadcast:
 
 
 def open_memory(run: str, count: int, dtype: str, device: torch.device) -> Callable[[int], Tensor]:
-    """Return what gives the next so many numbers of shared memory, from the start after the last.
+    """Return a function that reads the next numbers of shared memory; after the last, the first.
 
-    The memory is the run's, of this user, and of the size that was told; it is only read.
+    The memory is the run's, of this user, and of the size that is given; it is only read.
 
     Args:
         run: whose memory it is.
         count: how many numbers it holds.
         dtype: of them.
         device: to give them on.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.server.transport import SharedMemory, new_run, open_memory
-        >>> memory = SharedMemory(2, torch.float32, run := new_run())
-        >>> open_memory(run, 2, "float32", torch.device("cpu"))(2)
-        tensor([0., 0.])
-        >>> memory.close()
     """
     flat, start = _read_only(_meeting_place(run), count, getattr(torch, dtype)), 0
 
@@ -247,10 +211,6 @@ def join_group(run: str, rank: int, world: int, device: torch.device) -> Any:
         rank: of this process.
         world: how many processes there are.
         device: the GPU of this process.
-
-    Example:
-        >>> from funcrl.generators.vllm.server.transport import join_group, new_run
-        >>> join_group(new_run(), 0, 2, "cuda")  # doctest: +SKIP
     """
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
@@ -270,13 +230,6 @@ def fingerprint(flat: Tensor, key: int) -> int:
     Args:
         flat: one dimension, contiguous.
         key: another one gives other fingerprints.
-
-    Example:
-        >>> import torch
-        >>> from funcrl.generators.vllm.server.transport import fingerprint
-        >>> a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
-        >>> fingerprint(a, 7) == fingerprint(a.clone(), 7), fingerprint(a, 7) == fingerprint(b, 7)
-        (True, False)
     """
     content = flat.view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
