@@ -1,0 +1,68 @@
+"""What every generator is: one protocol, one state, and parameters that are pushed once."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcrl
+from funcrl.generators import VLLM, Sampler, State
+from funcrl.generators.contracts import Engine, Life, pushed
+
+METHODS = {"push", "generate", "score", "sleep", "close", "state", "pushed"}
+
+
+def engines():
+    yield Sampler
+    yield VLLM
+    if importlib.util.find_spec("vllm") is not None:
+        from funcrl.generators.vllm.engine import InProcess
+        from funcrl.generators.vllm.server.remote import Remote
+
+        yield from (InProcess, Remote)
+
+
+@pytest.mark.filterwarnings("default")  # vLLM's own
+def test_all_engines_have_one_protocol_and_inherit_nothing():
+    assert {name for name in dir(Engine) if name in METHODS} == METHODS
+    for kind in engines():
+        made = {*vars(kind), *kind.__init__.__code__.co_names}  # attributes are set there
+        assert made >= METHODS, kind
+        assert kind.__bases__ == (object,)
+
+
+def test_vllm_and_the_sampler_know_nothing_of_each_other():
+    folder = Path(funcrl.generators.__file__).parent
+    for one, other in (("vllm", "embedded"), ("embedded", "vllm")):
+        for path in (folder / one).rglob("*.py"):
+            assert f"generators.{other}" not in path.read_text(), path
+
+
+def test_an_error_on_the_way_to_a_state_is_a_failed_engine():
+    for error in (RuntimeError("boom"), KeyboardInterrupt()):
+        life = Life()
+        with pytest.raises(RuntimeError, match="VLLM.generate expects .* call push first"):
+            life.check_pushed("VLLM.generate")
+        with life.becomes(State.READY):
+            assert life.state is State.FAILED  # until it is done
+        life.check_pushed("VLLM.generate")
+        with pytest.raises(type(error)), life.becomes(State.ASLEEP):
+            raise error
+        assert life.state is State.FAILED
+        with pytest.raises(RuntimeError, match="VLLM.generate expects .* failed"):
+            life.check_pushed("VLLM.generate")
+
+
+def test_what_is_pushed_is_told_by_identity_version_and_writes():
+    params = {"a": torch.zeros(2), "b": torch.ones(3)}
+    held = pushed(params, 3)
+    assert held.holds(params, 3)
+    assert held.holds(dict(reversed(params.items())), 3)
+    assert not held.holds(params, 4)
+    assert not held.holds({"a": params["a"]}, 3)
+    assert not held.holds({**params, "b": params["b"].clone()}, 3)
+    assert not held.is_written()
+    params["b"].zero_()
+    assert held.is_written()
+    assert not held.holds(params, 3)
