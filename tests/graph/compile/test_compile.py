@@ -406,8 +406,11 @@ def test_leaves_of_a_graph_s_memory_may_change_places():
 
     a, b = torch.tensor([1.0], device="cuda"), torch.tensor([10.0], device="cuda")
     replay = capture(program, [a, b], [0, 1])
+    counts = a._version, b._version
     a, b = replay(a, b)
     assert (a.item(), b.item()) == (2, 20)
+    assert a._version > counts[0]  # a generator sees by it that they were written to
+    assert b._version > counts[1]
     a, b = replay(b, a)
     assert (a.item(), b.item()) == (21, 4)
 
