@@ -30,7 +30,7 @@ class Sampling:
     min_p: float = 0.0
     """Only tokens at least this probability times that of the most likely one."""
     stop_tokens: tuple[int, ...] = ()
-    """Drawing one of these ends a completion; it is the completion's last token."""
+    """The tokens that end a completion; the one that is drawn is its last token."""
     stop: tuple[str, ...] = ()
     """A completion ends as soon as its text contains one of these strings, wherever that began."""
 
@@ -124,15 +124,16 @@ class ServerConfig:
     """vLLM servers, which are started with a run and end with it."""
 
     network: Literal["native", "unified"] = "unified"
-    """What they compute with: vLLM's own class for the architecture, or funcrl's `Transformer`."""
+    """native computes with vLLM's own class for the architecture, unified with funcrl's
+    `Transformer`."""
     devices: tuple[int, ...] = ()
-    """GPUs, as nvidia-smi counts them, of one server each; none for a single server where the
-    trainer is."""
+    """The GPUs, as nvidia-smi counts them, that have a server each; with none there is one server,
+    where the trainer is."""
     transfer: Literal["auto", "shared_memory", "nccl"] = "auto"
-    """How parameters get there: through memory of this host, or from GPU to GPU. auto takes nccl
-    where there are `devices`."""
+    """How parameters reach the servers: through memory of this host, or from GPU to GPU. auto takes
+    nccl where there are `devices`."""
     start_seconds: int = 600
-    """A server that has not answered after this number of seconds is given up."""
+    """The number of seconds after which a server that has not answered is given up."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,18 +154,19 @@ class VLLMConfig:
     """A vLLM engine: in this process, or in servers of its own."""
 
     form: Form = "unified"
-    """In this process vLLM's own class for the architecture, or funcrl's `Transformer` inside
-    vLLM; or servers."""
+    """native runs vLLM's own class for the architecture, unified funcrl's `Transformer` inside
+    vLLM, both in this process; server runs either in servers of their own."""
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
-    """Of the unified form: vLLM's kernel on its paged cache, or funcrl's own attention there. auto
-    takes vLLM's where it has one for the model's head width."""
+    """The attention of the unified form: vLLM's kernel on its paged cache, or funcrl's own there.
+    auto takes vLLM's where it has one for the model's head width."""
     context_length: int = 2048
-    """Tokens of a prompt and its completion, at most; the model's own limit if that is less."""
+    """The largest number of tokens of a prompt and its completion; the model's own limit if that is
+    less."""
     slots: int = 64
     """The number of samples that are under way at a time."""
     cache_bytes: int = 0
-    """For keys and values; never more than `slots` samples of `context_length` can fill. 0 is what
-    the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
+    """The size of the cache of keys and values, never more than `slots` samples of `context_length`
+    can fill. 0 is what the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
     batched_tokens: int = 8192
     """The largest number of prompt tokens in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"

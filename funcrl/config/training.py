@@ -46,7 +46,7 @@ class OptimizerConfig:
     """What the learning rate does after the warm-up; linear and cosine end at 0 after the last
     update."""
     warmup: int = 20
-    """Updates over which the learning rate rises from 0."""
+    """The number of updates over which the learning rate rises from 0."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
     max_grad_norm: float = 1.0
@@ -206,16 +206,17 @@ class TrainConfig:
     """The number of samples whose gradients are computed at a time: fewer need less memory, for the
     same update. All when left out."""
     logprob_chunk: int = 1024
-    """Tokens whose logits are alive at a time."""
+    """The number of tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
-    """Attention of the trainer: products and a softmax, or one kernel that keeps no scores."""
+    """The trainer's attention: native is products and a softmax, flash one kernel that keeps no
+    scores."""
     compile: CompileConfig | None = None
     """How the step is compiled; when left out it runs as it is written."""
     length_multiple: int = 1
     """Rows are padded to a multiple of this number of tokens, so that a compiled step meets few
     shapes."""
     slots: int = 512
-    """Samples drawn at a time by the sampler."""
+    """The number of samples that the sampler draws at a time."""
     drop_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, which is faster. They have no advantage, but
     the KL penalty and the entropy bonus act on them: without, a small policy forgets answers."""
@@ -302,7 +303,7 @@ class EvalConfig:
     num_samples: int = 1
     """The number of completions of each prompt."""
     ks: tuple[int, ...] = (1,)
-    """The k of pass@k and majority@k; none above num_samples."""
+    """Each k of pass@k and majority@k; none may be above num_samples."""
     temperature: float = 0.0
     """0 takes the most likely token, and then one sample says it all."""
     top_p: float | None = None
@@ -322,7 +323,7 @@ class EvalConfig:
     threads: int | None = None
     """The number of CPU threads, torch's default when left out."""
     slots: int = 256
-    """Samples drawn at a time."""
+    """The number of samples that are drawn at a time."""
     out: Path | None = None
     """Write every completion here, one JSON object a line."""
     json: Path | None = None

@@ -350,15 +350,13 @@ class TestProcess:
         generator.close()
 
     def test_an_error_leaves_nothing_behind(self):
-        model, params = make("qwen3")
-        generator = VLLM(model, "unified")
-        generator.push(params)
-        clean = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
-
         def interrupt(tokens):
             raise KeyboardInterrupt
 
-        generator._decode = interrupt
+        model, params = make("qwen3")
+        generator = VLLM(model, "unified", decode=interrupt)
+        generator.push(params)
+        clean = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
         with pytest.raises(KeyboardInterrupt):
             generator.generate([[7, 8], [9, 1]], Sampling(max_tokens=20, stop=("x",)), seed=0)
         again = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
