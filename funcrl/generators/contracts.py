@@ -31,7 +31,7 @@ class Generator(Protocol):
 class State(Enum):
     """What an engine can do now; the value says it in an error."""
 
-    EMPTY = "without parameters; call push first"
+    EMPTY = "with no parameters; call push first"
     READY = "with parameters"
     ASLEEP = "that sleeps"
     FAILED = "that has failed"
