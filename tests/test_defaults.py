@@ -52,6 +52,7 @@ def check_same(got, expected):
             assert one == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", DEFAULTS)
 @pytest.mark.parametrize("name", TABLE_OF_CALLS)
 def test_public_functions_do_not_read_the_defaults(name, others):
@@ -78,6 +79,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", DEFAULTS)
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_do_not_read_the_defaults(name, others, tmp_path):

@@ -24,6 +24,7 @@ def test_the_first_policy_learns(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(tmp_path):
     config = first_policy.Config(steps=3, prompts=4, samples=4, out=tmp_path)
     rewards = [[row["loss"] for row in first_policy.main(config)] for _ in range(2)]

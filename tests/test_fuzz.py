@@ -27,6 +27,7 @@ def alike(results, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
 def test_a_traced_program_is_the_program(block):
     """Also what it does to its arguments; and nothing is left in place but copies into those."""
@@ -78,6 +79,7 @@ def run(step, state, batches):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_a_compiled_policy_has_the_bits_of_the_policy(seed):
     """Three steps in a row with a schedule, donated or computed again, in mixed dtypes."""
@@ -101,6 +103,7 @@ def test_a_compiled_policy_has_the_bits_of_the_policy(seed):
         assert equal(metrics, reported)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_a_fused_policy_has_the_numbers_of_the_policy(seed, backend):

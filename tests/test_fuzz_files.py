@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import fuzz_files
+import pytest
 
 
+@pytest.mark.slow
 def test_a_broken_file_is_read_or_refused_within_bounds(tmp_path):
     """One child reads them all: five seconds of the processor and a bound of memory for each."""
     program = Path(fuzz_files.__file__)

@@ -494,6 +494,7 @@ def same_bits(first, second) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE_OF_CALLS)
 def test_is_pure(name):
     fn, args = TABLE_OF_CALLS[name]

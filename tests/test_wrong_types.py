@@ -199,6 +199,7 @@ def end(kind: type, field: dataclasses.Field, text: str) -> str:
     return "silent"
 
 
+@pytest.mark.slow
 def test_wrong_texts_are_refused_by_the_name_of_the_option():
     every = {(kind, field.name): field for each in CONFIGS for kind, field in options(each)}
     ends = {

@@ -195,7 +195,7 @@ def _class(kind: type) -> Kind:
         }
         # Any object with the attributes will do, but not a class, whose methods lack their self.
         return Kind(
-            words,
+            f"{words} (any object with {', '.join(sorted(names))})",
             lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names),
         )
     if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):

@@ -28,6 +28,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_report_and_resume(tmp_path, capsys):
     folder = tmp_path / "run"
     code, out, err = run(["train", "--run-dir", folder, *SMALL], capsys)
@@ -209,6 +210,7 @@ def test_configurations_survive_yaml():
     assert config.from_plain(TrainConfig, plain) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["micro", "tiny"])
 def test_the_memory_estimate_is_near_the_measured_peak(model):
     """Within a factor of 1.5 of the exact peak of a step, beyond the state it starts from."""
@@ -332,6 +334,7 @@ class Hostile(SumDigits):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "options", "code"),
     [

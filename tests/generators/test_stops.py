@@ -51,6 +51,7 @@ def test_three_newlines_end_where_the_second_pair_of_them_does():
     assert cut_at_stop([0, 0, 0], sampling, decode) == ("\n", "\n\n")
 
 
+@pytest.mark.slow
 def test_what_draws_and_what_reads_agree():
     """On every cut: the last token that is drawn is the one in which the read stop string ends."""
     stopped = 0

@@ -162,6 +162,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_the_graph_has_the_bits_of_what_was_written_in_place(fn):
     graph = funcrl.trace(fn, X)

@@ -29,6 +29,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_traced_step_is_the_step(name, chunk):
@@ -55,6 +56,7 @@ def test_a_tensor_that_comes_twice_is_two_inputs():
     assert graph(torch.tensor([5.0, 6.0]), torch.tensor([1.0, 2.0])).tolist() == [3.0, 2.0]
 
 
+@pytest.mark.slow
 def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
     step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=funcrl.clip_per_sample(0.1))
     state = step.init(PARAMS)
@@ -62,6 +64,7 @@ def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
     assert len({len(graph.graph.nodes) for graph in graphs}) == 1
 
 
+@pytest.mark.slow
 def test_nodes_know_their_phase_and_module():
     step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=lambda grads: grads)
     graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
@@ -88,6 +91,7 @@ def test_nodes_know_their_phase_and_module():
         assert origins[named[origins[node].forward]].module == origins[node].module
 
 
+@pytest.mark.slow
 def test_the_phases_are_in_order():
     step = funcrl.grpo_step(funcrl.logprob_fn(MODEL))
     graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)

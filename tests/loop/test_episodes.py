@@ -33,6 +33,9 @@ class Script:
     def push(self, params, version=0):
         pass
 
+    def score(self, prompts):
+        raise NotImplementedError
+
     def close(self):
         pass
 
@@ -227,6 +230,7 @@ def test_an_observation_that_cannot_be_told_is_a_failure_too():
     assert graded.total.isnan().tolist() == [True, False]
 
 
+@pytest.mark.slow
 def test_a_product_and_its_mirror_are_on_the_same_side():
     held_out = {frozenset(prompt.data) for prompt in Calculator(1).eval_prompts(100)}
     trained = {frozenset(prompt.data) for prompt in Calculator(1).prompts(0, 0, 500)}
@@ -368,6 +372,7 @@ def calculator_run(folder, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_an_environment_resumes_to_the_same_bits(tmp_path):
     whole = funcrl.train(calculator_run(tmp_path / "whole"))
     calls = iter([False, False, True])  # asked in the warm start too
@@ -378,6 +383,7 @@ def test_a_run_on_an_environment_resumes_to_the_same_bits(tmp_path):
     assert 1 <= whole.history[1]["completions/mean_turns"] <= 3
 
 
+@pytest.mark.slow
 def test_a_run_trains_adapters_and_evaluates_what_they_come_to(tmp_path):
     config = calculator_run(tmp_path / "run", lora=LoraConfig(rank=2))
     trained = funcrl.train(config)

@@ -48,6 +48,7 @@ def test_the_interval_holds_the_truth_95_times_in_100():
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "m", "rates"),
     [

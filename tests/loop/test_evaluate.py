@@ -30,6 +30,7 @@ def run(tmp_path_factory):
     return folder, funcrl.train(config)
 
 
+@pytest.mark.slow
 def test_it_is_the_accuracy_of_the_runs_last_evaluation(run):
     folder, trained = run
     result = funcrl.evaluate(EvalConfig(run=folder))
@@ -146,6 +147,9 @@ class Fixed:
             finish_reasons=tuple("length" if t.startswith("(") else "stop" for t in self.texts),
             policy_version=self.version,
         )
+
+    def score(self, prompts):
+        raise NotImplementedError
 
     def close(self):
         pass

@@ -61,6 +61,7 @@ class Copy(SumDigits):
         return [Prompt(f"{digit}=", str(digit)) for digit in range(10)]
 
 
+@pytest.mark.slow
 def test_a_policy_from_nothing_learns_to_copy(tmp_path):
     config = small(
         tmp_path / "run", steps=60, num_prompts=16, num_generations=8,
@@ -74,6 +75,7 @@ def test_a_policy_from_nothing_learns_to_copy(tmp_path):
     assert rows[-1]["reward"] > rows[1]["reward"] + 0.2
 
 
+@pytest.mark.slow
 def test_the_folder_holds_the_run(tmp_path):
     config = small(tmp_path / "run")
     trained = funcrl.train(config, command=["funcrl", "train"])
@@ -102,6 +104,7 @@ def test_the_folder_holds_the_run(tmp_path):
     assert completions[0]["answer"] == str(sum(int(d) for d in completions[0]["prompt"][0:5:2]))
 
 
+@pytest.mark.slow
 def test_the_rollout_is_on_policy(tmp_path):
     """The sampler's log-probabilities are the trainer's, step after step and push after push."""
     config = small(tmp_path / "run", steps=6, drop_zero_variance=False,
@@ -111,6 +114,7 @@ def test_the_rollout_is_on_policy(tmp_path):
         assert row["entropy"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path):
     first, second, other = (
         funcrl.train(small(tmp_path / str(n), seed=seed)) for n, seed in enumerate((1, 1, 2))
@@ -120,6 +124,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path):
     assert not equal(first.state.params, other.state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path, stop):
     """Also between two checkpoints, with mini-batches, a reference policy and another length."""
@@ -158,6 +163,7 @@ def test_twenty_kills_end_in_the_same_bits(tmp_path):
         assert untimed(killed) == untimed(kept)
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_the_last_whole_step(tmp_path):
     class Interrupting(SumDigits):
         asked = 0
@@ -179,6 +185,7 @@ def test_an_interrupt_saves_the_last_whole_step(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
     asked = []
 
@@ -201,6 +208,7 @@ class Notes(SilentView):
         self.note = notes.append
 
 
+@pytest.mark.slow
 def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(tmp_path):
     funcrl.train(small(tmp_path / "run"))
     for file in (tmp_path / "run" / "checkpoints" / "4" / "state").rglob("*"):
@@ -243,6 +251,7 @@ class Faulty(SumDigits):
         return {"correct": 0.0, "short": float(len(completion) < 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -262,6 +271,7 @@ def test_a_failing_reward_stops_the_run_or_is_left_out_and_counted(tmp_path, fau
     assert any(message in note for note in notes)
 
 
+@pytest.mark.slow
 def test_several_rewards_are_weighted_and_logged_each(tmp_path):
     class Two(SumDigits):
         reward_weights = {"correct": 1.0, "short": 0.5}  # noqa: RUF012 (as a user writes it)
@@ -318,6 +328,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         funcrl.train(small(tmp_path / "other"), resume=True)
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_chosen_runs(tmp_path):
     names = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
     for name in names:
@@ -437,6 +448,7 @@ def test_a_run_on_the_gpu_resumes(tmp_path):
     assert resumed.state.params["norm.weight"].is_cuda
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.7}, {"min_p": 0.3}, {"min_tokens": 2}],
@@ -464,6 +476,7 @@ def test_reinforce_learns_from_equal_rewards(tmp_path):
         small(tmp_path / "other", drop_zero_variance=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_learning_rate_ends_near_zero_after_the_last_update(tmp_path, schedule):
     config = small(
@@ -479,6 +492,7 @@ RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0
          "cosine": lambda rate: optim.warmup(4, optim.cosine(rate, 0.0, 2))}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", RATES)
 def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
     """Beside a run whose schedule is the one before the third update, the other from then on."""
@@ -522,6 +536,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     assert len(funcrl.train(small(tmp_path / "run"), task=Copy(), resume=True).history) == 5
 
 
+@pytest.mark.slow
 def test_a_step_whose_lines_could_not_be_written_is_done_again(tmp_path, monkeypatch):
     whole = funcrl.train(small(tmp_path / "whole"))
     plain = runs.append_lines
@@ -554,6 +569,7 @@ def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
         assert (folder / "config.yaml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_warm_start_can_be_begun_again(tmp_path):
     config = small(tmp_path / "run", warm_start=WarmStartConfig(steps=5, every=1, accuracy=1.0))
     notes = []
@@ -589,6 +605,7 @@ class Picky(Copy):
         return {"correct": self.value if prompt.answer in "369" else float(completion == "1")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "0.5", 10**400, 1e39, torch.ones(2)], ids=str)
 def test_whatever_a_reward_returns_is_skipped_or_named(tmp_path, value):
     skipped = small(tmp_path / "skip", on_reward_error="skip", num_prompts=6)
@@ -629,6 +646,7 @@ class Lonely(Copy):
         return {"correct": float("nan") if failed else float(completion[:1] > "4")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_zero_variance", [False, True])
 def test_a_step_without_two_rewards_to_compare_trains_on_nothing(tmp_path, drop_zero_variance):
     """It says so, keeps the state, and a run that is resumed around it ends in the same bits."""
@@ -679,6 +697,7 @@ def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path)
     assert "eval/accuracy" not in rows[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
     """Beside one whose rows are as long: rounding may depend on how many numbers are summed.

@@ -103,6 +103,7 @@ def test_scores_and_gradients_are_the_module_s_own(family, call, attention):
             assert (got[name][row] - leaf.grad).abs().max() <= 1e-12, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "attention"), [("mask", "sdpa"), ("positions", "eager")])
 @pytest.mark.parametrize("family", SIZES)
 def test_a_traced_step_has_the_step_s_bits(family, call, attention):
@@ -112,6 +113,7 @@ def test_a_traced_step_has_the_step_s_bits(family, call, attention):
     assert equal(funcrl.trace(step.update, state, BATCH)(state, BATCH), step(state, BATCH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_three_compiled_steps_have_the_step_s_bits(family):
     params, model_fn = model_of(family, WORKS["plain"])
@@ -121,6 +123,7 @@ def test_three_compiled_steps_have_the_step_s_bits(family):
     assert equal(three_steps(fast, params), three_steps(step, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend"), [("Llama", "eager"), ("Qwen2", "eager"), ("GPT2", "aot_eager")]
 )

@@ -45,6 +45,7 @@ def close(mine, theirs, bound):
         assert (a - b).abs().max() <= bound * max(b.abs().max().item(), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients_equal_the_unchunked_ones(chunk, temperature):
@@ -210,6 +211,7 @@ def test_computing_in_bfloat16_gives_gradients_of_the_float32_parameters():
         assert (leaf - exact[name]).norm() <= 0.05 * exact[name].norm() + 1e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_peak_is_under_a_fifth(width):
     """At V = 49,152 and T = 512, forward and backward, all that is returned included."""
@@ -223,6 +225,7 @@ def test_the_peak_is_under_a_fifth(width):
     assert peak_bytes(run(funcrl.ops.linear_scores)) < peak_bytes(run(plain)) / 5
 
 
+@pytest.mark.slow
 def test_a_batch_shares_one_gradient_of_the_weight():
     """Eight rows under vmap, summed: not eight [V, D]."""
     weight, hidden = torch.randn(8192, 64), torch.randn(8, 16, 64)

@@ -89,6 +89,7 @@ def test_the_model_s_own_memory_order_and_worse_ones():
     close(ones, grad(lambda q: attend_causal(q, k, v).sum())(q))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["each", "sum", "vjp", "nested"])
 def test_transforms_are_right_eager_traced_and_compiled(transform):
     made = {
@@ -357,6 +358,7 @@ def test_attend_and_packed_rows_are_not_for_each_other():
         funcrl.logprob_fn(model, attend="flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_sample", [None, lambda g: g, funcrl.clip_per_sample(1e-3)])
 def test_a_traced_and_fused_step_makes_no_per_sample_gradient(per_sample):
     """A vocabulary and widths much larger than T, so that nothing else is as large as [B, P, Q]."""
@@ -381,6 +383,7 @@ def test_a_traced_and_fused_step_makes_no_per_sample_gradient(per_sample):
     assert targets.count(FORWARD) == targets.count(BACKWARD) == 2  # one a layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["selective", "full", "budget"])
 def test_recomputing_keeps_attention_where_products_are_kept(policy):
     step, state = step_of(attend_flash, model={"num_layers": 3})
@@ -405,6 +408,7 @@ def test_recomputing_keeps_attention_where_products_are_kept(policy):
     assert funcrl.graph.recomputed_cost(again) > 0
 
 
+@pytest.mark.slow
 def test_attention_with_dropout_is_not_computed_again():
     step, state = step_of(attend_flash)
     graph = funcrl.trace(step.update, state, BATCH)
@@ -414,6 +418,7 @@ def test_attention_with_dropout_is_not_computed_again():
         funcrl.remat(graph, "full")
 
 
+@pytest.mark.slow
 def test_a_step_holds_no_scores():
     """At a T that outweighs all else, the predicted peak is under half."""
     batch = tiny_batch(rows=2, length=256)
@@ -429,6 +434,7 @@ def test_a_step_holds_no_scores():
 SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_equal_things_with_flash_on_both_sides():
     case = make_case(bench.StepBenchConfig(**SMALL, attend="flash"), 2)
     assert "flash attention" in case.shape
@@ -446,6 +452,7 @@ def test_the_benchmark_compares_equal_things_with_flash_on_both_sides():
         bench.StepBenchConfig(attend="flash", device="cuda")
 
 
+@pytest.mark.slow
 def test_training_takes_the_option():
     batch = tree.map(lambda leaf: leaf[0], BATCH)
     runs = {}

@@ -133,6 +133,7 @@ def check_against(algorithm, oracle, case: Case, variant, tolerance: float) -> N
     assert expected_grad.abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", PAPERS)
 def test_equals_the_paper_in_float64(name, variant):
@@ -140,12 +141,14 @@ def test_equals_the_paper_in_float64(name, variant):
         check(name, random_case(seed), variant, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAPERS)
 def test_equals_the_paper_in_float32(name):
     for seed in range(5):
         check(name, random_case(seed, dtype=torch.float32), eager, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo, kl and entropy", "gspo", "cispo", "rloo"])
 def test_equals_the_paper_compiled(name):
     check(name, random_case(7), compiled, 1e-12)
@@ -180,6 +183,7 @@ SURROGATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, compiled])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("surrogate", SURROGATES)

@@ -70,6 +70,7 @@ def weighted(rule):
     return BATCH._replace(token_weights=RULES[rule](BATCH.mask, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("per_sample", [None, funcrl.clip_per_sample(1e-2)])
@@ -89,6 +90,7 @@ def test_any_order_of_rows_is_exact(rule):
         assert largest_difference(whole, parts) <= 1e-12
 
 
+@pytest.mark.slow
 def test_only_one_micro_batch_is_alive():
     """Counted bytes: with one row at a time, 12 rows need no more memory than 6."""
     gradient = torch.no_grad()(grads.summed_gradient(aux_loss_fn, microbatch=1))

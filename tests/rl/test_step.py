@@ -116,6 +116,7 @@ def test_how_the_gradient_is_made_does_not_matter(options):
     assert close(other_metrics, metrics, 1e-12)
 
 
+@pytest.mark.slow
 def test_no_per_sample_gradient_is_made_without_per_sample():
     """The traced graph has no tensor of B times the largest parameter, and with it one has."""
 
@@ -132,6 +133,7 @@ def test_no_per_sample_gradient_is_made_without_per_sample():
     assert largest(funcrl.grpo_step(MODEL_FN)) < per_sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"per_sample": funcrl.clip_per_sample(0.1)}, {"prepare": funcrl.top_entropy(0.3)}],
@@ -218,6 +220,7 @@ def test_numbers_are_kept_in_at_least_float32():
     assert batch.token_weights.sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_gradients_are_accumulated_in_float32():
     rows = 256
     batch = funcrl.tree.map(lambda leaf: leaf[:1].expand(rows, *leaf.shape[1:]), BATCH)

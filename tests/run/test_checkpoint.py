@@ -310,6 +310,7 @@ print(folder.restore_latest({"w": torch.zeros(1000)}).state["w"].sum().item())
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_harms_nothing(tmp_path):
     done = script(FULL_DISK, tmp_path)
     said, *rest = done.stdout.splitlines()
@@ -327,6 +328,7 @@ print(jax.config.jax_platforms)
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_restores_quietly_with_jax_on_the_cpu(tmp_path):
     checkpoint.save(tmp_path / "x", number(1))
     done = script(QUIET, tmp_path / "x")
@@ -362,6 +364,7 @@ for life in range(24):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves(tmp_path):
     like = {"a": torch.zeros(300, 300), "b": torch.zeros(9, dtype=torch.int64)}
     torn = 0

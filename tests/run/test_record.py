@@ -48,6 +48,7 @@ def stopped(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_our_words_and_the_run_goes_on_to_the_same_bits(stopped):
     folder = stopped / "cut"
     ended = on_a_full_disk("train", "--resume", folder)
@@ -63,6 +64,7 @@ def test_a_full_disk_ends_in_our_words_and_the_run_goes_on_to_the_same_bits(stop
     assert equal(restored(folder)[0], restored(stopped / "whole")[0])
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_from_the_start_says_that_nothing_is_saved(tmp_path):
     folder = tmp_path / "run"
     ended = on_a_full_disk("train", "--run-dir", folder, *OPTIONS)
@@ -75,6 +77,7 @@ def test_a_disk_that_is_full_from_the_start_says_that_nothing_is_saved(tmp_path)
     assert restored(folder)[1]["step"] == 5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_grow_with_the_run(tmp_path):
     options = ["--steps", "30", "--checkpoint.keep-last", "40"]
     cli.main(["train", "--run-dir", str(tmp_path / "run"), *OPTIONS, *options])

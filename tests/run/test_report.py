@@ -55,6 +55,7 @@ def size_of(png):
     return struct.unpack(">II", content[16:24])
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
     path = report.write_report(make_run(tmp_path / "run"))
     text = path.read_text()
@@ -73,12 +74,14 @@ def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
         assert "".join(target) in ids
 
 
+@pytest.mark.slow
 def test_the_learning_curve_is_a_picture_for_a_readme(tmp_path):
     report.write_report(make_run(tmp_path / "run"))
     width, height = size_of(tmp_path / "run" / "plots" / "learning_curve.png")
     assert (width, height) == (1050, 540)
 
 
+@pytest.mark.slow
 def test_timings_are_those_of_the_rows(tmp_path):
     text = report.write_report(make_run(tmp_path / "run")).read_text()
     row = re.search(r"<tr><td>generate</td>(.*?)</tr>", text).group(1)
@@ -101,6 +104,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert page.headline(read_run(run))["steps"] == "5"
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_both_and_only_what_differs(tmp_path):
     first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", rate=2e-3)
     path = report.write_comparison([first, second], tmp_path / "both")

@@ -159,6 +159,7 @@ ACCEPTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:Glyph")
 @pytest.mark.parametrize("row", ACCEPTED)
 def test_a_report_of_an_odd_run_is_a_page(tmp_path, row):
@@ -241,6 +242,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CONFIGS)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_configuration_that_is_none_is_refused_by_all(tmp_path, reader, row):
@@ -310,6 +312,7 @@ def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
         trained_params(options, parts, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [None, [], "", {}, {"step": 2}, {"step": "1"}, "[" * 10_000])
 def test_a_run_is_not_resumed_without_its_metrics(tmp_path, row):
     options = config.TrainConfig(run_dir=tmp_path / "run", algorithm=config.AlgorithmConfig(kl=0.0))

@@ -26,6 +26,7 @@ logging.getLogger("absl").error("of somebody else")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_error_and_no_traceback(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

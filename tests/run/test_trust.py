@@ -60,6 +60,7 @@ def stranger(shipped):
     return shipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
@@ -77,6 +78,7 @@ def test_a_strangers_code_is_not_run(stranger, tmp_path, capsys, args):
     assert not stranger.marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
@@ -134,6 +136,7 @@ def test_a_module_in_the_working_directory_is_code_as_well(tmp_path, capsys, mon
     assert run(capsys, "train", "--config", "c.yaml", *SMALL).code == 1
 
 
+@pytest.mark.slow
 def test_ones_own_run_goes_on_without_a_question_until_the_file_changes(tmp_path, capsys):
     own = make_run(tmp_path / "own")
     resume = ["train", "--resume", own.run, "--steps"]
@@ -160,6 +163,7 @@ def test_ones_own_run_goes_on_without_a_question_until_the_file_changes(tmp_path
     assert runs.read_lines(own.run / runs.METRICS)[-1]["step"] == 5
 
 
+@pytest.mark.slow
 def test_another_name_in_ones_own_file_is_asked_about(tmp_path, capsys):
     own = make_run(tmp_path / "own")
     config = tmp_path / "theirs.yaml"
@@ -238,6 +242,7 @@ def test_what_runs_is_what_was_hashed_and_not_what_python_kept_of_it(tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_a_run_does_not_write_where_a_link_leads(tmp_path, capsys):
     own = make_run(tmp_path / "own")
     for name in (runs.COMPLETIONS, ".lock"):

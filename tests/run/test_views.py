@@ -52,6 +52,7 @@ HOSTILE = "a\x1b]0;owned\x07b\r\x9b31mc\u202ed\u2066e\x7f\ud800"
 ESCAPED = r"a\x1b]0;owned\x07b\r\x9b31mc\u202ed\u2066e\x7f\ud800"
 
 
+@pytest.mark.slow
 def test_whatever_could_drive_a_terminal_is_escaped_and_nothing_else():
     assert printable(HOSTILE) == ESCAPED
     bidi = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
@@ -221,6 +222,7 @@ def test_a_trackers_failure_and_pythons_warnings_drive_no_terminal(tmp_path, cap
     assert capsys.readouterr().out == ESCAPED + "\n"
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_a_tasks_warnings_safely(tmp_path):
     """In a process of its own: here warnings are errors."""
     (tmp_path / "warning.py").write_text(

@@ -242,6 +242,7 @@ MEANT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gold", "same", "other"), MEANT)
 def test_math_compares_what_is_meant(competition, gold, same, other):
     def correct(answer):
@@ -267,6 +268,7 @@ def test_the_boxed_answer_is_the_last_one(text, wanted):
     assert boxed_answer(text) == wanted
 
 
+@pytest.mark.slow
 def test_an_answer_that_would_take_for_ever_is_wrong():
     judge = Judge(seconds=0.5)
     assert judge.same("2.0", "2")
@@ -389,6 +391,7 @@ def solutions(numbers, target):
     return [text for text in texts if evaluate(text, numbers) == target]
 
 
+@pytest.mark.slow
 def test_every_puzzle_has_a_solution_and_no_held_out_one_is_trained_on():
     task = Countdown(tiny_tokenizer(), count=3)
     held_out, trained = task.eval_prompts(50), task.prompts(0, 0, 300)
@@ -413,6 +416,7 @@ def test_every_puzzle_has_a_solution_and_no_held_out_one_is_trained_on():
     assert task.prompts(0, 5, 3) == trained[5:8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["chain_sum", "spell_backward", "simple_equations"])
 def test_a_generator_of_reasoning_gym(generator):
     task = load(f"reasoning_gym:{generator}", tiny_tokenizer())
@@ -427,6 +431,7 @@ def test_a_generator_of_reasoning_gym(generator):
         assert task.reward(prompt, prompt.answer) == {"correct": 0.0, "format": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("generator", "answers"),
     [
@@ -459,6 +464,7 @@ def test_generators_that_pay_for_anything_or_never_end_are_refused():
             ReasoningGym(name, tiny_tokenizer())
 
 
+@pytest.mark.slow
 def test_problems_that_depend_on_the_hash_seed_need_a_fixed_one():
     script = """
 from funcrl.tasks import ReasoningGym
@@ -585,7 +591,7 @@ def test_every_end_ends_an_answer(tmp_path):
 
     class Asked:
         context_length = 9
-        push = close = None
+        push = score = close = None
 
         def generate(self, prompts, sampling, seed):
             self.sampling = sampling

@@ -146,6 +146,7 @@ print("child", [os.waitstatus_to_exitcode(status) for status in children])
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_returns_is_stopped(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", FORKING, tmp_path / "run"], capture_output=True, text=True,
@@ -178,6 +179,7 @@ class Forking(SumDigits):
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
     (tmp_path / "forking.py").write_text(FORKING_TASK)
     ended = subprocess.run(
@@ -200,6 +202,7 @@ def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_record_refuses_rows_of_a_forked_child(tmp_path):
     code = FORKING.replace("Meddling(fork)", "Meddling(lambda: None), stop=lambda: bool(fork())")
     ended = subprocess.run(
@@ -228,6 +231,7 @@ def test_every_setting_is_tested():
     assert CHANGES.keys() == watch.settings().keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_that_a_reward_changes_is_put_back_and_noted_once(tmp_path, name):
     before, view = watch.settings(), Notes()

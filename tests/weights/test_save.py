@@ -53,6 +53,7 @@ def cut_after(patch, count):
         patch.setattr(Path, name, counted(getattr(Path, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [WHOLE, SHARDED, MORE_SHARDED])
 @pytest.mark.parametrize("after", [WHOLE, SHARDED, MORE_SHARDED])
 def test_a_save_that_is_cut_off_anywhere_leaves_the_old_model_or_the_new(tmp_path, before, after):
@@ -77,6 +78,7 @@ def test_a_save_that_is_cut_off_anywhere_leaves_the_old_model_or_the_new(tmp_pat
     assert count > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_save_that_is_killed_leaves_a_whole_model(tmp_path, seed):
     script = f"""
@@ -219,6 +221,7 @@ def small(smol):
     return model, funcrl.init_params(model, seed=0)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_goes_along_from_file_to_file_to_folder_to_folder(tmp_path, smol, small):
     wanted = AutoTokenizer.from_pretrained(smol.parent, gguf_file=smol.name)
     first = funcrl.save_params(tmp_path / "model.gguf", *small, tokenizer=smol)

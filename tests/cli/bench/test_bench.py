@@ -12,6 +12,7 @@ from funcrl.cli.bench.inputs import make_case
 from funcrl.cli.bench.ordinary import with_weights
 
 
+@pytest.mark.slow
 def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "rows.json"
     cli.main(
@@ -38,6 +39,7 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
         assert f"| {row['what']} | {row['variant']} |" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
@@ -49,6 +51,7 @@ def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     assert peaks["func: per-sample, 4 at a time"] < ordinary
 
 
+@pytest.mark.slow
 def test_peak_bytes_is_exact():
     def two_then_three():
         first = torch.zeros(1000)  # 4,000 bytes

@@ -15,6 +15,7 @@ from funcrl.cli.bench import compiled, nodes, profiling
 from funcrl.cli.bench.inputs import depths, make_case
 from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
 from funcrl.graph import predict_peak, step_graph
+from funcrl.graph.origin import origin_of
 
 SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}
 
@@ -32,6 +33,7 @@ def small_graph(variant="batch"):
     return case, *graph_of(case, variant)
 
 
+@pytest.mark.slow
 def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
     shape = SMALL | {"rows": 8, "length": 32}
     config = bench.StepBenchConfig(
@@ -68,6 +70,7 @@ def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
     assert written["predicted_bytes"] == rows[1].numbers["predicted_bytes"]
 
 
+@pytest.mark.slow
 def test_fused_per_sample_gradients_are_the_batchs_by_count():
     """Without a clock: as many products and as many bytes; clipping adds products of weights."""
     counts, peaks = {}, {}
@@ -95,6 +98,7 @@ def test_ordinary_losses_are_the_same_gradient(chunk):
             assert (leaf - found[name]).abs().max() <= 1e-5 * found[name].abs().max(), name
 
 
+@pytest.mark.slow
 def test_bfloat16_is_computed_in_on_both_sides():
     case = make_case(bench.StepBenchConfig(**SMALL, dtype="bfloat16", logprob_chunk=5), 2)
     module = with_weights(case.model, case.params)
@@ -130,6 +134,7 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
         bench.StepBenchConfig(**options)
 
 
+@pytest.mark.slow
 def test_profile_files_say_what_was_measured(tmp_path):
     config = bench.StepBenchConfig(
         **SMALL, parts=(), compile=CompileConfig(remat="full"), variants=("clipped",),
@@ -160,6 +165,7 @@ def test_profile_files_say_what_was_measured(tmp_path):
     assert pixels.std() > 0.05
 
 
+@pytest.mark.slow
 def test_the_pictures_peak_is_the_predicted_one(tmp_path):
     _, graph, _ = small_graph()
     (axes,) = profiling.draw_memory(graph, tmp_path / "memory.png").axes
@@ -171,10 +177,11 @@ def test_the_pictures_peak_is_the_predicted_one(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_products_kind_layer_and_time_are_found():
     case, graph, state = small_graph()
     kinds = nodes.find_kinds(graph)
-    q = next(node for node in kinds if node.meta.get("module") == "blocks.1.attention.q"
+    q = next(node for node in kinds if origin_of(node).module == "blocks.1.attention.q"
              and kinds[node] == "matmul")  # fmt: skip
     assert nodes.layer_of(q) == "blocks.1"
     assert nodes.phase_of(q) == "forward"

@@ -435,6 +435,7 @@ def letters(tokens):
     return "".join("abcdefghijk"[token] for token in tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_tokens", [0, 4, 9, 20])
 def test_a_stop_string_counts_from_the_token_after_min_tokens_on(min_tokens):
     """Wherever an earlier one stands: the first whose end comes later ends the sample."""

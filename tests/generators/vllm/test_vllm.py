@@ -28,6 +28,7 @@ from funcrl.tasks import Prompt
 
 needs_vllm = [
     pytest.mark.vllm,
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
     # vLLM and what it imports warn of their own affairs.
     pytest.mark.filterwarnings("default"),

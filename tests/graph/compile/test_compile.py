@@ -42,6 +42,7 @@ def twice(step, batch=BATCH):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "donated"),  # every pair of choices
     [
@@ -106,6 +107,7 @@ def test_a_donated_step_follows_its_schedule(backend, name):
 SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_fusion_changes_rounding_alone(backend, donated):
@@ -128,6 +130,7 @@ def without_remat(fuse, donated):
     return step, params, copy.deepcopy(fast(step.init(params), BATCH)), predict_peak(graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "fuse", "donated"),  # every pair of choices
     [
@@ -166,6 +169,7 @@ def test_inductor_changes_rounding_alone(tmp_path, donated):
     assert [kept] == list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.slow
 def test_another_shape_is_compiled_with_a_warning_and_counted():
     step = funcrl.grpo_step(MODEL_FN)
     state = step.init(PARAMS)
@@ -185,6 +189,7 @@ def test_another_shape_is_compiled_with_a_warning_and_counted():
     assert equal((new, without_count(metrics)[0]), step(state, longest))
 
 
+@pytest.mark.slow
 def test_values_are_read_from_the_arguments():
     """A learning rate, a step and a seed are inputs: another state needs no other program."""
     schedule = optim.warmup(3, then=optim.constant(0.1))
@@ -224,6 +229,7 @@ def test_a_tensor_that_was_in_two_places_need_not_be_again():
     assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_constant_is_read_where_it_is(backend):
     """The base of adapters, which the graph holds by reference."""
@@ -248,6 +254,7 @@ def test_strides_of_one_row_are_no_other_shape():
     assert without_count(fast(state, wide)[1])[1] == 0
 
 
+@pytest.mark.slow
 def test_a_graph_of_another_shape_is_refused():
     step = funcrl.grpo_step(MODEL_FN)
     state, config = step.init(PARAMS), CompileConfig()
@@ -303,6 +310,7 @@ def copies_alive(step):
     return sum(storages.values()) / sum(leaf.nbytes for leaf in tree.leaves(new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_copy_of_the_state_is_alive_instead_of_two(compiled):
     step = funcrl.grpo_step(MODEL_FN)

@@ -37,6 +37,7 @@ def head_gradient(chunk):
     return torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [3, T])
 def test_the_chunked_heads_gradient_has_the_same_bits(chunk, dtype):
@@ -103,6 +104,7 @@ def test_a_single_row_without_other_axes_and_a_graph_without_scatters():
     assert str(graph.graph) == str(again.graph)
 
 
+@pytest.mark.slow
 def test_what_is_written_knows_where_it_comes_from():
     model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=V))
     model_fn = funcrl.logprob_fn(model, chunk=2)

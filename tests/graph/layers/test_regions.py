@@ -117,6 +117,7 @@ class Watched(fx.Interpreter):
         return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_kept_and_no_piece_returns_what_it_was_given(name):
     _, state, batch, graph = made(name)
@@ -133,6 +134,7 @@ def test_every_bit_is_kept_and_no_piece_returns_what_it_was_given(name):
 # -- counting -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
 def test_layers_are_one_piece_whatever_their_number(name):
     """Once, or once a layer (and a micro-batch), of which the first and the last are no other."""
@@ -171,6 +173,7 @@ def test_layers_are_one_piece_whatever_their_number(name):
     assert seen[0][-1] <= 3 * turns + 4 * ("clipped" in name)
 
 
+@pytest.mark.slow
 def test_a_chunked_head_for_inductor_leaves_the_layers_alike():
     counts = [
         calls(split_repeated(select_for_scatter(made("chunked bfloat16", n)[-1]))) for n in (2, 4)
@@ -242,6 +245,7 @@ def dying_bytes(pieces, args):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch", "all at once", "three turns"])
 def test_memory_grows_by_what_one_piece_is_given(name):
     """A caller holds what it passes until the call returns: for one layer's backward pass all that
@@ -425,6 +429,7 @@ def test_constants_are_given_to_pieces_by_reference():
 # -- compiled -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all at once", "lora"])
 def test_autograds_compiler_keeps_every_bit(name):
     step, state, batch, graph = made(name, 3)

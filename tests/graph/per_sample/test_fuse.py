@@ -45,6 +45,7 @@ def traced_step(batch, model, chunk=None, dtype=torch.float64, compute=None, **o
     return step, state, funcrl.trace(step.update, state, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "chunk"), [*((shape, None) for shape in SHAPES), ("tied", 12)])
 def test_summed_gradients_cost_what_the_batch_costs(shape, chunk):
     model = tiny_model(**SHAPES[shape])
@@ -59,6 +60,7 @@ def test_summed_gradients_cost_what_the_batch_costs(shape, chunk):
         assert len(fused.graph.nodes) <= len(batched.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "chunk"), [*((shape, None) for shape in SHAPES), ("tied", 3)])
 def test_clipping_makes_no_per_sample_gradient(shape, chunk):
     """A vocabulary and widths much larger than T, so that nothing else is as large as [B, P, Q]."""
@@ -83,6 +85,7 @@ def test_clipping_makes_no_per_sample_gradient(shape, chunk):
     assert products(fused) - products(graph) == 2 * matrices + others
 
 
+@pytest.mark.slow
 def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
     clip = funcrl.clip_per_sample(0.01)
     graphs = [
@@ -139,6 +142,7 @@ CONSUMERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [6, 40])
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_every_use_against_a_loop_over_samples(name, length):
@@ -184,6 +188,7 @@ def test_the_noise_scale_makes_no_per_sample_gradient():
     assert largest(fused) < 4 * 20 * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_adapters_never_make_a_gradient_of_the_base(clip):
     model = tiny_model(width=40, mlp_width=104, num_heads=5)
@@ -286,6 +291,7 @@ def test_what_is_not_understood_is_left_as_it_is():
         assert products(fused) == products(graph), name
 
 
+@pytest.mark.slow
 def test_the_graph_that_was_given_is_unchanged():
     _, state, graph = traced_step(BATCH, tiny_model(), per_sample=lambda grads: grads)
     before = graph.code
@@ -294,6 +300,7 @@ def test_the_graph_that_was_given_is_unchanged():
     funcrl.trace(lambda *a: graph(*a), state, BATCH)  # and still a function of tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_bfloat16_compute_is_within_its_own_rounding(clip):
     """A gradient's entries are rounded to bfloat16, 2^-9 relative, in either way; so is a factor's

@@ -110,6 +110,7 @@ def test_a_node_without_an_example_value_is_refused_by_name():
         predict_peak(gm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -50,6 +50,7 @@ def targets(gm) -> Counter:
     return Counter(name.replace("_.", ".") for name in called)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits_and_the_predicted_memory(flats, policy, dtype):
@@ -74,6 +75,7 @@ def test_policies_are_ordered_in_memory_and_in_work(flats):
     assert recomputed_cost(none) < recomputed_cost(selective) < recomputed_cost(full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full", "selective", "function"])
 def test_a_second_time_changes_nothing(flats, policy):
     flat = flats["float32"]
@@ -81,6 +83,7 @@ def test_a_second_time_changes_nothing(flats, policy):
     assert described(apply(flat._replace(gm=once), policy)) == described(once)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_kept_changes_nothing(flats):
     gm = flats["float32"].gm
     budget = predict_peak(gm) * 3 // 4
@@ -144,6 +147,7 @@ def forward_layers(gm):
     return {(each.turn, each.layer) for each in origins if each.phase == "forward" and each.layer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -181,6 +185,7 @@ def test_each_micro_batch_computes_its_own():
     assert same(flat.run(), flat.run(again))
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_costs_more_work_and_is_kept(flats):
     flat = flats["float32"]
     peak, least = predict_peak(flat.gm), predict_peak(apply(flat, "full"))
@@ -196,6 +201,7 @@ def test_a_smaller_budget_costs_more_work_and_is_kept(flats):
     assert costs[-1] <= recomputed_cost(apply(flat, "full"))
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_the_least_which_is_possible(flats):
     flat = flats["float32"]
     with pytest.raises(ValueError, match="remat expects a budget of at least") as caught:
