@@ -269,6 +269,8 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
         raise ValueError("train expects --resume or --run-dir, got both.")
     path = Path(file) if file is not None else Path(str(run)) / runs.CONFIG
     config = read_config(TrainConfig, path)
+    if {"--no-compile", "--no_compile"} & {*args}:  # nothing of the file's compilation applies
+        config = replace(config, compile=None)
     return config if run is None else replace(config, run_dir=Path(run))
 
 

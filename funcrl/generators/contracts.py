@@ -39,34 +39,39 @@ class State(Enum):
 
 
 class Pushed(NamedTuple):
-    """Parameters that were pushed, with a mark on each that changes when torch writes to it."""
+    """Parameters that were pushed, with the number of torch's writes to each until then."""
 
     params: Params
     version: int
-    marks: list[tuple[int, int] | None]
+    write_counts: list[tuple[int, int] | None]
 
     def is_written(self) -> bool:
-        """Return whether a parameter has been written to since the push."""
-        return _marks(self.params) != self.marks
+        """Return whether torch has counted a write to a parameter since the push."""
+        return _write_counts(self.params) != self.write_counts
 
-    def holds(self, params: Params, version: int) -> bool:
-        """Return whether these very parameters were pushed as this version, unwritten since."""
+    def holds(self, params: Params, version: int | None) -> bool:
+        """Return whether these very parameters were pushed as this version, unwritten since.
+
+        A push that names no version is always a new one: torch does not count every write (not
+        those of its fused optimizers and collectives, through `.data`, or by others' kernels).
+        """
         return (
-            version == self.version
+            version is not None
+            and version == self.version
             and params.keys() == self.params.keys()
             and all(leaf is self.params[name] for name, leaf in params.items())
-            and None not in self.marks
+            and None not in self.write_counts
             and not self.is_written()
         )
 
 
-def pushed(params: Params, version: int) -> Pushed:
+def pushed(params: Params, version: int | None) -> Pushed:
     """Return what is remembered of a push: it refers to the parameters."""
-    return Pushed(dict(params), version, _marks(params))
+    return Pushed(dict(params), version or 0, _write_counts(params))
 
 
-def _marks(params: Params) -> list[tuple[int, int] | None]:
-    """Return a mark of each parameter; None where torch does not count writes."""
+def _write_counts(params: Params) -> list[tuple[int, int] | None]:
+    """Return each parameter's number of writes and address; None where torch does not count."""
     return [
         None if leaf.is_inference() else (leaf._version, leaf.data_ptr())
         for leaf in params.values()
@@ -75,6 +80,9 @@ def _marks(params: Params) -> list[tuple[int, int] | None]:
 
 class Engine(Generator, Protocol):
     """A generator of funcrl's: the sampler, or vLLM in this process or as servers."""
+
+    def push(self, params: Params, version: int | None = None) -> None:
+        """Sample from these parameters from now on."""
 
     @property
     def state(self) -> State:
@@ -88,7 +96,7 @@ class Engine(Generator, Protocol):
         """Give memory up until the next call needs it."""
 
 
-class Life:
+class Lifecycle:
     """The state of an engine, and how it changes."""
 
     def __init__(self) -> None:
@@ -99,7 +107,7 @@ class Life:
         self.state = state
 
     @contextmanager
-    def becomes(self, state: State) -> Iterator[None]:
+    def transition_to(self, state: State) -> Iterator[None]:
         """Run what leads to a state; any error in it, an interrupt too, is a failed engine."""
         self.state = State.FAILED
         yield

@@ -1,6 +1,7 @@
 """Metrics of steps and of rollouts, under TRL's names."""
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -83,6 +84,12 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
         >>> funcrl.metrics.to_floats(metrics)
         {'loss': 0.5, 'grad_norm': 2.0}
     """
+    names = Counter(name for field in metrics for name in field)
+    if names.total() > len(names):
+        twice = [name for name, count in names.items() if count > 1]
+        raise ValueError(
+            f"to_floats expects each name in one field of metrics, got {twice} in two."
+        )
     return {name: value.item() for field in metrics for name, value in field.items()}
 
 
@@ -146,10 +153,14 @@ def describe_rollout(
 
 
 def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    total = torch.as_tensor(sum(weights), device=values[0].device)
-    weighed = [
-        value.to(torch.float64) * weight for value, weight in zip(values, weights, strict=True)
+    wide = [
+        torch.as_tensor(weight, dtype=torch.float64, device=values[0].device) for weight in weights
     ]
+    weighed = [  # a report over no token does not count, be its mean NaN
+        torch.where(weight > 0, value.to(torch.float64) * weight, 0.0)
+        for value, weight in zip(values, wide, strict=True)
+    ]
+    total = sum(wide[1:], wide[0])
     return torch.where(total > 0, sum(weighed[1:], weighed[0]) / total, 0.0)
 
 

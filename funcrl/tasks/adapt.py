@@ -1,5 +1,6 @@
 """Makes a `Task`, with all its members, of any object that has the needed ones."""
 
+import inspect
 from typing import Any
 
 from funcrl.core.arguments import checked
@@ -62,8 +63,17 @@ class _StandIn:
         own = super().__getattribute__
         if name.startswith("_") or name in own("__dict__"):
             return own(name)
-        found = getattr(own("_inner"), name, _ABSENT)
+        found = _member(own("_inner"), name)
         return own(name) if found is _ABSENT else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
 
 
 class TokenizerStandIn(_StandIn, Tokenizer):
@@ -83,12 +93,22 @@ def _stand_in(inner: object, acts: bool, **members: Any) -> Task:
     return kind(inner, **members)
 
 
+def _member(value: object, name: str) -> Any:
+    """Return a member; `_ABSENT` where there is none, but not where one raises AttributeError."""
+    try:
+        return getattr(value, name)
+    except AttributeError:
+        if inspect.getattr_static(value, name, _ABSENT) is not _ABSENT:
+            raise
+        return _ABSENT
+
+
 def _check_members(
     function: str, words: str, value: object, kind: type, needed: tuple[str, ...]
 ) -> None:
     """Raise for a member that the value lacks, or has only as the base class's placeholder."""
     for name in needed:
-        found = getattr(value, name, None)
+        found = _member(value, name)
         placeholder = getattr(kind, name, None)
-        if found is None or getattr(found, "__func__", found) is placeholder:
+        if found is None or found is _ABSENT or getattr(found, "__func__", found) is placeholder:
             raise ValueError(f"{function} expects {words} with {', '.join(needed)}, got no {name}.")

@@ -1,6 +1,7 @@
 """What a task, an environment and a tokenizer are."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 
@@ -64,7 +65,9 @@ class Task:
     name: str
     tokenizer: Tokenizer
     accuracy: str = "correct"  # the reward whose mean is `eval/accuracy`
-    reward_weights: Mapping[str, float] = {}  # reward -> factor, 1 for those left out
+    reward_weights: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # reward -> factor, 1 for those left out
     stop: Sequence[str] = ()  # strings that end a completion
     max_turns: int = 1
 

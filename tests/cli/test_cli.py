@@ -73,6 +73,11 @@ def test_a_configuration_file_and_overrides(tmp_path, capsys):
         ("compile: {max_shapes: 3}", [], {"backend": "eager", "max_shapes": 3}),
         ("compile: {max_shapes: 3}", ["--compile.fuse", "none"], {"fuse": "none", "max_shapes": 3}),
         ("compile: {max_shapes: 3}", ["--no-compile"], None),
+        (
+            "{device: cuda, compile: {backend: inductor, cudagraph: full}}",
+            ["--device", "cpu", "--no-compile"],
+            None,
+        ),
         ("compile: null", [], None),
     ],
 )

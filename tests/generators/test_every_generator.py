@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import tiny_model
 
 import funcrl
 from funcrl.generators import VLLM, Sampler, State
-from funcrl.generators.contracts import Engine, Life, pushed
+from funcrl.generators.contracts import Engine, Lifecycle, pushed
 
 METHODS = {"push", "generate", "score", "sleep", "close", "state", "pushed"}
 
@@ -41,13 +42,13 @@ def test_vllm_and_the_sampler_know_nothing_of_each_other():
 
 def test_an_error_on_the_way_to_a_state_is_a_failed_engine():
     for error in (RuntimeError("boom"), KeyboardInterrupt()):
-        life = Life()
+        life = Lifecycle()
         with pytest.raises(RuntimeError, match="VLLM.generate expects .* call push first"):
             life.check_pushed("VLLM.generate")
-        with life.becomes(State.READY):
+        with life.transition_to(State.READY):
             assert life.state is State.FAILED  # until it is done
         life.check_pushed("VLLM.generate")
-        with pytest.raises(type(error)), life.becomes(State.ASLEEP):
+        with pytest.raises(type(error)), life.transition_to(State.ASLEEP):
             raise error
         assert life.state is State.FAILED
         with pytest.raises(RuntimeError, match="VLLM.generate expects .* failed"):
@@ -66,3 +67,21 @@ def test_what_is_pushed_is_told_by_identity_version_and_writes():
     params["b"].zero_()
     assert held.is_written()
     assert not held.holds(params, 3)
+    assert not pushed(params, None).holds(params, None)  # a push without a version is a new one
+
+
+def test_writes_that_torch_does_not_count_arrive_with_a_push_that_names_no_version():
+    model = tiny_model()
+    params = funcrl.init_params(model, seed=0)
+    sampler, fresh = Sampler(model), Sampler(model)
+    sampler.push(params)
+    before = sampler.score([[1, 2, 3]])
+    optimizer = torch.optim.AdamW(params.values(), lr=0.1, fused=True)
+    for leaf in params.values():
+        leaf.grad = torch.ones_like(leaf)
+    counted = [leaf._version for leaf in params.values()]
+    optimizer.step()
+    assert counted == [leaf._version for leaf in params.values()]
+    sampler.push(params)
+    fresh.push(params)
+    assert sampler.score([[1, 2, 3]]) == fresh.score([[1, 2, 3]]) != before

@@ -103,3 +103,23 @@ def test_reports_that_cannot_be_merged_are_refused():
 def test_empty_fields_are_no_leaves():
     assert tree.leaves(funcrl.Metrics({}, {}, {}, {})) == []
     assert metrics.merge([funcrl.Metrics({}, {}, {}, {})] * 2) == funcrl.Metrics({}, {}, {}, {})
+
+
+def test_a_report_of_no_token_does_not_count():
+    merged = metrics.merge([report(float("nan")), report(2.0)], weights=[0, 3])
+    assert merged.means["num_x"] == 2.0
+    assert torch.isnan(merged.maxes["x/mean"])
+    nothing = metrics.merge([report(1.0), report(2.0)], weights=[0, 0])
+    assert nothing.means["num_x"] == 0.0
+
+
+def test_weights_are_added_in_float64():
+    counts = [torch.tensor(value) for value in (2.0**24, 1.0, 1.0)]
+    merged = metrics.merge([report(1.0)] * 3, weights=counts)
+    assert merged.means["num_x"] == 1.0
+
+
+def test_a_name_in_two_fields_is_refused():
+    x = torch.tensor(1.0)
+    with pytest.raises(ValueError, match=r"to_floats expects .*'entropy'"):
+        metrics.to_floats(funcrl.Metrics({"entropy": x}, {"entropy": x}, {}, {}))

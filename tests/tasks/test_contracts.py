@@ -8,6 +8,7 @@ import pytest
 import funcrl
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt, SumDigits, Task, Tokenizer
 from funcrl.tasks import check_task as checked_task
+from funcrl.tasks.watch import watch
 
 DEFAULTS = {"accuracy": "correct", "reward_weights": {}, "stop": (), "max_turns": 1}
 
@@ -154,3 +155,38 @@ def test_rewards_are_added_to_an_environment():
     assert task.stop == Calculator().stop
     prompt = task.prompts(0, 0, 1)[0]
     assert task.reward(prompt, task.begin(prompt)) == {"correct": 0, "called": 0, "more": 0.5}
+
+
+class Broken(SumDigits):
+    """A task with a mistake in an optional member, and in a needed one if asked for."""
+
+    @property
+    def stop(self):
+        return self.no_such_member
+
+
+def test_a_member_that_raises_is_not_taken_for_one_that_is_not_there():
+    watched = watch(checked_task("train", Broken()), print)
+    with pytest.raises(AttributeError, match="no_such_member"):
+        watched.stop  # noqa: B018 (it is read for its error)
+
+    class Worse(Plain):
+        @property
+        def tokenizer(self):
+            return self.no_such_member
+
+    with pytest.raises(AttributeError, match="no_such_member"):
+        checked_task("train", Worse())
+
+
+def test_a_member_that_is_set_is_set_for_the_task_too():
+    class Harder(Plain):
+        difficulty = 1
+
+        def prompts(self, seed, start, count):
+            return [Prompt(str(self.difficulty))] * count
+
+    task = checked_task("train", Harder())
+    task.difficulty = 5
+    assert task.prompts(0, 0, 1)[0].text == "5"
+    assert "Harder" in repr(task)

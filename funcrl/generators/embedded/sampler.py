@@ -7,7 +7,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Sample, Samples
-from funcrl.generators.contracts import Life, Pushed, State, pushed
+from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
 from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.prompts import Prompts, check_prompts
@@ -100,27 +100,28 @@ class Sampler:
         self._decode = decode
         self._slots = slots
         self._dtype = dtype
-        self._life = Life()
+        self._lifecycle = Lifecycle()
         self.pushed: Pushed | None = None
         self._network: Transformer | None = None  # laid out for decoding, when it is needed
 
     @property
     def state(self) -> State:
         """What the sampler can do now."""
-        return self._life.state
+        return self._lifecycle.state
 
-    def push(self, params: Params, version: int = 0) -> None:
+    def push(self, params: Params, version: int | None = None) -> None:
         """Sample from these parameters from now on: they are referred to, not copied.
 
-        A push of the very tensors that are here, as the same version and unwritten since, does
-        nothing. Torch counts no writes through `.data` or by kernels of one's own: these need
-        another version.
+        A push that names a version does nothing if these very tensors are here as that version
+        and torch has counted no write to them since. Torch does not count the writes of its fused
+        optimizers and collectives, through `.data`, or by others' kernels: after these, name
+        another version or none.
         """
         if self.pushed is not None and self.pushed.holds(params, version):
             return
         check_params(self._model, params)
         self.pushed, self._network = pushed(params, version), None
-        self._life.enter(State.READY)
+        self._lifecycle.enter(State.READY)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, as `sample` does."""
@@ -130,7 +131,7 @@ class Sampler:
             if self._network is None or held.is_written():
                 self._network = pack_weights(self._model, self._cast(held.params))
                 self.pushed = pushed(held.params, held.version)
-                self._life.enter(State.READY)
+                self._lifecycle.enter(State.READY)
             batch = Batch(self._network, prompts, sampling, seed, self._decode, self._slots)
             batch.run()
         return _collect(batch, held.version)
@@ -153,15 +154,15 @@ class Sampler:
         """Give up the copies of the weights that are laid out for decoding."""
         self._held("sleep")
         self._network = None
-        self._life.enter(State.ASLEEP)
+        self._lifecycle.enter(State.ASLEEP)
 
     def close(self) -> None:
         """Let go of the parameters."""
         self.pushed = self._network = None
-        self._life.enter(State.CLOSED)
+        self._lifecycle.enter(State.CLOSED)
 
     def _held(self, method: str) -> Pushed:
-        self._life.check_pushed(f"Sampler.{method}")
+        self._lifecycle.check_pushed(f"Sampler.{method}")
         assert self.pushed is not None
         return self.pushed
 

@@ -167,7 +167,7 @@ def _append(drawn: Drawn, token: int, logprob: float, policy_logprob: float) -> 
 
 
 def _take_waiting(waiting: deque[int], prompts: Prompts, room: int) -> list[int]:
-    """Take the prompts that enter together: so many groups have room, and so many tokens."""
+    """Take the next prompts from the queue: as many as there is room for, of similar length."""
     entering: list[int] = []
     longest = 0
     while waiting and len(entering) < room:

@@ -20,7 +20,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from funcrl.config import Sampling
 from funcrl.config.generation import VLLMConfig
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Life, Pushed, State, pushed
+from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
@@ -53,10 +53,10 @@ class InProcess:
         dtype: str,
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
-        life: Life,
+        life: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
-        self._config, self._life, self._decode = config, life, decode
+        self._config, self._lifecycle, self._decode = config, life, decode
         self.pushed: Pushed | None = None
         with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
             if described is not None:
@@ -78,15 +78,15 @@ class InProcess:
     @property
     def state(self) -> State:
         """What the engine can do now."""
-        return self._life.state
+        return self._lifecycle.state
 
-    def push(self, params: Params, version: int = 0) -> None:
+    def push(self, params: Params, version: int | None = None) -> None:
         """Compute with these parameters, and forget what the old ones computed."""
         self._wake()
         # Keys and values of the old policy would answer for the new one.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
-        with self._life.becomes(State.READY):
+        with self._lifecycle.transition_to(State.READY):
             self._llm.apply_model(lambda model: _put(model, params))
         self.pushed = pushed(params, version)
 
@@ -129,7 +129,7 @@ class InProcess:
     def sleep(self) -> None:
         """Give cache and weights up until the next `push`."""
         if self.state is not State.ASLEEP:
-            with self._life.becomes(State.ASLEEP):
+            with self._lifecycle.transition_to(State.ASLEEP):
                 self._llm.apply_model(_let_go)
                 self._llm.sleep(level=2)  # nothing is kept: weights come again with a push
 
@@ -153,7 +153,7 @@ class InProcess:
     def _wake(self) -> None:
         if self.state is State.ASLEEP:
             torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch
-            with self._life.becomes(State.EMPTY):
+            with self._lifecycle.transition_to(State.EMPTY):
                 self._llm.wake_up()
                 self._llm.collective_rpc(_clear)
 
@@ -185,7 +185,7 @@ class InProcess:
                 yield int(output.request_id), completion
 
     def _step(self) -> list[Any]:
-        with self._life.becomes(State.READY):
+        with self._lifecycle.transition_to(State.READY):
             outputs: list[Any] = self._llm.step()
         return outputs
 
@@ -204,11 +204,11 @@ class InProcess:
             raise
 
 
-def _request(sampling: Sampling, seed: int, most: int) -> Any:
-    """Return vLLM's description of one sample of at most so many tokens."""
+def _request(sampling: Sampling, seed: int, max_tokens: int) -> Any:
+    """Return vLLM's request for one sample of at most `max_tokens` tokens."""
     # Stop strings are looked for here, after each token: the engine has no tokenizer.
     kind = RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY
-    fields = sample_fields(sampling, seed, most)
+    fields = sample_fields(sampling, seed, max_tokens)
     return SamplingParams(**fields, detokenize=False, output_kind=kind)
 
 

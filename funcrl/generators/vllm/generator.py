@@ -12,7 +12,7 @@ from funcrl.config import Sampling
 from funcrl.config.generation import Form, VLLMConfig
 from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Engine, Life, Pushed, State
+from funcrl.generators.contracts import Engine, Lifecycle, Pushed, State
 from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.failures import died, out_of_memory
@@ -84,7 +84,7 @@ class VLLM:
         self._trainer_bytes = trainer_bytes
         self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: _Started | None = None  # started by the first push
-        self._life, self._probed = Life(), False
+        self._lifecycle, self._probed = Lifecycle(), False
         self.context_length = min(config.context_length, model.config.context_length)
         if loaded is not None:
             self.push(loaded)
@@ -92,7 +92,7 @@ class VLLM:
     @property
     def state(self) -> State:
         """What the engine can do now."""
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def pushed(self) -> Pushed | None:
@@ -104,17 +104,18 @@ class VLLM:
         """Where the OpenAI-compatible APIs of servers are; of an engine in this process, none."""
         return self._running("addresses").addresses
 
-    def push(self, params: Params, version: int = 0) -> None:
+    def push(self, params: Params, version: int | None = None) -> None:
         """Sample from these parameters from now on.
 
         Native: they are written into vLLM's own. Unified: they are referred to, if they have the
         engine's dtype and no graph holds on to others.
 
-        A push of the very tensors that are there, as the same version and unwritten since, does
-        nothing. Torch counts no writes through `.data` or by kernels of one's own: these need
-        another version.
+        A push that names a version does nothing if these very tensors are there as that version
+        and torch has counted no write to them since. Torch does not count the writes of its fused
+        optimizers and collectives, through `.data`, or by others' kernels: after these, name
+        another version or none.
         """
-        if self.pushed is not None and self.pushed.holds(params, version):
+        if self._probed and self.pushed is not None and self.pushed.holds(params, version):
             return
         check_params(self._model, params)
         check_finite(params)
@@ -165,9 +166,9 @@ class VLLM:
             if engine is not None:
                 engine.close()
         finally:
-            self._life.enter(State.CLOSED)
+            self._lifecycle.enter(State.CLOSED)
 
-    def _push(self, params: Params, version: int) -> None:
+    def _push(self, params: Params, version: int | None) -> None:
         if self.state is State.CLOSED:
             raise RuntimeError(f"VLLM.push expects an engine, got one {self.state.value}.")
         if self._engine is None:
@@ -176,7 +177,7 @@ class VLLM:
         self._guarded("push", lambda: engine.push(params, version))
 
     def _running(self, method: str) -> _Started:
-        self._life.check_pushed(f"VLLM.{method}")
+        self._lifecycle.check_pushed(f"VLLM.{method}")
         assert self._engine is not None
         return self._engine
 
@@ -207,7 +208,7 @@ class VLLM:
         else:
             from funcrl.generators.vllm.engine import InProcess as kind
         engine: _Started = kind(
-            self._model.config, config, dtype, *self._overrides, self._life, self._decode
+            self._model.config, config, dtype, *self._overrides, self._lifecycle, self._decode
         )
         return engine
 

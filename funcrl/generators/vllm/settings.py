@@ -45,21 +45,21 @@ def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) ->
     }
 
 
-def sample_fields(sampling: Sampling, seed: int, most: int) -> dict[str, Any]:
+def sample_fields(sampling: Sampling, seed: int, max_tokens: int) -> dict[str, Any]:
     """Return vLLM's description of one sample, as its API and its `SamplingParams` have it.
 
     Args:
         sampling: how it is drawn.
         seed: its own.
-        most: tokens.
+        max_tokens: the largest number of tokens of the sample.
     """
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "max_tokens": most,
-        "min_tokens": min(sampling.min_tokens, most),
+        "max_tokens": max_tokens,
+        "min_tokens": min(sampling.min_tokens, max_tokens),
         "stop_token_ids": list(sampling.stop_tokens),
         "ignore_eos": True,  # what ends a sample is in `stop_tokens`, whatever a config.json says
         "seed": None if sampling.temperature == 0 else seed % 2**62,

@@ -126,8 +126,9 @@ def write_norm(write: Writer, terms: tuple[Outer, ...], root: bool, dtype: torch
         return write.cast(write(aten.sqrt.default, squared) if root else squared, dtype)
     (term,) = _merge_dense(write, terms)
     product = write(aten.bmm.default, write(aten.transpose.int, term.left, 1, 2), term.right)
-    norm = write(aten.linalg_vector_norm.default, product, 2, [1, 2], dtype=dtype)
-    return norm if root else write(aten.pow.Tensor_Scalar, norm, 2)
+    wide = torch.promote_types(shape_of(product).dtype, dtype)
+    norm = write(aten.linalg_vector_norm.default, product, 2, [1, 2], dtype=wide)
+    return write.cast(norm if root else write(aten.pow.Tensor_Scalar, norm, 2), dtype)
 
 
 def _square_norm(write: Writer, terms: list[Outer]) -> Node:

@@ -73,7 +73,7 @@ def symbols(graph: Graph) -> Symbols:
     found: Symbols = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if not isinstance(value, Tensor) or value.is_complex():  # a Gram product conjugates
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         spelled = spell(node)
         rule = _RULES.get(spelled.kind) if spelled is not None else None
@@ -94,6 +94,8 @@ def _fits(symbol: Symbol, shape: tuple[int, ...]) -> bool:
         return shape[:1] == whole[:1] and math.prod(shape) == math.prod(kept)
     of = symbol.of if isinstance(symbol, Square) else symbol
     batch, (rows, columns) = _batch(of), _widths(of)
+    if batch is None:
+        return False
     if isinstance(symbol, Square):  # only summed from here on, whatever the shape of a sample
         return shape[:1] == (batch,) and math.prod(shape) == batch * rows * columns
     layouts = {
@@ -140,8 +142,10 @@ def _product(at: _Place, first: Node, second: Node) -> Symbol | None:
 
 def _shared(node: Any) -> Node | None:
     """Return the matrix that was expanded over the samples, if it was."""
-    if node.target is aten.expand.default and shape_of(arguments(node)[0]).ndim == 2:
-        return arguments(node)[0]
+    if node.target is aten.expand.default:
+        source = arguments(node)[0]
+        if shape_of(source).shape == shape_of(node).shape[1:]:
+            return source
     return None
 
 
@@ -170,9 +174,11 @@ def _view(at: _Place, source: Node) -> Symbol | None:
     return next((each for each in layouts if _fits(each, shape)), None)
 
 
-def _batch(symbol: PerSample) -> int:
-    side = symbol.terms[0].left
-    return shape_of(side.index if isinstance(side, OneHot) else side).shape[0]
+def _batch(symbol: PerSample) -> int | None:
+    """Return B; None where sides differ in it, one being broadcast over the samples."""
+    sides = [side.index if isinstance(side, OneHot) else side for t in symbol.terms for side in t]
+    sizes = {shape_of(side).shape[0] for side in sides}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _swap(at: _Place, source: Node) -> Symbol | None:

@@ -333,6 +333,11 @@ class TestProcess:
         generator._engine._llm.apply_model(lambda theirs: write_params(theirs, swapped))
         with pytest.raises(RuntimeError, match="names of parameters and vLLM's do not agree"):
             check_probe(model, params, generator.score)
+        generator._probed = False
+        generator._engine.push = lambda params, version: None  # what the first push did wrong
+        for _ in range(2):  # another push of the same does not make it right
+            with pytest.raises(RuntimeError, match="vLLM's do not agree"):
+                generator.push(params, 0)
         generator.close()
         generator.close()  # once more is no harm
         with pytest.raises(RuntimeError, match="VLLM.generate expects .* one that is closed"):
@@ -365,7 +370,9 @@ class TestProcess:
         for leaf in params.values():  # written to in place: what is referred to is read again
             leaf.mul_(1.1)
         moved = generator.generate(PROMPTS, Sampling(2, max_tokens=6), seed=0)
-        assert compare(model, params, PROMPTS, moved).max_abs_diff < 1e-4
+        # On a GPU vLLM's attention does not multiply float32 in float32.
+        bound = 1e-2 if DEVICE == "cuda" else 1e-4
+        assert compare(model, params, PROMPTS, moved).max_abs_diff < bound
         with pytest.raises(FloatingPointError, match="VLLM.push expects finite .* diverged"):
             generator.push({name: leaf * torch.nan for name, leaf in params.items()})
         generator.close()

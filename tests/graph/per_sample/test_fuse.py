@@ -331,3 +331,49 @@ def test_gram_products_of_bfloat16_on_a_gpu_are_summed_in_float32():
     assert count(fused, "bmm.dtype") > 0
     # Entries of a gradient that is made are rounded, 2^-9 of each; those of a Gram matrix are not.
     assert relative(fused(params, tokens), norms(params, tokens)) <= 2**-7
+
+
+def normal(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+A, B, ONE_A, ONE_B = normal(3, 4, 5), normal(3, 5, 6), normal(1, 4, 5), normal(1, 5, 6)
+LOOK_ALIKE = {
+    "a sum that is broadcast": (lambda a, b, c, d: (a @ b + c @ d).sum(0), (A, B, ONE_A, ONE_B)),
+    "a sum that is broadcast first": (
+        lambda a, b, c, d: (c @ d + a @ b).sum(0), (A, B, ONE_A, ONE_B),
+    ),
+    "a norm of such a sum": (
+        lambda a, b, c, d: torch.linalg.vector_norm(a @ b + c @ d, dim=(1, 2)),
+        (A, B, ONE_A, ONE_B),
+    ),
+    "a product of one sample scaled by many factors": (
+        lambda c, d, f: (torch.bmm(c, d) * f).sum(0), (ONE_A, ONE_B, normal(3, 1, 1)),
+    ),
+    "a broadcast matrix": (
+        lambda a, b, v: torch.bmm(torch.bmm(a, b), v.expand(3, 6, 2)).sum(0),
+        (A, B, normal(1, 2)),
+    ),
+    "integers that are scaled": (
+        lambda a, b: (torch.bmm(a, b) * 0.5).sum(0), ((9 * A).long(), (9 * B).long()),
+    ),
+    "a norm of a narrower dtype": (
+        lambda a, b: torch.linalg.vector_norm(torch.bmm(a, b).bfloat16(), dim=(1, 2)),
+        (normal(3, 9, 2), normal(3, 2, 9)),
+    ),
+    "a norm of a narrower dtype, dense": (
+        lambda a, b: torch.linalg.vector_norm(torch.bmm(a, b).bfloat16(), dim=(1, 2)),
+        (normal(3, 2, 9), normal(3, 9, 2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKE)
+def test_what_looks_like_a_per_sample_gradient_keeps_its_value(name):
+    fn, args = LOOK_ALIKE[name]
+    graph = funcrl.trace(fn, *args)
+    got, expected = funcrl.fuse_per_sample(graph)(*args), fn(*args)
+    assert got.dtype == expected.dtype
+    bound = 2**-7 if expected.dtype is torch.bfloat16 else 1e-12
+    assert (got - expected).abs().max() <= bound * expected.abs().max()

@@ -10,7 +10,7 @@ import torch
 from funcrl.config import Sampling
 from funcrl.config.generation import VLLMConfig
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Life, Pushed, State, pushed
+from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
@@ -43,11 +43,11 @@ class Remote:
         dtype: str,
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
-        life: Life,
+        life: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
         self._shape, self._config, self._dtype = shape, config, dtype
-        self._life, self._decode = life, decode
+        self._lifecycle, self._decode = life, decode
         self.pushed: Pushed | None = None
         self.context_length = min(config.context_length, shape.context_length)
         self._nan_in_cache = False
@@ -64,16 +64,16 @@ class Remote:
     @property
     def state(self) -> State:
         """What the servers can do now."""
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where each server's OpenAI-compatible API is."""
         return self._servers.addresses
 
-    def push(self, params: Params, version: int = 0) -> None:
+    def push(self, params: Params, version: int | None = None) -> None:
         """Send parameters to all servers: all have those of one push, or the engine has failed."""
-        with self._life.becomes(State.READY):
+        with self._lifecycle.transition_to(State.READY):
             self._link.push(params, clear=self._nan_in_cache)
         self._nan_in_cache, self.pushed = False, pushed(params, version)
 
@@ -146,7 +146,7 @@ class Remote:
         except BaseException as error:
             self._nan_in_cache |= isinstance(error, FloatingPointError)
             if isinstance(error, ServerError) or not self._servers.alive:
-                self._life.enter(State.FAILED)
+                self._lifecycle.enter(State.FAILED)
             raise
 
 
