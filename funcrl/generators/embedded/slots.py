@@ -167,7 +167,7 @@ def _append(drawn: Drawn, token: int, logprob: float, policy_logprob: float) -> 
 
 
 def _take_waiting(waiting: deque[int], prompts: Prompts, room: int) -> list[int]:
-    """Take the next prompts from the queue: as many as there is room for, of similar length."""
+    """Take the next prompts from the queue, within the room and the limit of prompt tokens."""
     entering: list[int] = []
     longest = 0
     while waiting and len(entering) < room:
