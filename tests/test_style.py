@@ -57,6 +57,7 @@ def imported_units(path: Path) -> set[str]:
     return units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_module_imports_only_from_below(path):
     own = unit(path)
@@ -86,6 +87,7 @@ FACTORIES = {
 MADE_BY_OTHERS = {"models/transformer.py": 1, "generators/vllm/inside/unified.py": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_new_tensors_name_their_device(path):
     """Without one they are on torch's default device, which a notebook may have set."""
@@ -113,6 +115,7 @@ def public_functions() -> set[tuple[str, str]]:
 PUBLIC = public_functions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_functions_are_documented_and_public_ones_with_an_example(path):
     module = ast.parse(path.read_text())

@@ -229,6 +229,7 @@ def run(*args: str) -> tuple[int, str]:
     return stop.value.code, printed.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "text"),
     [

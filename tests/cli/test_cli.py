@@ -118,6 +118,7 @@ def test_a_bad_file_names_the_option(tmp_path, capsys, text, message):
     assert message in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
@@ -248,6 +249,7 @@ def test_the_memory_estimate_knows_of_padding():
     assert sizes[2].cache == sizes[0].cache
 
 
+@pytest.mark.slow
 def test_bench_generate_compares_equal_models(tmp_path, capsys):
     path = tmp_path / "rows.json"
     code, out, err = run(
@@ -278,6 +280,7 @@ def test_bench_loop_has_every_part(capsys):
     assert "| start | time/startup |" in out
 
 
+@pytest.mark.slow
 def test_reward_weights_override_those_of_a_run(tmp_path, capsys):
     folder = tmp_path / "run"
     run(["train", "--run-dir", folder, *SMALL, "--reward-weights", "correct", "1.0"], capsys)

@@ -29,6 +29,7 @@ def origins(graph):
     return {n: origin_of(n) for n in graph.graph.nodes if n.op == "call_function"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_micro_batch_is_a_turn_with_every_layer_forward_and_backward(name, chunk):
@@ -51,6 +52,7 @@ def test_each_micro_batch_is_a_turn_with_every_layer_forward_and_backward(name, 
             assert layers in ({each.layer}, set()), node
 
 
+@pytest.mark.slow
 def test_moments_are_of_the_layer_of_their_parameter():
     inputs = [origin_of(node) for node in traced().graph.find_nodes(op="placeholder")]
     moments = {each.path: each.layer for each in inputs if "opt_state" in each.path}
@@ -68,6 +70,7 @@ def test_a_second_gradient_of_a_function_without_modules_is_a_second_turn():
     assert {("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)} <= set(turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one turn", "clipped"])
 def test_passes_keep_the_origins(name):
     graph = traced(3, **OPTIONS[name][1])

@@ -261,6 +261,7 @@ def test_a_run_is_evaluated_as_it_was_trained(say, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_stops_or_is_left_out_as_in_the_run(say, tmp_path):
     folder = spelled_run(tmp_path / "run", on_reward_error="skip")
     say("7", "7", "8", "=", "9", "2")

@@ -221,6 +221,7 @@ def test_a_broken_newest_checkpoint_is_named_and_the_one_before_used(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole")).state)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_lines_that_somebody_deleted_and_says_so(tmp_path):
     lines, notes = tmp_path / "run" / "metrics.jsonl", []
     funcrl.train(small(tmp_path / "run"))
@@ -291,6 +292,7 @@ def test_several_rewards_are_weighted_and_logged_each(tmp_path):
         funcrl.train(small(tmp_path / "bad", reward_weights={"x": 1.0}), task=Two())
 
 
+@pytest.mark.slow
 def test_a_task_without_prompts_and_a_prompt_too_long_are_refused(tmp_path):
     class Empty(SumDigits):
         name = "empty"
@@ -318,6 +320,7 @@ def test_a_warm_start_needs_answers(tmp_path):
         funcrl.train(config, task=Unanswered())
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     funcrl.train(small(tmp_path / "run"))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -464,6 +467,7 @@ def test_truncated_sampling_starts_at_a_ratio_of_one(tmp_path, sampling):
         assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) <= 1e-5
 
 
+@pytest.mark.slow
 def test_reinforce_learns_from_equal_rewards(tmp_path):
     class Generous(Copy):
         def reward(self, prompt, completion):
@@ -524,6 +528,7 @@ def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypat
     assert untimed(resumed.history) == untimed(whole.history)
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     class Intruder(Copy):
         def prompts(self, seed, start, count):
@@ -556,6 +561,7 @@ def test_a_step_whose_lines_could_not_be_written_is_done_again(tmp_path, monkeyp
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
     folder = tmp_path / "run"
     funcrl.train(small(folder, algorithm=AlgorithmConfig(kl=0.0)))
@@ -580,6 +586,7 @@ def test_a_run_stopped_in_its_warm_start_can_be_begun_again(tmp_path):
     assert equal(funcrl.train(config, resume=True).state, whole.state)
 
 
+@pytest.mark.slow
 def test_means_over_tokens_do_not_depend_on_the_mini_batches(tmp_path):
     """Not even where a mini-batch has no token left."""
     options = {"steps": 1, "num_prompts": 4, "mask_truncated": True,
@@ -616,6 +623,7 @@ def test_whatever_a_reward_returns_is_skipped_or_named(tmp_path, value):
         funcrl.train(small(tmp_path / "stop"), task=Picky(value))
 
 
+@pytest.mark.slow
 def test_a_group_with_one_reward_left_is_left_out(tmp_path):
     class Moody(Copy):
         def reward(self, prompt, completion):
@@ -685,6 +693,7 @@ def test_a_reward_that_fails_for_every_completion_stops_the_run(tmp_path):
         funcrl.train(config, task=Broken())
 
 
+@pytest.mark.slow
 def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path):
     class Open(Copy):
         def eval_prompts(self, count):
@@ -779,6 +788,7 @@ def test_a_missing_tracker_or_gpu_is_refused_before_anything_is_made(tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_evaluation_pushes_what_is_there_already(tmp_path, monkeypatch, rank):
     pushes, push = [], Sampler.push

@@ -55,6 +55,7 @@ def close(mine, theirs, bound=1e-12):
         assert (a - b).abs().max() <= bound * max(b.abs().max().item(), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("length", [1, 2, 7, 70])
@@ -264,6 +265,7 @@ def both(q, k, v, grad_out):
     return kept[0], flash._apply(flash._Gradients, grad_out, q, k, v, *kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flash", "cudnn"])
 @pytest.mark.parametrize("lead", [(B,), (2, B)])
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -230,6 +230,7 @@ def test_a_number_is_replaced_in_the_state_and_a_schedule_is_not():
         optim.with_learning_rate(state, -1.0)
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_does_not_recompile():
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
     params = start(torch.float32)

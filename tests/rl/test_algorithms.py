@@ -154,6 +154,7 @@ def test_equals_the_paper_compiled(name):
     check(name, random_case(7), compiled, 1e-12)
 
 
+@pytest.mark.slow
 def test_far_from_the_sampling_policy():
     """With ratios from 0.05 to 20 every clip is active."""
     for name in PAPERS:

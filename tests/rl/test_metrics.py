@@ -73,6 +73,7 @@ def test_merging_the_updates_of_a_rollout_gives_its_means_over_tokens():
     assert merged.maxes["grad_norm"] == max(each.maxes["grad_norm"] for each in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_sample", [None, lambda gradients: gradients])
 def test_any_micro_batches_report_the_same(per_sample):
     """All four fields of a loss function, with a last micro-batch of fewer rows."""

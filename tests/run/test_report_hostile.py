@@ -121,6 +121,7 @@ def spoilt(folder, files):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", REFUSED)
 def test_a_report_of_what_is_no_run_is_one_error(tmp_path, row):
     files, message = REFUSED[row]

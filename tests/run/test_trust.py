@@ -175,6 +175,7 @@ def test_another_name_in_ones_own_file_is_asked_about(tmp_path, capsys):
     assert "this account has not run it" in ended.err
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_older_version_is_told(tmp_path, capsys):
     old = make_run(tmp_path / "old")
     path = old.run / runs.ENVIRONMENT

@@ -695,6 +695,7 @@ def run_config(folder, run, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_and_the_tokenizer_of_a_folder(tmp_path):
     folder, params = pretrained(tmp_path / "model")
     trained = funcrl.train(run_config(folder, tmp_path / "run"))

@@ -151,6 +151,7 @@ def test_another_network_is_not_written_over(tmp_path):
 # --- GGUF -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_gguf_file_comes_back_as_it_was(tmp_path, kind, dtype):
@@ -173,6 +174,7 @@ def test_a_gguf_file_comes_back_as_it_was(tmp_path, kind, dtype):
     assert file_type.name.endswith(storage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_reads_a_gguf_file_that_was_written(tmp_path, kind, monkeypatch):
     # transformers does not read the width of Qwen3's heads from a GGUF file: it takes 128.

@@ -170,6 +170,7 @@ def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path):
                        params["norm.weight"])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tied_output_matrix_is_the_embedding_or_refused(tmp_path):
     folder = saved(tmp_path)
     rewrite(folder, tie_word_embeddings=True)

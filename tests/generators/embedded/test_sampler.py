@@ -36,6 +36,7 @@ def teacher_forced(model, params, prompts, samples, temperature=1.0):
     return scored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["double", "float"]
 )
@@ -87,6 +88,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward_pass_at_each_step(dtype):
     assert torch.equal(samples.logprobs, torch.zeros_like(samples.logprobs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sample_is_the_same_alone_and_in_any_batch(dtype):
     model, params = make(dtype)
@@ -156,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"{s.temperature}-{s.top_k}-{s.top_p}")
 def test_twenty_thousand_draws_follow_the_known_distribution(sampling):
     """Chi-square below its 0.999 quantile; with fixed seeds, so that it cannot fail by chance."""
@@ -185,6 +188,7 @@ def test_equals_of_the_last_token_kept_are_kept_too(sampling, order):
     assert torch.allclose(found, probabilities)
 
 
+@pytest.mark.slow
 def test_whole_samples_follow_the_policy():
     """20,000 completions of two tokens against the product of the policy's probabilities."""
     model, params = make(scale=4.0, vocab_size=4)

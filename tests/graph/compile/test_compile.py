@@ -206,6 +206,7 @@ def test_values_are_read_from_the_arguments():
     assert equal(fast(state, tree.map(lambda leaf: leaf[:, :7], wide))[0], step(state, BATCH)[0])
 
 
+@pytest.mark.slow
 def test_a_program_reads_its_arguments_by_name():
     """Names in another order are the same state, other names another one."""
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
@@ -221,6 +222,7 @@ def test_a_program_reads_its_arguments_by_name():
         fast(named, BATCH)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_was_in_two_places_need_not_be_again():
     step = funcrl.grpo_step(MODEL_FN, optimizer=optim.sgd(1.0))
     state = step.init(PARAMS)
@@ -244,6 +246,7 @@ def test_a_constant_is_read_where_it_is(backend):
     assert equal(fast(state, BATCH)[0], step(state, BATCH)[0])
 
 
+@pytest.mark.slow
 def test_strides_of_one_row_are_no_other_shape():
     step = funcrl.grpo_step(MODEL_FN)
     state = step.init(PARAMS)
@@ -338,6 +341,7 @@ def test_leaves_may_change_places():
     assert new.params["a"] is state.params["a"]
 
 
+@pytest.mark.slow
 def test_states_that_cannot_be_written_are_refused():
     step = funcrl.donate(funcrl.grpo_step(MODEL_FN))
     state = step.init(PARAMS)

@@ -387,6 +387,7 @@ def test_without_modules_all_is_one_piece():
     assert equal(run(pieces, *args), run(graph, *args))
 
 
+@pytest.mark.slow
 def test_one_layer_is_no_repetition():
     _, state, batch, graph = make(num_layers=1)
     pieces = split_repeated(graph)

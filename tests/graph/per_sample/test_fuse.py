@@ -214,6 +214,7 @@ INDICES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("name", INDICES)
 def test_an_index_may_be_negative_or_the_same_for_all(name, clip):
@@ -237,6 +238,7 @@ def test_an_index_may_be_negative_or_the_same_for_all(name, clip):
     assert largest(fused) < 4 * 20 * 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1), (1, 5), (3, 5), (1, 1)], ids=str)
 def test_a_leaf_keeps_its_shape(shape, clip):
@@ -270,6 +272,7 @@ def test_norms_of_complex_products_are_left_as_they_are():
     assert torch.equal(fused(x, y), norms(x, y))
 
 
+@pytest.mark.slow
 def test_what_is_not_understood_is_left_as_it_is():
     params, tokens = random_params(), torch.arange(24).reshape(4, 6)
     uses = {

@@ -68,6 +68,7 @@ def test_same_bits_and_the_predicted_memory(flats, policy, dtype):
     assert (recomputed_cost(again) > 0) == (policy != "none")
 
 
+@pytest.mark.slow
 def test_policies_are_ordered_in_memory_and_in_work(flats):
     flat = flats["float32"]
     none, selective, full = (apply(flat, name) for name in ("none", "selective", "full"))
@@ -91,6 +92,8 @@ def test_a_budget_that_is_kept_changes_nothing(flats):
     assert described(funcrl.remat(once, "budget", budget)) == described(once)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_policies_can_follow_one_another(flats):
     flat = flats["float32"]
     both = funcrl.remat(apply(flat, "selective"), "full")
@@ -124,6 +127,7 @@ def test_what_each_named_policy_computes_again(flats):
     assert full["aten.bmm.default"] == 2 * layers
 
 
+@pytest.mark.slow
 def test_a_value_is_computed_again_once_just_before_it_is_read(flats):
     again = apply(flats["float32"], "full")
     nodes = list(again.graph.nodes)
