@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import random_case, table_model, tiny_batch, tiny_model, tiny_tokenizer
 from graphs import flatten
+from surface import functions_of
 
 import funcrl
 from funcrl import (
@@ -460,10 +461,9 @@ def public_functions() -> set[str]:
     names = {name for name in funcrl.__all__ if inspect.isfunction(getattr(funcrl, name))}
     at_root = {getattr(funcrl, name) for name in names}
     for prefix, module in MODULES.items():
-        for name, value in vars(module).items():
-            own = inspect.isfunction(value) and value.__module__.startswith(module.__name__)
-            if prefix and own and not name.startswith("_") and value not in at_root:
-                names.add(f"{prefix}.{name}")
+        if prefix:
+            own = functions_of(module).items()
+            names |= {f"{prefix}.{name}" for name, value in own if value not in at_root}
     return names
 
 

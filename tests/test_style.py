@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from surface import functions_of
 
 import funcrl
 
@@ -106,9 +107,7 @@ def public_functions() -> set[tuple[str, str]]:
     values = [getattr(funcrl, name) for name in funcrl.__all__]
     found = {(fn.__module__, fn.__name__) for fn in values if inspect.isfunction(fn)}
     for module in filter(inspect.ismodule, values):
-        for fn in filter(inspect.isfunction, vars(module).values()):
-            if fn.__module__.startswith(module.__name__):  # and not only imported there
-                found.add((fn.__module__, fn.__name__))
+        found |= {(fn.__module__, fn.__name__) for fn in functions_of(module).values()}
     return found
 
 

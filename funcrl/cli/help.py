@@ -46,9 +46,12 @@ _INDENT, _COLUMN = 2, 34  # of an option's name, and of its help
 def train_help(base: TrainConfig) -> str:
     """Return the help of `funcrl train` with these defaults, as wide as the terminal, up to 100."""
     width = min(shutil.get_terminal_size().columns, 100)
-    lines = [_TRAIN]
-    for title, options in _grouped([*options_of(StartConfig()), *options_of(base)]):
-        lines += [*textwrap.wrap(title, width), *(_entry(each, width) for each in options), ""]
+    options, lines = [*options_of(StartConfig()), *options_of(base)], [_TRAIN]
+    # Once for each class: its source takes milliseconds to find.
+    texts = {owner: _documented(owner) for owner in {option.owner for option in options}}
+    for title, own in _grouped(options):
+        entries = (_entry(each, texts[each.owner][each.field], width) for each in own)
+        lines += [*textwrap.wrap(title, width), *entries, ""]
     return "\n".join([*lines, _LAST])
 
 
@@ -64,14 +67,13 @@ def _grouped(options: Sequence[Option]) -> Iterator[tuple[str, list[Option]]]:
         yield f"--{prefix}: {about}" if prefix else "Other options", own
 
 
-def _entry(option: Option, width: int) -> str:
+def _entry(option: Option, text: str, width: int) -> str:
     """Return an option, what it takes, and its help beside it, or below it if it is long."""
     head = " " * _INDENT + " ".join([", ".join(option.flags), _metavar(option.kind)]).rstrip()
     default = _plain(option.default)
     # The no-break space keeps a default on one line.
     shown = f" (default:\xa0{default})" if default else ""
-    text = _documented(option.owner)[option.field] + shown
-    body = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False)
+    body = textwrap.wrap(text + shown, width - _COLUMN, break_on_hyphens=False)
     if len(head) < _COLUMN:
         head += " " * (_COLUMN - len(head)) + body.pop(0)
     return "\n".join([head, *(" " * _COLUMN + line for line in body)]).replace("\xa0", " ")

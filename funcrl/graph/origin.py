@@ -32,6 +32,11 @@ def origin_of(node: Node) -> Origin:
     """Return a node's origin, or that of its first input if a pass has given it none."""
     while _KEY not in node.meta and node.all_input_nodes:
         node = node.all_input_nodes[0]
+    return recorded_origin(node)
+
+
+def recorded_origin(node: Node) -> Origin:
+    """Return a node's own origin: the forward pass where nothing was recorded."""
     origin: Origin = node.meta.get(_KEY, Origin("forward"))
     return origin
 

@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import is_view, written_by
 from funcrl.graph.cleaning import clean, look_through
-from funcrl.graph.origin import Origin, Phase, is_late, layer_of, origin_of, set_origin
+from funcrl.graph.origin import (
+    Origin,
+    Phase,
+    is_late,
+    layer_of,
+    origin_of,
+    recorded_origin,
+    set_origin,
+)
 from funcrl.models.functional import reads_a_value
 
 aten = torch.ops.aten
@@ -215,7 +223,7 @@ def _complete(module: GraphModule, paths: list[str], recorder: _Recorder) -> Non
     found: dict[str, Origin] = {}
     computed: set[Node] = set()  # by modules, or from what they computed, such as the loss
     for node in module.graph.nodes:
-        origin = node.meta.get("origin", Origin("forward"))
+        origin = recorded_origin(node)
         if node.op == "placeholder":
             path = next(inputs)
             owner = _owner(path, recorder.parameters)

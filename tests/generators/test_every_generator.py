@@ -42,17 +42,17 @@ def test_vllm_and_the_sampler_know_nothing_of_each_other():
 
 def test_an_error_on_the_way_to_a_state_is_a_failed_engine():
     for error in (RuntimeError("boom"), KeyboardInterrupt()):
-        life = Lifecycle()
+        lifecycle = Lifecycle()
         with pytest.raises(RuntimeError, match="VLLM.generate expects .* call push first"):
-            life.check_pushed("VLLM.generate")
-        with life.transition_to(State.READY):
-            assert life.state is State.FAILED  # until it is done
-        life.check_pushed("VLLM.generate")
-        with pytest.raises(type(error)), life.transition_to(State.ASLEEP):
+            lifecycle.check_pushed("VLLM.generate")
+        with lifecycle.transition_to(State.READY):
+            assert lifecycle.state is State.FAILED  # until it is done
+        lifecycle.check_pushed("VLLM.generate")
+        with pytest.raises(type(error)), lifecycle.transition_to(State.ASLEEP):
             raise error
-        assert life.state is State.FAILED
+        assert lifecycle.state is State.FAILED
         with pytest.raises(RuntimeError, match="VLLM.generate expects .* failed"):
-            life.check_pushed("VLLM.generate")
+            lifecycle.check_pushed("VLLM.generate")
 
 
 def test_what_is_pushed_is_told_by_identity_version_and_writes():

@@ -40,7 +40,7 @@ class InProcess:
         dtype: "float32" or "bfloat16", of weights and cache.
         overrides: arguments of vLLM's `EngineArgs` besides.
         described: the config.json that vLLM is to read, if it needs one.
-        life: the engine's state.
+        lifecycle: the engine's state.
         decode: from tokens to text, for stop strings.
     """
 
@@ -53,10 +53,10 @@ class InProcess:
         dtype: str,
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
-        life: Lifecycle,
+        lifecycle: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
-        self._config, self._lifecycle, self._decode = config, life, decode
+        self._config, self._lifecycle, self._decode = config, lifecycle, decode
         self.pushed: Pushed | None = None
         with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
             if described is not None:

@@ -32,7 +32,7 @@ class Remote:
         dtype: "float32" or "bfloat16", of weights and cache.
         overrides: arguments of vLLM's besides.
         described: the config.json that vLLM is to read, if it needs one.
-        life: the state of the servers as one engine.
+        lifecycle: the state of the servers as one engine.
         decode: from tokens to text, for stop strings.
     """
 
@@ -43,11 +43,11 @@ class Remote:
         dtype: str,
         overrides: dict[str, Any],
         described: dict[str, Any] | None,
-        life: Lifecycle,
+        lifecycle: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
         self._shape, self._config, self._dtype = shape, config, dtype
-        self._lifecycle, self._decode = life, decode
+        self._lifecycle, self._decode = lifecycle, decode
         self.pushed: Pushed | None = None
         self.context_length = min(config.context_length, shape.context_length)
         self._nan_in_cache = False
