@@ -154,7 +154,8 @@ LEGITIMATE = {
 
 def right(field: dataclasses.Field) -> set[str]:
     """The texts that an option of this type may be: any name, a number, None for what has none."""
-    kinds = {field.type, *typing.get_args(field.type)}
+    kinds = {field.type, *typing.get_args(field.type)}  # of Count | None: Count, None
+    kinds |= {part for kind in kinds for part in typing.get_args(kind)}  # and of Count: int
     texts = set(TEXTS) if kinds & {str, Path} else set()
     texts |= {"1.5", "99999999999999999999"} if float in kinds else set()
     texts |= {"True"} if bool in kinds else set()

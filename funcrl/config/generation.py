@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from funcrl.core import checks
-from funcrl.core.arguments import check_fields
+from funcrl.core.arguments import Count, Fraction, Natural, check_fields, number
 
+Temperature: TypeAlias = Annotated[  # smaller ones overflow float32
+    float, number("0, or from 1e-6 to 1e6", lambda value: value == 0 or 1e-6 <= value <= 1e6)
+]
+TopP: TypeAlias = Annotated[
+    float, number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+]
 Form: TypeAlias = Literal["native", "unified", "server"]
 
 
@@ -14,39 +20,29 @@ Form: TypeAlias = Literal["native", "unified", "server"]
 class Sampling:
     """How completions are drawn. Truncations apply in the order top-k, top-p, min-p."""
 
-    num_samples: int = 1
+    num_samples: Count = 1
     """The number of completions of each prompt: the group that an advantage compares."""
-    max_tokens: int = 64
+    max_tokens: Count = 64
     """The largest number of tokens in a completion."""
-    min_tokens: int = 0
+    min_tokens: Natural = 0
     """The number of first tokens that end no completion: none of them is a stop token, and no stop
     string that ends in them counts."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits; 0 takes the most likely token."""
-    top_k: int = 0
+    top_k: Natural = 0
     """Only the k most likely tokens (ties at the last place included); 0 for all."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Only the most likely tokens that make up this probability (ties at the last included)."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Only tokens at least this probability times that of the most likely one."""
-    stop_tokens: tuple[int, ...] = ()
+    stop_tokens: tuple[Natural, ...] = ()
     """The tokens that end a completion; the one that is drawn is its last token."""
     stop: tuple[str, ...] = ()
     """A completion ends as soon as its text contains one of these strings, wherever that began."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("num_samples", "max_tokens"):
-            checks.check_count("Sampling", name, getattr(self, name))
         checks.check_range("Sampling", "min_tokens", self.min_tokens, 0, self.max_tokens)
-        checks.check_range("Sampling", "top_k", self.top_k, 0, float("inf"))
-        if self.temperature != 0:  # smaller ones overflow float32
-            checks.check_range("Sampling", "temperature", self.temperature, 1e-6, 1e6)
-        checks.check_range("Sampling", "min_p", self.min_p, 0.0, 1.0)
-        checks.check_positive("Sampling", "top_p", self.top_p)
-        checks.check_range("Sampling", "top_p", self.top_p, 0.0, 1.0)
-        for token in self.stop_tokens:
-            checks.check_range("Sampling", "stop_tokens", token, 0, float("inf"))
         if "" in self.stop:
             raise ValueError("Sampling expects stop strings of at least one character, got ''.")
 
@@ -71,17 +67,15 @@ class CompileConfig:
     remat: Literal["none", "full", "selective", "budget"] = "none"
     """What the backward pass computes again to save memory. full: everything; selective: all but
     matrix products and attention; budget: the least that fits remat_budget."""
-    remat_budget: int = 0
+    remat_budget: Natural = 0
     """The bytes that remat budget has to fit."""
-    max_shapes: int = 8
+    max_shapes: Count = 8
     """The largest number of batch shapes that are compiled; others run uncompiled."""
     cache_dir: Path | None = None
     """The folder that keeps inductor's results, so that the next process starts fast."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_count("CompileConfig", "max_shapes", self.max_shapes)
-        checks.check_range("CompileConfig", "remat_budget", self.remat_budget, 0, float("inf"))
         if (self.remat == "budget") != (self.remat_budget > 0):
             raise ValueError(
                 f"CompileConfig expects remat_budget > 0 with remat budget and 0 without, got "
@@ -126,21 +120,20 @@ class ServerConfig:
     network: Literal["native", "unified"] = "unified"
     """native computes with vLLM's own class for the architecture, unified with funcrl's
     `Transformer`."""
-    devices: tuple[int, ...] = ()
+    devices: tuple[Natural, ...] = ()
     """The GPUs, as nvidia-smi counts them, that have a server each; with none there is one server,
     where the trainer is."""
     transfer: Literal["auto", "shared_memory", "nccl"] = "auto"
     """How parameters reach the servers: through memory of this host, or from GPU to GPU. auto takes
     nccl where there are `devices`."""
-    start_seconds: int = 600
+    start_seconds: Count = 600
     """The number of seconds after which a server that has not answered is given up."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_count("ServerConfig", "start_seconds", self.start_seconds)
-        if len(set(self.devices)) < len(self.devices) or min(self.devices, default=0) < 0:
+        if len(set(self.devices)) < len(self.devices):
             raise ValueError(
-                f"ServerConfig expects devices to be different GPUs from 0 on, got {self.devices}."
+                f"ServerConfig expects devices to be different GPUs, got {self.devices}."
             )
         if self.transfer == "nccl" and not self.devices:
             raise ValueError(
@@ -159,15 +152,15 @@ class VLLMConfig:
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
     """The attention of the unified form: vLLM's kernel on its paged cache, or funcrl's own there.
     auto takes vLLM's where it has one for the model's head width."""
-    context_length: int = 2048
+    context_length: Count = 2048
     """The largest number of tokens of a prompt and its completion; the model's own limit if that is
     less."""
-    slots: int = 64
+    slots: Count = 64
     """The number of samples that are under way at a time."""
-    cache_bytes: int = 0
+    cache_bytes: Natural = 0
     """The size of the cache of keys and values, never more than `slots` samples of `context_length`
     can fill. 0 is what the trainer will leave of the GPU at its peak, and 1 GiB on a CPU."""
-    batched_tokens: int = 8192
+    batched_tokens: Count = 8192
     """The largest number of prompt tokens in one forward pass."""
     logprobs: Literal["policy", "sampling"] = "policy"
     """Which log-probabilities vLLM keeps where the two differ: the policy's own, or those of the
@@ -187,9 +180,6 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("context_length", "slots", "batched_tokens"):
-            checks.check_count("VLLMConfig", name, getattr(self, name))
-        checks.check_range("VLLMConfig", "cache_bytes", self.cache_bytes, 0, float("inf"))
         if self.sleep and self.form == "server":
             raise ValueError(
                 "VLLMConfig expects no sleep with form server, whose memory is its own, got both."

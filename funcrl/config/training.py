@@ -4,9 +4,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
+from funcrl.config.generation import CompileConfig, Sampling, Temperature, TopP, VLLMConfig
 from funcrl.core import checks
-from funcrl.core.arguments import check_fields
+from funcrl.core.arguments import (
+    Count,
+    Finite,
+    FiniteNotNegative,
+    FinitePositive,
+    Fraction,
+    Natural,
+    Positive,
+    check_fields,
+)
 
 
 @dataclass(frozen=True)
@@ -15,69 +24,55 @@ class AlgorithmConfig:
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
     """The algorithm, which is clipped as its paper says."""
-    kl: float = 0.1
+    kl: FiniteNotNegative = 0.1
     """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """The formula that estimates the KL divergence from samples."""
-    entropy: float = 0.02
+    entropy: Finite = 0.02
     """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
     tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
-    max_importance: float | None = None
+    max_importance: Positive | None = None
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_range("AlgorithmConfig", "kl", self.kl, 0.0, float("inf"))
-        for name in ("kl", "entropy"):
-            checks.check_finite("AlgorithmConfig", name, getattr(self, name))
-        if self.max_importance is not None:
-            checks.check_positive("AlgorithmConfig", "max_importance", self.max_importance)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW after clipping to a global norm."""
 
-    learning_rate: float = 2e-3
+    learning_rate: FinitePositive = 2e-3
     """The highest learning rate; a pretrained model wants 1e-6 to 1e-5."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """What the learning rate does after the warm-up; linear and cosine end at 0 after the last
     update."""
-    warmup: int = 20
+    warmup: Natural = 20
     """The number of updates over which the learning rate rises from 0."""
-    weight_decay: float = 0.0
+    weight_decay: FiniteNotNegative = 0.0
     """AdamW's weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("learning_rate", "max_grad_norm"):
-            checks.check_positive("OptimizerConfig", name, getattr(self, name))
-        for name in ("warmup", "weight_decay"):
-            checks.check_range("OptimizerConfig", name, getattr(self, name), 0, float("inf"))
-        for name in ("learning_rate", "weight_decay"):
-            checks.check_finite("OptimizerConfig", name, getattr(self, name))
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
 
-    rank: int = 0
+    rank: Natural = 0
     """The rank of each adapter, often 8 to 64; 0 trains all parameters instead."""
-    alpha: float = 16.0
+    alpha: FinitePositive = 16.0
     """An adapter is scaled by alpha / rank."""
     targets: tuple[str, ...] = (".attention.", ".mlp.")
     """Matrices whose names hold one of these get an adapter."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_range("LoraConfig", "rank", self.rank, 0, float("inf"))
-        checks.check_positive("LoraConfig", "alpha", self.alpha)
-        checks.check_finite("LoraConfig", "alpha", self.alpha)
         if self.rank and not self.targets:
             raise ValueError("LoraConfig expects targets for its adapters, got none.")
 
@@ -90,79 +85,64 @@ class LoraConfig:
 class WarmStartConfig:
     """Supervised steps on the task's own answers first, since a random policy earns no reward."""
 
-    steps: int = 400
+    steps: Natural = 400
     """The largest number of supervised steps; 0 for none."""
-    accuracy: float = 0.3
+    accuracy: Fraction = 0.3
     """Stop as soon as this fraction of the held-out prompts is answered correctly."""
-    every: int = 5
+    every: Count = 5
     """The number of steps between two measurements of the accuracy."""
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """The number of answers in each step."""
-    learning_rate: float = 1e-3
+    learning_rate: FinitePositive = 1e-3
     """AdamW's learning rate in these steps."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_range("WarmStartConfig", "steps", self.steps, 0, float("inf"))
-        checks.check_range("WarmStartConfig", "accuracy", self.accuracy, 0.0, 1.0)
-        for name in ("every", "num_prompts"):
-            checks.check_count("WarmStartConfig", name, getattr(self, name))
-        checks.check_positive("WarmStartConfig", "learning_rate", self.learning_rate)
-        checks.check_finite("WarmStartConfig", "learning_rate", self.learning_rate)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
 
-    every: int = 25
+    every: Natural = 25
     """The number of steps between two evaluations; 0 for none."""
-    num_prompts: int = 100
+    num_prompts: Count = 100
     """The largest number of held-out prompts to ask."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """The sampling temperature; 0 takes the most likely tokens."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks.check_range("EvaluationConfig", "every", self.every, 0, float("inf"))
-        checks.check_count("EvaluationConfig", "num_prompts", self.num_prompts)
-        if self.temperature != 0:  # as in Sampling
-            checks.check_range("EvaluationConfig", "temperature", self.temperature, 1e-6, 1e6)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept to resume from; the last step is always saved."""
 
-    every: int = 50
+    every: Count = 50
     """The number of steps between two checkpoints."""
-    keep_last: int = 3
+    keep_last: Count = 3
     """The number of newest checkpoints to keep."""
-    keep_best: int = 1
+    keep_best: Natural = 1
     """The number of checkpoints with the highest accuracy to keep besides."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("every", "keep_last"):
-            checks.check_count("CheckpointConfig", name, getattr(self, name))
-        checks.check_range("CheckpointConfig", "keep_best", self.keep_best, 0, float("inf"))
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """What is written down besides metrics.jsonl."""
 
-    completions_every: int = 25
+    completions_every: Count = 25
     """The number of steps between two at which completions are shown and written down."""
-    num_completions: int = 8
+    num_completions: Count = 8
     """The number of completions that are written down at such a step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the metrics go besides the run's own files; each of these must be installed."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("completions_every", "num_completions"):
-            checks.check_count("LogConfig", name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -172,9 +152,9 @@ class TrainConfig:
     run_dir: Path | None = None
     """The folder for everything that the run writes; when left out, the first of runs/TASK-1,
     runs/TASK-2 ... that is free."""
-    steps: int = 900
+    steps: Count = 900
     """The number of rollouts to train on."""
-    seed: int = 0
+    seed: Natural = 0
     """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
     """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR, or one's own as
@@ -191,31 +171,31 @@ class TrainConfig:
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in; the parameters and their updates stay float32."""
-    threads: int | None = None
+    threads: Count | None = None
     """The number of CPU threads, torch's default when left out. The bits of the result depend on
     it."""
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """The number of prompts in a rollout."""
-    num_generations: int = 8
+    num_generations: Count = 8
     """The number of completions of each prompt, which form a group."""
-    num_iterations: int = 1
+    num_iterations: Count = 1
     """The number of passes over a rollout."""
-    num_minibatches: int = 1
+    num_minibatches: Count = 1
     """The number of updates in a pass, each on its share of the rollout."""
-    microbatch: int | None = None
+    microbatch: Count | None = None
     """The number of samples whose gradients are computed at a time: fewer need less memory, for the
     same update. All when left out."""
-    logprob_chunk: int = 1024
+    logprob_chunk: Count = 1024
     """The number of tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
     """The trainer's attention: native is products and a softmax, flash one kernel that keeps no
     scores."""
     compile: CompileConfig | None = None
     """How the step is compiled; when left out it runs as it is written."""
-    length_multiple: int = 1
+    length_multiple: Count = 1
     """Rows are padded to a multiple of this number of tokens, so that a compiled step meets few
     shapes."""
-    slots: int = 512
+    slots: Count = 512
     """The number of samples that the sampler draws at a time."""
     drop_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, which is faster. They have no advantage, but
@@ -224,7 +204,7 @@ class TrainConfig:
     """Learn nothing from completions that were cut off."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Factors of rewards, such as `format 0.2`; the task's own for those left out."""
-    overlong: int = 0
+    overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""
     on_reward_error: Literal["stop", "skip"] = "stop"
@@ -240,15 +220,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("steps", "num_prompts", "num_generations", "num_iterations",
-                     "num_minibatches", "logprob_chunk", "length_multiple",
-                     "slots"):  # fmt: skip
-            checks.check_count("train", f"--{name.replace('_', '-')}", getattr(self, name))
-        for name in ("microbatch", "threads"):
-            if getattr(self, name) is not None:
-                checks.check_count("train", f"--{name}", getattr(self, name))
-        checks.check_range("train", "--seed", self.seed, 0, 2**63 - 1)
+        check_fields(self, "train")
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
@@ -298,31 +270,31 @@ class EvalConfig:
     """Without a run: a shape, or pretrained weights, as for `funcrl train`; micro when left out."""
     task: str | None = None
     """The task, as for `funcrl train`; the run's own, or sum_digits, when left out."""
-    num_prompts: int = 100
+    num_prompts: Count = 100
     """The largest number of held-out prompts to ask."""
-    num_samples: int = 1
+    num_samples: Count = 1
     """The number of completions of each prompt."""
-    ks: tuple[int, ...] = (1,)
+    ks: tuple[Count, ...] = (1,)
     """Each k of pass@k and majority@k; none may be above num_samples."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """0 takes the most likely token, and then one sample says it all."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Top-p as in training; the run's own when left out, as for everything else about drawing."""
-    top_k: int | None = None
+    top_k: Natural | None = None
     """Top-k as in training; the run's own when left out."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """The largest number of tokens in a completion; the run's limit when left out."""
     system_prompt: str | None = None
     """The system's message, as for `funcrl train`; the run's own when left out."""
-    seed: int = 0
+    seed: Natural = 0
     """The seed of the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in."""
-    threads: int | None = None
+    threads: Count | None = None
     """The number of CPU threads, torch's default when left out."""
-    slots: int = 256
+    slots: Count = 256
     """The number of samples that are drawn at a time."""
     out: Path | None = None
     """Write every completion here, one JSON object a line."""
@@ -330,20 +302,9 @@ class EvalConfig:
     """Write the result here as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "evaluate")
         if self.run is not None and self.model is not None:
             raise ValueError(f"evaluate expects --run or --model, got both ({self.model}).")
-        for name in ("num_prompts", "num_samples", "slots", "threads", "max_tokens"):
-            if getattr(self, name) is not None:
-                checks.check_count("evaluate", f"--{name.replace('_', '-')}", getattr(self, name))
-        checks.check_range("evaluate", "--seed", self.seed, 0, 2**63 - 1)
-        if self.temperature != 0:  # as in Sampling
-            checks.check_range("evaluate", "--temperature", self.temperature, 1e-6, 1e6)
-        if self.top_p is not None:
-            checks.check_positive("evaluate", "--top-p", self.top_p)
-            checks.check_range("evaluate", "--top-p", self.top_p, 0.0, 1.0)
-        if self.top_k is not None:
-            checks.check_range("evaluate", "--top-k", self.top_k, 0, float("inf"))
         for k in self.ks:
             checks.check_range("evaluate", "--ks", k, 1, self.num_samples)
         if self.temperature == 0 and self.num_samples > 1:

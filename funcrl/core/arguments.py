@@ -1,12 +1,14 @@
 """Comparison of arguments with their annotations, by one decorator for all public functions.
 
-A wrong type would otherwise end deep inside torch, or nowhere. Bounds and shapes are for
-`funcrl.checks`, and what an annotation leaves open (`Any`) is open here, too.
+A wrong type would otherwise end deep inside torch, or nowhere. An annotation says the bounds of a
+number as well (`Count`, `Positive`); shapes, and bounds that depend on other arguments, are for
+`funcrl.checks`. What an annotation leaves open (`Any`) is open here, too.
 """
 
 import dataclasses
 import functools
 import inspect
+import math
 import numbers
 import types
 import typing
@@ -37,8 +39,11 @@ class Kind(NamedTuple):
 
     words: str  # "a tensor"
     takes: Callable[[Any], bool]
-    # (suffix of the argument's name, part, kind of the part) of each part of a value.
-    parts: Callable[[Any], Iterable[tuple[str, Any, "Kind"]]] = lambda _: ()
+    # (its key, part, kind of the part) of each part of a value.
+    parts: Callable[[Any], Iterable[tuple[Any, Any, "Kind"]]] = lambda _: ()
+    # Whether a value that is not taken is of the right type, so that the error is a ValueError.
+    is_of_type: Callable[[Any], bool] = lambda _: False
+    relation: str = ""  # "> 0", in place of the words for a number out of bounds
 
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
@@ -53,8 +58,9 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     code = inspect.unwrap(fn).__code__
     names, rest, options = inspect.getargs(code)
     kinds = {argument: _kind(hint) for argument, hint in fn.__annotations__.items()}
-    if options is not None:
-        kinds |= _kinds_of_options(fn.__annotations__.get(options))
+    of_options = _kinds_of_options(fn.__annotations__.get(options))
+    kinds |= of_options
+    allowed = ", ".join(each for each in kinds if each not in (options, "return"))
     if all(kind is _ANYTHING for argument, kind in kinds.items() if argument != "return"):
         return fn
     places = [(place, kinds.get(place, _ANYTHING)) for place in names[: code.co_argcount]]
@@ -70,6 +76,8 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
                     if not kinds[rest].takes(value):
                         _refuse(name, f"{rest}[{number}]", kinds[rest], value)
             for argument, value in kwargs.items():
+                if of_options and argument not in kinds:
+                    raise TypeError(f"{name} expects {allowed}, got {argument!r}.")
                 if argument in kinds and not kinds[argument].takes(value):
                     _refuse(name, argument, kinds[argument], value)
         return fn(*args, **kwargs)
@@ -77,23 +85,30 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_fields(config: Any) -> None:
-    """Raise for a field of a dataclass that has a value which its annotation does not allow."""
+def check_fields(config: Any, command: str = "") -> None:
+    """Raise for a field of a dataclass that has a value which its annotation does not allow.
+
+    With a command, the error names it, and its option, in place of the class and the field.
+    """
     for field in dataclasses.fields(config):
         hint: Any = field.type
         kind, value = _kind(hint), getattr(config, field.name)
         if not kind.takes(value):
-            _refuse(type(config).__name__, field.name, kind, value)
+            option = f"--{field.name.replace('_', '-')}" if command else field.name
+            _refuse(command or type(config).__name__, option, kind, value)
 
 
 def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
     """Raise an error that names the argument, or the part of it that is wrong."""
-    for suffix, part, of_part in kind.parts(value):
+    for key, part, of_part in kind.parts(value):
         if not of_part.takes(part):
+            is_field = isinstance(value, tuple) and isinstance(key, str)
+            suffix = f".{key}" if is_field else f"[{key!r}]"
             _refuse(function, argument + suffix, of_part, part)
-    # NaN, and an integer of more than 64 bits, are of the right type.
-    error = ValueError if is_number(value) and not abs(value) < 2**63 else TypeError
-    raise error(f"{function} expects {argument} to be {kind.words}, got {_shown(value)}.")
+    of_type = kind.is_of_type(value)
+    expected = kind.relation if of_type and kind.relation else f"to be {kind.words}"
+    error = ValueError if of_type else TypeError
+    raise error(f"{function} expects {argument} {expected}, got {_shown(value)}.")
 
 
 def _shown(value: Any) -> str:
@@ -130,7 +145,11 @@ def _kind(hint: Any) -> Kind:
         return _union([_kind(each) for each in arguments])
     if origin is Literal:
         words = " or ".join(repr(each) for each in arguments)
-        return Kind(words, lambda value: isinstance(value, Hashable) and value in arguments)
+        return Kind(
+            words,
+            lambda value: isinstance(value, Hashable) and value in arguments,
+            is_of_type=lambda value: type(value) in map(type, arguments),
+        )
     if origin is tuple:
         return _tuple(arguments)
     if origin in _CONTAINERS:
@@ -145,25 +164,39 @@ def _union(options: Sequence[Kind]) -> Kind:
         " or ".join(option.words for option in options),
         lambda value: any(option.takes(value) for option in options),
         lambda value: (part for option in options for part in option.parts(value)),
+        lambda value: any(option.is_of_type(value) for option in options),
+    )
+
+
+def _whole(
+    words: str,
+    fits: Callable[[Any], bool],
+    parts: Callable[[Any], Iterable[tuple[Any, Any, Kind]]],
+) -> Kind:
+    """Return the kind of values that fit, and whose parts are each of their own kind."""
+    return Kind(
+        words,
+        lambda value: fits(value) and all(kind.takes(part) for _, part, kind in parts(value)),
+        lambda value: parts(value) if fits(value) else (),
     )
 
 
 def _tuple(hints: Sequence[Any]) -> Kind:
     if hints[1:] == (...,):
         each = _kind(hints[0])
-        return Kind(
+        return _whole(
             f"a tuple, each {each.words}",
-            lambda value: isinstance(value, tuple) and all(map(each.takes, value)),
+            lambda value: isinstance(value, tuple),
+            lambda value: ((index, part, each) for index, part in enumerate(value)),
         )
     kinds = [_kind(hint) for hint in hints]
     inner = ", ".join(kind.words for kind in kinds)
-    return Kind(
+    return _whole(
         f"a {'pair' if len(kinds) == 2 else f'tuple of {len(kinds)}'} ({inner})" if kinds else "()",
         lambda value: (
-            isinstance(value, tuple | list if kinds else tuple)
-            and len(value) == len(kinds)
-            and all(kind.takes(part) for kind, part in zip(kinds, value, strict=True))
+            isinstance(value, tuple | list if kinds else tuple) and len(value) == len(kinds)
         ),
+        lambda value: zip(range(len(kinds)), value, kinds, strict=True),
     )
 
 
@@ -174,44 +207,30 @@ def _container(origin: type, hints: Sequence[Any]) -> Kind:
         return Kind(words, lambda value: isinstance(value, origin) and not isinstance(value, str))
     item = hints[1] if hints else Any
     each = _LEAF if item is Tensor else _kind(item)
-    return Kind(
+    return _whole(
         words,
-        lambda value: isinstance(value, origin) and all(map(each.takes, value.values())),
-        lambda value: (
-            [(f"[{key!r}]", part, each) for key, part in value.items()]
-            if isinstance(value, origin)
-            else []
-        ),
+        lambda value: isinstance(value, origin),
+        lambda value: ((key, part, each) for key, part in value.items()),
     )
 
 
 def _class(kind: type) -> Kind:
     words = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
     if Protocol in kind.__bases__:
-        names = {
-            name
-            for name in vars(kind).keys() | inspect.get_annotations(kind).keys()
-            if not name.startswith("_")
-        }
+        members = vars(kind).keys() | inspect.get_annotations(kind).keys()
+        names = sorted(name for name in members if not name.startswith("_"))
         # Any object with the attributes will do, but not a class, whose methods lack their self.
         return Kind(
-            f"{words} (any object with {', '.join(sorted(names))})",
+            f"{words} (any object with {', '.join(names)})",
             lambda value: not isinstance(value, type) and all(hasattr(value, n) for n in names),
         )
-    if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return Kind(words, lambda value: isinstance(value, kind))
-    fields = [(name, _kind(hint)) for name, hint in inspect.get_annotations(kind).items()]
-    return Kind(
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    hints = inspect.get_annotations(kind) if is_named_tuple else {}
+    fields = [(name, _kind(hint)) for name, hint in hints.items()]
+    return _whole(
         words,
-        lambda value: (
-            isinstance(value, kind)
-            and all(of_part.takes(getattr(value, name)) for name, of_part in fields)
-        ),
-        lambda value: (
-            [(f".{name}", getattr(value, name), of_part) for name, of_part in fields]
-            if isinstance(value, kind)
-            else []
-        ),
+        lambda value: isinstance(value, kind),
+        lambda value: ((name, getattr(value, name), of_part) for name, of_part in fields),
     )
 
 
@@ -231,6 +250,25 @@ def is_number(value: Any) -> bool:
     return number and not isinstance(value, bool)
 
 
+def integer(words: str, holds: Callable[[int], bool] = lambda _: True) -> Kind:
+    """Return the kind of integers of 64 bits for which `holds`."""
+    return Kind(
+        words,
+        lambda value: is_integer(value) and -(2**63) <= value < 2**63 and holds(value),
+        is_of_type=is_integer,
+    )
+
+
+def number(words: str, holds: Callable[[float], bool], relation: str = "") -> Kind:
+    """Return the kind of real numbers for which `holds`."""
+    return Kind(
+        words,
+        lambda value: is_number(value) and holds(value),
+        is_of_type=is_number,
+        relation=relation,
+    )
+
+
 _ANYTHING = Kind("anything", lambda _: True)
 # A leaf of a tree of tensors; optim.masked puts the empty tuple in place of a leaf not selected.
 _LEAF = Kind(
@@ -241,10 +279,8 @@ _SIMPLE: dict[Any, Kind] = {
     object: _ANYTHING,
     Tensor: Kind("a tensor", lambda value: isinstance(value, Tensor)),
     Callable: Kind("a function", callable),
-    float: Kind("a number", lambda value: is_number(value) and value == value),
-    int: Kind(
-        "an integer of 64 bits", lambda value: is_integer(value) and -(2**63) <= value < 2**63
-    ),
+    float: number("a number", lambda value: value == value),
+    int: integer("an integer of 64 bits"),
     SupportsIndex: Kind(
         "an integer",
         lambda value: (
@@ -258,6 +294,25 @@ _SIMPLE: dict[Any, Kind] = {
     type: Kind("a class", lambda value: isinstance(value, type)),
     types.NoneType: Kind("None", lambda value: value is None),
 }
+# Annotations for numbers within bounds. NaN is in none of them.
+Count: TypeAlias = Annotated[int, integer("an integer above 0", lambda value: value > 0)]
+Natural: TypeAlias = Annotated[int, integer("an integer of at least 0", lambda value: value >= 0)]
+Positive: TypeAlias = Annotated[
+    float, number("a number above 0", lambda value: value > 0, relation="> 0")
+]
+NotNegative: TypeAlias = Annotated[
+    float, number("a number of at least 0", lambda value: value >= 0, relation=">= 0")
+]
+Fraction: TypeAlias = Annotated[
+    float, number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+]
+Finite: TypeAlias = Annotated[float, number("a finite number", lambda value: abs(value) < math.inf)]
+FinitePositive: TypeAlias = Annotated[
+    float, number("a finite number above 0", lambda value: 0 < value < math.inf)
+]
+FiniteNotNegative: TypeAlias = Annotated[
+    float, number("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+]
 # Annotations for kinds of values that are no Python types.
 TensorTree: TypeAlias = Annotated[Any, Kind("a tree of tensors", lambda value: _all(value, Tensor))]
 NumberTree: TypeAlias = Annotated[

@@ -1,15 +1,15 @@
 """Operations on pytrees of tensors, by optree, with errors that name the leaf."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from funcrl.core.arguments import NumberTree, TensorTree, checked
-
-Tree: TypeAlias = Any
+from funcrl.core.numerics import at_least_float32
+from funcrl.core.types import Tree
 
 
 @checked
@@ -171,8 +171,7 @@ def leaf_norm(leaf: Tensor) -> Tensor:
         >>> tree.leaf_norm(torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
         tensor(5.)
     """
-    wide = torch.promote_types(leaf.dtype, torch.float32)
-    return torch.linalg.vector_norm(leaf, dtype=wide)
+    return torch.linalg.vector_norm(leaf, dtype=at_least_float32(leaf.dtype))
 
 
 @checked

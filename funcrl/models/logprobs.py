@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from funcrl import ops
 from funcrl.core import checks, numerics, tree
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ModelFn, Params, Row, TokenScores
 from funcrl.models.functional import functional
 
 
 @checked
-def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> TokenScores:
+def token_scores(logits: Tensor, tokens: Tensor, temperature: Positive = 1.0) -> TokenScores:
     """Return the log-probability of each token under the logits before it, and their entropy.
 
         logprobs[t] = log softmax(logits[t - 1] / temperature)[tokens[t]]
@@ -35,7 +35,6 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
     """
     checks.check_rank("token_scores", "logits", logits, "TV")
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
-    checks.check_positive("token_scores", "temperature", temperature)
     wide = numerics.at_least_float32(logits.dtype)
     # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
     predictions = logits[:-1] if temperature == 1.0 else logits[:-1].to(wide) / temperature
@@ -48,9 +47,9 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> To
 @checked
 def logprob_fn(
     model: nn.Module,
-    temperature: float = 1.0,
+    temperature: Positive = 1.0,
     *,
-    chunk: int | None = None,
+    chunk: Count | None = None,
     dtype: torch.dtype | None = None,
     attend: ops.AttendFn | None = None,
 ) -> ModelFn:
@@ -78,9 +77,6 @@ def logprob_fn(
         >>> funcrl.logprob_fn(model, chunk=2)(params, sample).logprobs.shape
         torch.Size([3])
     """
-    checks.check_positive("logprob_fn", "temperature", temperature)
-    if chunk is not None:
-        checks.check_count("logprob_fn", "chunk", chunk)
     apply = functional(model)
 
     @checked
@@ -114,7 +110,7 @@ def logprob_fn(
 
 @checked
 def score(
-    model_fn: ModelFn, params: Params, batch: Any, microbatch: int | None = None
+    model_fn: ModelFn, params: Params, batch: Any, microbatch: Count | None = None
 ) -> TokenScores:
     """Return the scores [B, T] of every row, without gradients.
 
@@ -134,8 +130,6 @@ def score(
         tensor([[2.],
                 [2.]])
     """
-    if microbatch is not None:
-        checks.check_count("score", "microbatch", microbatch)
     mapped: Callable[..., TokenScores] = over_rows("score", model_fn)
     with torch.no_grad():
         parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]

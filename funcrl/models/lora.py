@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl.core import checks, rng
-from funcrl.core.arguments import checked
+from funcrl.core import rng
+from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.types import ModelFn, Params, TokenScores
 
 _DOWN, _UP = ".lora_down", ".lora_up"
@@ -26,8 +26,8 @@ def lora(
     model_fn: ModelFn,
     base: Params,
     *,
-    rank: int = 8,
-    alpha: float = 16.0,
+    rank: Count = 8,
+    alpha: Positive = 16.0,
     targets: Callable[[str], bool] = lambda name: ".attention." in name or ".mlp." in name,
 ) -> Lora:
     """Return a model whose parameters are low-rank changes of some matrices (arXiv:2106.09685).
@@ -55,8 +55,6 @@ def lora(
         9728
         >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
     """
-    checks.check_count("lora", "rank", rank)
-    checks.check_positive("lora", "alpha", alpha)
     base = dict(base)  # a copy, so that later changes of the caller's dict do not matter
     adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
     if not adapted:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from funcrl.core import checks, numerics, rng
-from funcrl.core.arguments import check_fields, checked
+from funcrl.core.arguments import Count, Positive, check_fields, checked
 from funcrl.core.types import Params
 from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
 
@@ -54,27 +54,24 @@ class TransformerConfig:
         context_length: the longest sample, prompt and completion, that a generator makes.
     """
 
-    vocab_size: int = 512
-    width: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_width: int = 32
-    mlp_width: int = 384
+    vocab_size: Count = 512
+    width: Count = 128
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_width: Count = 32
+    mlp_width: Count = 384
     qk_norm: bool = True
     qkv_bias: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-6
     tied: bool = True
-    context_length: int = 4096
+    context_length: Count = 4096
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name, largest in LARGEST.items():
-            checks.check_count("TransformerConfig", name, getattr(self, name))
             checks.check_range("TransformerConfig", name, getattr(self, name), 1, largest)
-        for name in ("rope_theta", "norm_eps"):
-            checks.check_positive("TransformerConfig", name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"TransformerConfig expects num_kv_heads to divide num_heads={self.num_heads}, "

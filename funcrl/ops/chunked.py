@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks, numerics
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, Positive, checked
 
 # The number of rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
@@ -19,7 +19,11 @@ _FIRST = (
 
 @checked
 def linear_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Positive = 1.0,
+    chunk: Count = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of targets under `softmax(hidden W^T / temperature)`, and
     entropies [T].
@@ -44,8 +48,6 @@ def linear_scores(
     checks.check_rank("linear_scores", "hidden", hidden, "TD")
     checks.check_rank("linear_scores", "weight", weight, "VD")
     checks.check_shape("linear_scores", "targets", targets, "hidden's first axis", hidden.shape[:1])
-    checks.check_positive("linear_scores", "temperature", temperature)
-    checks.check_count("linear_scores", "chunk", chunk)
     logprobs, entropy, _ = _LinearScores.apply(  # type: ignore[no-untyped-call]  # (torch's own)
         hidden, weight, targets, temperature, chunk
     )

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl.core import checks, numerics, tree
-from funcrl.core.arguments import Mask, TensorTree, checked
+from funcrl.core import numerics, tree
+from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
 from funcrl.core.types import GradientTransformation, Params, Tree
 
 
@@ -148,9 +148,12 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         grads: TensorTree, state: SkipNonfiniteState, params: Params
     ) -> tuple[Tree, SkipNonfiniteState]:
         updates, inner_state = inner.update(grads, state.inner, params)
-        tree.check_tensors("skip_nonfinite", "inner's updates", updates)
-        tree.check_tensors("skip_nonfinite", "inner's state", inner_state)
-        _check_result(updates, grads, inner_state, state.inner)
+        name = "skip_nonfinite"
+        tree.check_tensors(name, "inner's updates", updates)
+        tree.check_tensors(name, "inner's state", inner_state)
+        # `where` would broadcast leaves of other shapes.
+        tree.check_same_shapes(name, "inner's updates", updates, "the gradients", grads)
+        tree.check_same_shapes(name, "inner's new state", inner_state, "its last", state.inner)
         # The result is checked as well: the square of a finite gradient may overflow in a moment.
         finite = _all_finite((grads, updates, inner_state))
         new, unflatten = tree.flatten((updates, inner_state))
@@ -180,7 +183,7 @@ def apply_updates(params: Params, updates: Tree) -> Params:
 
 
 @checked
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: Positive) -> GradientTransformation:
     """Return the transformation that scales gradients to a global norm of at most `max_norm`.
 
         g * min(1, max_norm / |g|)
@@ -191,7 +194,6 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         >>> tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})[0]
         {'w': tensor([0.6000, 0.8000])}
     """
-    checks.check_positive("clip_by_global_norm", "max_norm", max_norm)
 
     def clip(grads: TensorTree, params: Params) -> Tree:
         del params
@@ -202,7 +204,9 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 
 @checked
-def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
+def add_decayed_weights(
+    weight_decay: NotNegative, mask: Mask | None = None
+) -> GradientTransformation:
     """Return the transformation `g + weight_decay * p`, on the leaves that the mask selects.
 
     Example:
@@ -212,7 +216,6 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         >>> tx.update({"w": torch.zeros(1)}, tx.init(params), params)[0]
         {'w': tensor([0.2000])}
     """
-    checks.check_range("add_decayed_weights", "weight_decay", weight_decay, 0.0, float("inf"))
 
     def decay(grads: TensorTree, params: Params) -> Tree:
         tree.check_same_shapes("add_decayed_weights", "gradients", grads, "params", params)
@@ -252,13 +255,6 @@ def zero_count(params: Params) -> Tensor:
     if not tensors:
         raise ValueError("init expects at least one parameter, got none; does a mask select none?")
     return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-
-
-def _check_result(updates: Tree, grads: TensorTree, state: Any, before: Any) -> None:
-    """Raise if new leaves have other shapes than old ones, which `where` would broadcast."""
-    name = "skip_nonfinite"
-    tree.check_same_shapes(name, "inner's updates", updates, "the gradients", grads)
-    tree.check_same_shapes(name, "inner's new state", state, "the one before", before)
 
 
 def _all_finite(values: Tree) -> Tensor:

@@ -2,16 +2,36 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcrl.core import checks, tree
-from funcrl.core.arguments import Mask, TensorTree, checked
+from funcrl.core.arguments import (
+    Count,
+    Fraction,
+    Mask,
+    NotNegative,
+    TensorTree,
+    checked,
+    number,
+)
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import add_decayed_weights, chain, zero_count
 from funcrl.optim.rates import LearningRate, scale_by_learning_rate
+
+# How slowly a running mean forgets.
+Decay: TypeAlias = Annotated[
+    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+]
+# (rows, columns) -> the factor of a matrix's updates.
+ShapeScale: TypeAlias = Callable[[int, int], float]
+Adjust: TypeAlias = Literal["original", "match_rms_adamw"]
+_SHAPE_SCALES: dict[Adjust, ShapeScale] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
 
 
 class ScaleByAdamState(NamedTuple):
@@ -37,9 +57,9 @@ class ScaleByMuonState(NamedTuple):
 @checked
 def adamw(
     learning_rate: LearningRate,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.01,
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
@@ -74,9 +94,9 @@ def adamw(
 @checked
 def sgd(
     learning_rate: LearningRate,
-    momentum: float = 0.0,
+    momentum: Fraction = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
@@ -108,11 +128,11 @@ def sgd(
 @checked
 def muon(
     learning_rate: LearningRate,
-    momentum: float = 0.95,
+    momentum: Decay = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.1,
-    steps: int = 5,
-    adjust: str = "original",
+    weight_decay: NotNegative = 0.1,
+    steps: Count = 5,
+    adjust: Adjust | ShapeScale = "original",
     compute_dtype: torch.dtype = torch.bfloat16,
     moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
@@ -153,8 +173,8 @@ def muon(
 
 @checked
 def scale_by_adam(
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
     moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Return the transformation `m_hat / (sqrt(v_hat) + eps)` of `adamw`.
@@ -165,10 +185,6 @@ def scale_by_adam(
         >>> tx.update({"w": torch.tensor([4.0])}, tx.init({"w": torch.zeros(1)}), {})[0]
         {'w': tensor([1.])}
     """
-    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-        if not 0 <= beta < 1:
-            raise ValueError(f"scale_by_adam expects 0 <= {name} < 1, got {beta}.")
-    checks.check_range("scale_by_adam", "eps", eps, 0.0, float("inf"))
     b1, b2 = betas
 
     @checked
@@ -200,7 +216,7 @@ def scale_by_adam(
 
 @checked
 def trace(
-    momentum: float, nesterov: bool = False, moment_dtype: torch.dtype | None = None
+    momentum: Fraction, nesterov: bool = False, moment_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
     """Return the transformation `t = momentum t + g`; Nesterov's gives `momentum t + g` of that t.
 
@@ -211,8 +227,6 @@ def trace(
         >>> tx.update(grads, state, grads)[0]
         {'w': tensor([1.5000])}
     """
-
-    checks.check_range("trace", "momentum", momentum, 0.0, 1.0)
 
     @checked
     def init(params: Params) -> TraceState:
@@ -229,23 +243,12 @@ def trace(
     return GradientTransformation(init, update)
 
 
-def _rms_of_adamw(rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _original_scale(rows: int, columns: int) -> float:
-    return math.sqrt(max(1, rows / columns))
-
-
-_SHAPE_SCALES = {"original": _original_scale, "match_rms_adamw": _rms_of_adamw}
-
-
 @checked
 def scale_by_muon(
-    momentum: float = 0.95,
+    momentum: Decay = 0.95,
     nesterov: bool = True,
-    steps: int = 5,
-    adjust: str | Callable[[int, int], float] = "original",
+    steps: Count = 5,
+    adjust: Adjust | ShapeScale = "original",
     compute_dtype: torch.dtype = torch.bfloat16,
     moment_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
@@ -258,10 +261,7 @@ def scale_by_muon(
         Traceback (most recent call last):
         ValueError: scale_by_muon expects matrices, got b of shape [3]; leave it out by masked.
     """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"scale_by_muon expects 0 <= momentum < 1, got {momentum}.")
-    checks.check_count("scale_by_muon", "steps", steps)
-    shape_scale = checks.choose("scale_by_muon", "adjust", adjust, _SHAPE_SCALES)
+    shape_scale = adjust if callable(adjust) else _SHAPE_SCALES[adjust]
 
     @checked
     def init(params: Params) -> ScaleByMuonState:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks, tree
-from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.arguments import NotNegative, TensorTree, checked
 from funcrl.core.types import Absent, GradientTransformation, Params, Tree
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import Schedule
 
-LearningRate: TypeAlias = float | Schedule
+LearningRate: TypeAlias = NotNegative | Schedule
 
 
 class ScaleByLearningRateState(NamedTuple):
@@ -52,7 +52,6 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     if callable(learning_rate):
         return _scale_by_schedule(learning_rate)
-    checks.check_range("scale_by_learning_rate", "learning_rate", learning_rate, 0.0, float("inf"))
 
     @checked
     def init(params: Params) -> ScaleByLearningRateState:

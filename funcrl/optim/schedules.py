@@ -7,14 +7,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, NotNegative, checked
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @checked
-def constant(value: float) -> Schedule:
+def constant(value: NotNegative) -> Schedule:
     """Return the schedule that is always `value`.
 
     Example:
@@ -22,7 +21,6 @@ def constant(value: float) -> Schedule:
         >>> funcrl.optim.constant(0.5)(torch.tensor(3))
         tensor(0.5000, dtype=torch.float64)
     """
-    checks.check_range("constant", "value", value, 0.0, math.inf)
 
     @checked
     def schedule(count: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def constant(value: float) -> Schedule:
 
 
 @checked
-def linear(initial: float, final: float, steps: int) -> Schedule:
+def linear(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     """Return the schedule from `initial` to `final` on a line of `steps`, then `final`.
 
     Example:
@@ -40,7 +38,6 @@ def linear(initial: float, final: float, steps: int) -> Schedule:
         >>> funcrl.optim.linear(1.0, 0.0, steps=4)(torch.tensor(1))
         tensor(0.7500, dtype=torch.float64)
     """
-    _check_line("linear", initial, final, steps)
 
     @checked
     def schedule(count: Tensor) -> Tensor:
@@ -50,7 +47,7 @@ def linear(initial: float, final: float, steps: int) -> Schedule:
 
 
 @checked
-def cosine(initial: float, final: float, steps: int) -> Schedule:
+def cosine(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     """Return the schedule from `initial` to `final` on half a cosine, then `final`.
 
     SGDR without restarts (arXiv:1608.03983).
@@ -60,7 +57,6 @@ def cosine(initial: float, final: float, steps: int) -> Schedule:
         >>> funcrl.optim.cosine(1.0, 0.0, steps=4)(torch.tensor(2))
         tensor(0.5000, dtype=torch.float64)
     """
-    _check_line("cosine", initial, final, steps)
 
     @checked
     def schedule(count: Tensor) -> Tensor:
@@ -70,7 +66,7 @@ def cosine(initial: float, final: float, steps: int) -> Schedule:
 
 
 @checked
-def warmup(steps: int, then: Schedule) -> Schedule:
+def warmup(steps: Count, then: Schedule) -> Schedule:
     """Return `then`, preceded by `steps` updates that rise on a line to its first value.
 
     The first update already moves: its rate is `then(0) / (steps + 1)`, not 0.
@@ -81,7 +77,6 @@ def warmup(steps: int, then: Schedule) -> Schedule:
         >>> [schedule(torch.tensor(count)).item() for count in range(5)]
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    checks.check_count("warmup", "steps", steps)
 
     @checked
     def schedule(count: Tensor) -> Tensor:
@@ -89,12 +84,6 @@ def warmup(steps: int, then: Schedule) -> Schedule:
         return torch.where(count < steps, rising, then((count - steps).clamp(min=0)))
 
     return schedule
-
-
-def _check_line(function: str, initial: float, final: float, steps: int) -> None:
-    checks.check_range(function, "initial", initial, 0.0, math.inf)
-    checks.check_range(function, "final", final, 0.0, math.inf)
-    checks.check_count(function, "steps", steps)
 
 
 def _progress(count: Tensor, steps: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks, numerics
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import NotNegative, checked
 
 
 @checked
@@ -50,7 +50,7 @@ def center(rewards: Tensor) -> Tensor:
 
 
 @checked
-def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
+def standardize(rewards: Tensor, eps: NotNegative = 1e-6) -> Tensor:
     """Return `(r - mean(r)) / (std(r) + eps)` with the unbiased deviation; 0 for equal rewards.
 
     The advantage of GRPO (arXiv:2402.03300). A group of one has no deviation and gets 0.
@@ -65,7 +65,6 @@ def standardize(rewards: Tensor, eps: float = 1e-6) -> Tensor:
         tensor([-1.,  1.,  0.])
     """
     _check_group("standardize", rewards)
-    checks.check_range("standardize", "eps", eps, 0.0, float("inf"))
     unit = numerics.power_of_two(rewards)
     centered = center(rewards / unit)
     return _divide(centered, _deviation(centered), eps, unit)
@@ -117,7 +116,7 @@ def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tenso
 
 
 @checked
-def standardize_by_batch(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
+def standardize_by_batch(rewards: Tensor, group: Tensor, eps: NotNegative = 1e-6) -> Tensor:
     """Return `(r - mean of its group) / (std of all rewards + eps)`.
 
     The "batch" scaling of TRL: one deviation for all groups, so that an easy prompt's small
@@ -135,7 +134,6 @@ def standardize_by_batch(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> T
         tensor([-1.2247,  1.2247,  0.0000,  0.0000])
     """
     _check_groups("standardize_by_batch", rewards, group)
-    checks.check_range("standardize_by_batch", "eps", eps, 0.0, float("inf"))
     unit = numerics.power_of_two(rewards)
     scaled = rewards / unit
     return _divide(by_group(center)(scaled, group), _deviation(center(scaled)), eps, unit)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Positive, checked
 
 
 @checked
@@ -54,7 +54,7 @@ def sequence_mean(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @checked
-def constant(mask: Tensor, length: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def constant(mask: Tensor, length: Positive, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `1 / (sequences * length)` for each sampled token: Dr. GRPO's (arXiv:2503.20783).
 
     With `length=1` it is the sum over a sequence's tokens and the mean over sequences, the
@@ -72,7 +72,6 @@ def constant(mask: Tensor, length: float, dtype: torch.dtype = torch.float32) ->
         tensor([[0.0000, 0.1250, 0.1250],
                 [0.0000, 0.1250, 0.0000]])
     """
-    checks.check_positive("constant", "length", length)
     weights = _as_weights("constant", mask, dtype)
     return weights / (_num_sequences(weights) * length)
 

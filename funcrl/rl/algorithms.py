@@ -4,10 +4,9 @@
 """
 
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
-from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Finite, NotNegative, Positive, checked
 from funcrl.core.types import AdvantageFn, Algorithm, CorrectionFn, RatioFn, SurrogateFn, WeightFn
 from funcrl.rl import advantages, aggregation, losses, ratios, surrogates
 
@@ -29,19 +28,20 @@ class Tunables(TypedDict, total=False):
             `funcrl.aggregation`.
     """
 
-    kl: float
-    kl_estimator: str | losses.EstimatorFn
-    entropy: float
+    kl: NotNegative
+    kl_estimator: losses.KLEstimator | losses.EstimatorFn
+    entropy: Finite
     correction: CorrectionFn | None
     weight: WeightFn
 
 
-_SCALES: dict[str, AdvantageFn] = {
+Scale: TypeAlias = Literal["group", "batch", "none"]
+_SCALES: dict[Scale, AdvantageFn] = {
     "group": advantages.by_group(advantages.standardize),
     "batch": advantages.standardize_by_batch,
     "none": advantages.by_group(advantages.center),
 }
-_RATIOS: dict[str, RatioFn] = {"token": ratios.token, "sequence": ratios.sequence}
+_RATIOS: dict[ratios.Level, RatioFn] = {"token": ratios.token, "sequence": ratios.sequence}
 
 
 @checked
@@ -49,8 +49,8 @@ def grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
     dual_clip: float | None = None,
-    level: str = "token",
-    scale_rewards: str | AdvantageFn = "group",
+    level: ratios.Level = "token",
+    scale_rewards: Scale | AdvantageFn = "group",
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return GRPO (DeepSeekMath, arXiv:2402.03300).
@@ -74,21 +74,15 @@ def grpo(
         >>> algorithm = funcrl.grpo(clip=(0.2, 0.28), kl=0.04)
         >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=algorithm)
     """
-    return _compose(
-        "grpo",
-        advantage=checks.choose("grpo", "scale_rewards", scale_rewards, _SCALES),
-        ratio=checks.choose("grpo", "level", level, _RATIOS),
-        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
-        weight=aggregation.sequence_mean,
-        tunables=tunables,
-    )
+    surrogate = surrogates.clipped(*clip, dual_clip=dual_clip)
+    return _compose(tunables, scale_rewards, _RATIOS[level], surrogate, aggregation.sequence_mean)
 
 
 @checked
 def dr_grpo(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
-    length: float = 512,
+    length: Positive = 512,
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return Dr. GRPO (arXiv:2503.20783): GRPO without its two biases.
@@ -107,15 +101,8 @@ def dr_grpo(
         >>> funcrl.dr_grpo(length=4).weight(torch.tensor([[False, True, True]]))
         tensor([[0.0000, 0.2500, 0.2500]])
     """
-    checks.check_positive("dr_grpo", "length", length)
-    return _compose(
-        "dr_grpo",
-        advantage=_SCALES["none"],
-        ratio=ratios.token,
-        surrogate=surrogates.clipped(*clip),
-        weight=partial(aggregation.constant, length=length),
-        tunables=tunables,
-    )
+    weight = partial(aggregation.constant, length=length)
+    return _compose(tunables, "none", ratios.token, surrogates.clipped(*clip), weight)
 
 
 @checked
@@ -123,7 +110,7 @@ def dapo(
     *,
     clip: tuple[float, float] = (0.2, 0.28),
     dual_clip: float | None = None,
-    scale_rewards: str | AdvantageFn = "group",
+    scale_rewards: Scale | AdvantageFn = "group",
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return DAPO (arXiv:2503.14476): GRPO with clip-higher and the mean over all tokens.
@@ -144,21 +131,15 @@ def dapo(
         >>> funcrl.dapo().weight(torch.tensor([[False, True, True]]))
         tensor([[0.0000, 0.5000, 0.5000]])
     """
-    return _compose(
-        "dapo",
-        advantage=checks.choose("dapo", "scale_rewards", scale_rewards, _SCALES),
-        ratio=ratios.token,
-        surrogate=surrogates.clipped(*clip, dual_clip=dual_clip),
-        weight=aggregation.token_mean,
-        tunables=tunables,
-    )
+    surrogate = surrogates.clipped(*clip, dual_clip=dual_clip)
+    return _compose(tunables, scale_rewards, ratios.token, surrogate, aggregation.token_mean)
 
 
 @checked
 def gspo(
     *,
     clip: tuple[float, float] = (3e-4, 4e-4),
-    scale_rewards: str | AdvantageFn = "group",
+    scale_rewards: Scale | AdvantageFn = "group",
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return GSPO (arXiv:2507.18071): GRPO with one ratio for a whole completion.
@@ -176,21 +157,15 @@ def gspo(
         >>> funcrl.gspo().ratio is funcrl.ratios.sequence
         True
     """
-    return _compose(
-        "gspo",
-        advantage=checks.choose("gspo", "scale_rewards", scale_rewards, _SCALES),
-        ratio=ratios.sequence,
-        surrogate=surrogates.clipped(*clip),
-        weight=aggregation.sequence_mean,
-        tunables=tunables,
-    )
+    surrogate = surrogates.clipped(*clip)
+    return _compose(tunables, scale_rewards, ratios.sequence, surrogate, aggregation.sequence_mean)
 
 
 @checked
 def cispo(
     *,
     clip: tuple[float, float] = (1.0, 4.0),
-    scale_rewards: str | AdvantageFn = "group",
+    scale_rewards: Scale | AdvantageFn = "group",
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE under a clipped, constant ratio.
@@ -209,21 +184,15 @@ def cispo(
         >>> surrogate(torch.tensor([-2.0]), torch.tensor([9.0]), torch.tensor([1.0])).objective
         tensor([-10.])
     """
-    return _compose(
-        "cispo",
-        advantage=checks.choose("cispo", "scale_rewards", scale_rewards, _SCALES),
-        ratio=ratios.token,
-        surrogate=surrogates.clipped_weight(*clip),
-        weight=aggregation.token_mean,
-        tunables=tunables,
-    )
+    surrogate = surrogates.clipped_weight(*clip)
+    return _compose(tunables, scale_rewards, ratios.token, surrogate, aggregation.token_mean)
 
 
 @checked
 def sapo(
     *,
     temperature: tuple[float, float] = (1.0, 1.05),
-    scale_rewards: str | AdvantageFn = "group",
+    scale_rewards: Scale | AdvantageFn = "group",
     **tunables: Unpack[Tunables],
 ) -> Algorithm:
     """Return SAPO (arXiv:2511.20347): GRPO with a sigmoid gate in place of the clip.
@@ -241,14 +210,8 @@ def sapo(
         >>> funcrl.sapo().surrogate(torch.zeros(1), one, one).objective
         tensor([2.])
     """
-    return _compose(
-        "sapo",
-        advantage=checks.choose("sapo", "scale_rewards", scale_rewards, _SCALES),
-        ratio=ratios.token,
-        surrogate=surrogates.soft_gate(*temperature),
-        weight=aggregation.sequence_mean,
-        tunables=tunables,
-    )
+    surrogate = surrogates.soft_gate(*temperature)
+    return _compose(tunables, scale_rewards, ratios.token, surrogate, aggregation.sequence_mean)
 
 
 @checked
@@ -268,14 +231,9 @@ def rloo(**tunables: Unpack[Tunables]) -> Algorithm:
         >>> funcrl.rloo().advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
         tensor([-2.,  2.])
     """
-    return _compose(
-        "rloo",
-        advantage=advantages.by_group(advantages.leave_one_out),
-        ratio=ratios.token,
-        surrogate=surrogates.score_function,
-        weight=partial(aggregation.constant, length=1),
-        tunables=tunables,
-    )
+    advantage = advantages.by_group(advantages.leave_one_out)
+    weight = partial(aggregation.constant, length=1)
+    return _compose(tunables, advantage, ratios.token, surrogates.score_function, weight)
 
 
 @checked
@@ -296,34 +254,21 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
         >>> funcrl.reinforce().advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
         tensor([1., 3.])
     """
-    return _compose(
-        "reinforce",
-        advantage=advantage or advantages.by_group(advantages.raw),
-        ratio=ratios.token,
-        surrogate=surrogates.score_function,
-        weight=partial(aggregation.constant, length=1),
-        tunables=tunables,
-    )
+    weight = partial(aggregation.constant, length=1)
+    advantage = advantage or advantages.by_group(advantages.raw)
+    return _compose(tunables, advantage, ratios.token, surrogates.score_function, weight)
 
 
 def _compose(
-    name: str,
-    *,
-    advantage: AdvantageFn,
+    tunables: Tunables,
+    advantage: Scale | AdvantageFn,
     ratio: RatioFn,
     surrogate: SurrogateFn,
     weight: WeightFn,
-    tunables: Tunables,
 ) -> Algorithm:
-    unknown = sorted(tunables.keys() - Tunables.__annotations__.keys())
-    if unknown:
-        names = ", ".join(Tunables.__annotations__)
-        raise TypeError(
-            f"{name} expects the arguments of its signature or {names}, got {unknown[0]!r}."
-        )
     correction = tunables.get("correction")
     return Algorithm(
-        advantage=advantage,
+        advantage=advantage if callable(advantage) else _SCALES[advantage],
         ratio=ratio if correction is None else ratios.corrected(ratio, correction),
         surrogate=surrogate,
         penalty=losses.penalty(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks, numerics, rng, tree
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
 
 RowsT = TypeVar("RowsT", Batch, PackedBatch)
@@ -61,7 +61,8 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
                 [ 0.0000,  0.5000,  0.0000]])
     """
     _check_rollout("collate", rollout)
-    _check_reference("collate", rollout, ref_logprobs)
+    if not isinstance(ref_logprobs, tuple):
+        _check_reference(rollout, ref_logprobs)
     dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = counted_tokens(rollout.mask, behavior)
@@ -76,7 +77,6 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     checks.check_shape(
         "collate", "algorithm.advantage(...)", advantages, "rewards", rollout.rewards.shape
     )
-    weights = _weights("collate", algorithm, "rollout.mask", mask, dtype)
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return Batch(
         tokens=rollout.tokens,
@@ -84,7 +84,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         mask=mask,
         behavior_logprobs=behavior,
         advantages=torch.where(mask, advantages[:, None], 0.0),
-        token_weights=weights,
+        token_weights=_weights("collate", algorithm, mask, dtype),
         ref_logprobs=ref_logprobs,
     )
 
@@ -113,7 +113,7 @@ def pad_rows(
 
 @checked
 def pack(
-    rollout: Rollout, algorithm: Algorithm, length: int, ref_logprobs: Tensor | Absent = ()
+    rollout: Rollout, algorithm: Algorithm, length: Count, ref_logprobs: Tensor | Absent = ()
 ) -> PackedBatch:
     """Return the same batch with the samples laid end to end in rows of `length`.
 
@@ -137,7 +137,6 @@ def pack(
         >>> packed.tokens, packed.segment_ids
         (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
     """
-    checks.check_count("pack", "length", length)
     batch = collate(rollout, algorithm, ref_logprobs)
     width = rollout.mask.shape[1]
     # One past the last sampled token; a sample without one has nothing to train on.
@@ -155,28 +154,19 @@ def pack(
     for row, members in enumerate(rows):
         start = 0
         for segment, sample in enumerate(members):
-            stop = start + sizes[sample]
+            place = slice(start, start + sizes[sample])
             first = sample * width
-            source[row, start:stop] = torch.arange(first, first + sizes[sample], device="cpu")
-            segment_ids[row, start:stop] = segment
-            start = stop
+            source[row, place] = torch.arange(first, first + sizes[sample], device="cpu")
+            segment_ids[row, place] = segment
+            start = place.stop
     source = source.to(rollout.mask.device)
 
     def gather(values: Tensor) -> Tensor:
         taken = values.reshape(-1)[source.clamp(min=0)]
         return torch.where(source < 0, torch.zeros_like(taken), taken)
 
-    reference = batch.ref_logprobs
-    return PackedBatch(
-        tokens=gather(batch.tokens),
-        positions=gather(batch.positions),
-        mask=gather(batch.mask),
-        behavior_logprobs=gather(batch.behavior_logprobs),
-        advantages=gather(batch.advantages),
-        token_weights=gather(batch.token_weights),
-        segment_ids=segment_ids.to(rollout.mask.device),
-        ref_logprobs=() if isinstance(reference, tuple) else gather(reference),
-    )
+    packed: Batch = tree.map(gather, batch)
+    return PackedBatch(segment_ids=segment_ids.to(rollout.mask.device), **packed._asdict())
 
 
 @checked
@@ -215,7 +205,8 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
     return parts
 
 
-def pad_length(rollout: Rollout, multiple: int) -> Rollout:
+@checked
+def pad_length(rollout: Rollout, multiple: Count) -> Rollout:
     """Return the rollout padded, outside the mask, to a length that is a multiple of `multiple`.
 
     Padding has no weight and changes no score before it; a compiled step then meets few shapes.
@@ -235,7 +226,6 @@ def pad_length(rollout: Rollout, multiple: int) -> Rollout:
         tensor([ True,  True,  True, False])
     """
     _check_rollout("pad_length", rollout)
-    checks.check_count("pad_length", "multiple", multiple)
     missing = -rollout.tokens.shape[1] % multiple
     padded = {
         name: torch.nn.functional.pad(getattr(rollout, name), (0, missing))
@@ -299,7 +289,7 @@ def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
     """Return the token weights of the samples in some rows of a batch."""
     dtype = part.token_weights.dtype
     if isinstance(part, Batch):
-        return _weights("minibatches", algorithm, "batch.mask", part.mask, dtype)
+        return _weights("minibatches", algorithm, part.mask, dtype)
     # A weight rule expects one sample a row: each token is moved to a row of its sample, and its
     # weight back to the token's place.
     num_rows, length = part.segment_ids.shape
@@ -310,16 +300,13 @@ def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
     mask = part.mask.new_zeros(len(ids), length)
     mask[place] = part.mask[filled]
     weights = torch.zeros_like(part.token_weights)
-    made = _weights("minibatches", algorithm, "the mask of samples", mask, dtype)
-    weights[filled] = made[place]
+    weights[filled] = _weights("minibatches", algorithm, mask, dtype)[place]
     return weights
 
 
-def _weights(
-    function: str, algorithm: Algorithm, name: str, mask: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _weights(function: str, algorithm: Algorithm, mask: Tensor, dtype: torch.dtype) -> Tensor:
     weights = algorithm.weight(mask, dtype=dtype)
-    checks.check_shape(function, "algorithm.weight(...)", weights, name, mask.shape)
+    checks.check_shape(function, "algorithm.weight(...)", weights, "the mask", mask.shape)
     return weights
 
 
@@ -331,16 +318,13 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
             f"{function} expects at least one row and one token, got rollout.tokens of shape "
             f"{list(shape)}."
         )
-    for name in ("mask", "behavior_logprobs"):
-        value = getattr(rollout, name)
-        checks.check_shape(function, f"rollout.{name}", value, "rollout.tokens", shape)
-    checks.check_dtype(function, "rollout.tokens", rollout.tokens, torch.int64)
     checks.check_dtype(function, "rollout.mask", rollout.mask, torch.bool)
-    for name in ("rewards", "group", "policy_version"):
-        value = getattr(rollout, name)
-        checks.check_shape(function, f"rollout.{name}", value, "rollout's rows", shape[:1])
-    for name in ("group", "policy_version"):
+    for name in ("tokens", "group", "policy_version"):
         checks.check_dtype(function, f"rollout.{name}", getattr(rollout, name), torch.int64)
+    for name, value in rollout._asdict().items():
+        of_tokens = name in ("tokens", "mask", "behavior_logprobs")
+        like, expected = ("rollout.tokens", shape) if of_tokens else ("rollout's rows", shape[:1])
+        checks.check_shape(function, f"rollout.{name}", value, like, expected)
     if not rollout.rewards.isfinite().all():
         row = int((~rollout.rewards.isfinite()).nonzero()[0])
         raise ValueError(
@@ -348,16 +332,14 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         )
 
 
-def _check_reference(function: str, rollout: Rollout, ref_logprobs: Tensor | Absent) -> None:
-    if isinstance(ref_logprobs, tuple):
-        return
+def _check_reference(rollout: Rollout, ref_logprobs: Tensor) -> None:
     shape = rollout.tokens.shape
-    checks.check_shape(function, "ref_logprobs", ref_logprobs, "rollout.tokens", shape)
+    checks.check_shape("collate", "ref_logprobs", ref_logprobs, "rollout.tokens", shape)
     bad = rollout.mask & ~ref_logprobs.isfinite()
     if bad.any():
         row, token = (int(place) for place in bad.nonzero()[0])
         raise ValueError(
-            f"{function} expects finite ref_logprobs inside the mask, got "
+            f"collate expects finite ref_logprobs inside the mask, got "
             f"{ref_logprobs[row, token].item()} in row {row} at {token}."
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from funcrl.core import checks, numerics, tree
-from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.arguments import Count, Positive, TensorTree, checked
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import LossFn, Metrics, Params, Tree
 from funcrl.rl.metrics import merge
@@ -49,7 +49,7 @@ class NoiseScale(NamedTuple):
 
 
 @checked
-def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Params, Tree], Tree]:
+def per_sample_grad(loss_fn: LossFn, chunk: Count | None = None) -> Callable[[Params, Tree], Tree]:
     """Return `(params, batch) -> grads` with a leading axis B on every leaf: `vmap(grad(loss_fn))`.
 
     Args:
@@ -65,12 +65,7 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
         {'w': tensor([[1., 0.],
                 [0., 2.]])}
     """
-    if chunk is not None:
-        checks.check_count("per_sample_grad", "chunk", chunk)
-
-    scalar_loss = _one_number(
-        "per_sample_grad", lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
-    )
+    scalar_loss = _one_number("per_sample_grad", _without_metrics(loss_fn))
 
     def gradient(params: TensorTree, sample: Any) -> Tree:
         return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
@@ -88,7 +83,7 @@ def per_sample_grad(loss_fn: LossFn, chunk: int | None = None) -> Callable[[Para
 def summed_gradient(
     loss_fn: AuxLossFn,
     per_sample: PerSampleTransform | None = None,
-    microbatch: int | None = None,
+    microbatch: Count | None = None,
     *,
     function: str = "summed_gradient",
 ) -> Callable[[Params, Tree], Gradient]:
@@ -114,8 +109,6 @@ def summed_gradient(
         >>> gradient({"w": torch.ones(2)}, torch.eye(2)).grads
         {'w': tensor([1., 1.])}
     """
-    if microbatch is not None:
-        checks.check_count(function, "microbatch", microbatch)
     loss_fn = _one_number(function, loss_fn)
     if per_sample is None:
         of_chunk = _batched(loss_fn)
@@ -133,7 +126,7 @@ def summed_gradient(
 
 
 @checked
-def clip_per_sample(max_norm: float) -> PerSampleTransform:
+def clip_per_sample(max_norm: Positive) -> PerSampleTransform:
     """Return the transform that scales each sample's gradient down to at most `max_norm`.
 
         g_i * min(1, max_norm / |g_i|)
@@ -150,7 +143,6 @@ def clip_per_sample(max_norm: float) -> PerSampleTransform:
         {'w': tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])}
     """
-    checks.check_positive("clip_per_sample", "max_norm", max_norm)
 
     @checked
     def clip(grads: TensorTree) -> Tree:
@@ -182,7 +174,7 @@ def per_sample_norms(grads: TensorTree) -> Tensor:
 
 @checked
 def gradient_moments(
-    loss_fn: LossFn, chunk: int | None = None
+    loss_fn: LossFn, chunk: Count | None = None
 ) -> Callable[[Params, Tree], GradientMoments]:
     """Return `(params, batch) -> GradientMoments`, which holds `chunk` gradients at a time.
 
@@ -197,11 +189,7 @@ def gradient_moments(
         >>> moments({"w": torch.zeros(2)}, torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
         GradientMoments(sum={'w': tensor([4., 4.])}, sum_square_norms=tensor(26.), num_samples=2)
     """
-    if chunk is not None:
-        checks.check_count("gradient_moments", "chunk", chunk)
-
-    def with_metrics(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return loss_fn(params, sample), _NO_METRICS
+    aux_loss_fn = _without_metrics(loss_fn)
 
     @checked
     def moments(params: TensorTree, batch: Tree) -> GradientMoments:
@@ -211,7 +199,7 @@ def gradient_moments(
             square_norms.append(per_sample_norms(grads).square().sum())
             return grads
 
-        total = summed_gradient(with_metrics, record, chunk, function="gradient_moments")(
+        total = summed_gradient(aux_loss_fn, record, chunk, function="gradient_moments")(
             params, batch
         )
         count = num_rows("gradient_moments", batch)
@@ -265,6 +253,10 @@ def _value_and_grad(
     return value, grads, aux
 
 
+def _without_metrics(loss_fn: LossFn) -> AuxLossFn:
+    return lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
+
+
 def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
     """Return the loss function with a check that it returns one number, not several."""
 
@@ -278,7 +270,6 @@ def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
 
 def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
     """Return the transform with a check that its gradients keep their axis of samples."""
-
     name = f"{function}'s per_sample"
 
     def transform(grads: TensorTree) -> Tree:
@@ -299,7 +290,6 @@ def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransfor
 
 def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
     """Return the gradient of the sum of the vmapped losses: one backward pass for all samples."""
-
     mapped = over_rows("summed_gradient", loss_fn)
 
     def gradient(params: TensorTree, batch: Tree) -> Gradient:

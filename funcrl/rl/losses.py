@@ -13,13 +13,13 @@ losses, once they are differentiated through `logprobs` on tokens the policy sam
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcrl.core import checks, numerics
-from funcrl.core.arguments import checked
+from funcrl.core import checks, numerics, tree
+from funcrl.core.arguments import Finite, NotNegative, checked
 from funcrl.core.types import (
     Absent,
     Algorithm,
@@ -34,6 +34,7 @@ from funcrl.core.types import (
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
 KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
 @checked
@@ -137,7 +138,7 @@ def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     return cost
 
 
-_KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
+_KL_COSTS: dict[KLEstimator, tuple[EstimatorFn, KLCostFn]] = {
     "k1": (k1, as_loss(k1)),
     "k2": (k2, as_loss(k2)),
     "k3": (k3, as_loss(k3)),
@@ -148,7 +149,7 @@ _KL_COSTS: dict[str, tuple[EstimatorFn, KLCostFn]] = {
 
 @checked
 def penalty(
-    kl: float = 0.0, kl_estimator: str | EstimatorFn = "k3", entropy: float = 0.0
+    kl: NotNegative = 0.0, kl_estimator: KLEstimator | EstimatorFn = "k3", entropy: Finite = 0.0
 ) -> PenaltyFn:
     """Return `kl * cost(estimator) - entropy * H(pi)` per token.
 
@@ -166,12 +167,9 @@ def penalty(
         >>> fn(scores, torch.tensor([-1.0]), ())
         Penalty(cost=tensor([-1.]), kl=())
     """
-    checks.check_range("penalty", "kl", kl, 0.0, float("inf"))
-    checks.check_finite("penalty", "entropy", entropy)
     if callable(kl_estimator):
         estimator, kl_cost = kl_estimator, as_loss(kl_estimator)
     else:
-        checks.check_choice("penalty", "kl_estimator", kl_estimator, _KL_COSTS)
         estimator, kl_cost = _KL_COSTS[kl_estimator]
 
     @checked
@@ -188,6 +186,10 @@ def penalty(
         return Penalty(cost, estimator(scores.logprobs, ref_logprobs).detach())
 
     return penalty_fn
+
+
+# The fields of a sample that `policy_loss` reads inside the mask.
+_READ = ("behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
 
 
 @checked
@@ -221,7 +223,12 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     """
     _check_sample(scores, sample)
     kept = sample.mask
-    scores, behavior, advantages, weights, reference = _inside(kept, scores, sample)
+    nothing = torch.zeros_like(scores.logprobs)
+    # With 0 outside the mask, so that junk there reaches neither pass.
+    scores, behavior, advantages, weights, reference = tree.map(
+        lambda values: torch.where(kept, values, nothing),
+        (scores, *(getattr(sample, name) for name in _READ)),
+    )
     ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
     _check_part("ratio", ratio, Ratio, kept.shape)
     # The inputs of the functions are masked, and not only their outputs: a gradient of 0 times a
@@ -236,25 +243,6 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     _check_part("penalty", penalized, Penalty, kept.shape)
     loss = (weights * torch.where(kept, penalized.cost - surrogate.objective, 0.0)).sum()
     return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
-
-
-def _inside(
-    kept: Tensor, scores: TokenScores, sample: Any
-) -> tuple[TokenScores, Tensor, Tensor, Tensor, Tensor | Absent]:
-    """Return all inputs with 0 outside the mask, so that junk there reaches neither pass."""
-    nothing = torch.zeros_like(scores.logprobs)
-
-    def select(values: Tensor) -> Tensor:
-        return torch.where(kept, values, nothing)
-
-    reference = sample.ref_logprobs
-    return (
-        TokenScores(select(scores.logprobs), select(scores.entropy)),
-        select(sample.behavior_logprobs),
-        select(sample.advantages),
-        select(sample.token_weights),
-        reference if isinstance(reference, tuple) else select(reference),
-    )
 
 
 def _token_metrics(
@@ -282,22 +270,16 @@ def _token_metrics(
 
 
 def _check_sample(scores: TokenScores, sample: Any) -> None:
-    read = ("mask", "behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
-    missing = [name for name in read if not hasattr(sample, name)]
+    missing = [name for name in ("mask", *_READ) if not hasattr(sample, name)]
     if missing:
         raise TypeError(
             f"policy_loss expects sample to be a row of a Batch or PackedBatch, got "
             f"{type(sample).__name__} without {missing[0]}."
         )
     checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
-    values = {f"scores.{name}": value for name, value in scores._asdict().items()}
-    for name in ("behavior_logprobs", "advantages", "token_weights"):
-        values[f"sample.{name}"] = getattr(sample, name)
-    values["sample.ref_logprobs"] = sample.ref_logprobs
-    values["sample.segment_ids"] = getattr(sample, "segment_ids", ())
-    for name, value in values.items():
-        if not isinstance(value, tuple):
-            checks.check_shape("policy_loss", name, value, "sample.mask", sample.mask.shape)
+    read = {name: getattr(sample, name, ()) for name in (*_READ, "segment_ids")}
+    for what, values in (("scores", scores._asdict()), ("sample", read)):
+        _check_tokens(what, values, sample.mask.shape)
 
 
 def _check_part(name: str, part: Any, kind: type[Any], shape: torch.Size) -> None:
@@ -307,9 +289,13 @@ def _check_part(name: str, part: Any, kind: type[Any], shape: torch.Size) -> Non
         raise TypeError(
             f"policy_loss expects {what} to be a {kind.__name__}, got {type(part).__name__}."
         )
-    for field, value in part._asdict().items():
+    _check_tokens(what, part._asdict(), shape)
+
+
+def _check_tokens(what: str, values: dict[str, Any], shape: torch.Size) -> None:
+    for name, value in values.items():
         if not isinstance(value, tuple):
-            checks.check_shape("policy_loss", f"{what}.{field}", value, "sample.mask", shape)
+            checks.check_shape("policy_loss", f"{what}.{name}", value, "sample.mask", shape)
 
 
 def _log_ratio(function: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

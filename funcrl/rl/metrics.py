@@ -122,12 +122,15 @@ def describe_rollout(
         (0.5, 2.0, 0.0)
     """
     checks.check_rank("describe_rollout", "rollout.mask", rollout.mask, "BT")
+    checks.check_dtype("describe_rollout", "rollout.group", rollout.group, torch.int64)
     rows = torch.Size(rollout.mask.shape[:1])
-    checks.check_shape("describe_rollout", "rollout.rewards", rollout.rewards, "rows", rows)
     if rows[0] == 0:
         raise ValueError("describe_rollout expects at least one row, got an empty rollout.")
-    checks.check_shape("describe_rollout", "rollout.group", rollout.group, "rows", rows)
-    checks.check_dtype("describe_rollout", "rollout.group", rollout.group, torch.int64)
+    by_row = {"rollout.rewards": rollout.rewards, "rollout.group": rollout.group}
+    by_row |= {f"rewards[{name!r}]": named for name, named in (rewards or {}).items()}
+    by_row |= {} if truncated is None else {"truncated": truncated}
+    for what, value in by_row.items():
+        checks.check_shape("describe_rollout", what, value, "rows", rows)
     lengths = rollout.mask.sum(dim=1).to(torch.float32)
     total = _wide(rollout.rewards)
     groups = [total[rollout.group == index] for index in rollout.group.unique()]
@@ -143,11 +146,9 @@ def describe_rollout(
         "num_nonfinite_logprobs": left_out.sum(),
     }
     for name, named in (rewards or {}).items():
-        checks.check_shape("describe_rollout", f"rewards[{name!r}]", named, "rows", rows)
         values[f"rewards/{name}/mean"] = _mean(_wide(named))
         values[f"rewards/{name}/std"] = _deviation(_wide(named))
     if truncated is not None:
-        checks.check_shape("describe_rollout", "truncated", truncated, "rows", rows)
         values["completions/clipped_ratio"] = truncated.to(torch.float32).mean()
     return {name: value.item() for name, value in values.items()}
 

@@ -9,12 +9,12 @@ import torch
 from torch.func import vmap
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Fraction, checked
 from funcrl.core.types import CorrectionFn, PrepareFn, Rows, TokenScores
 
 
 @checked
-def top_entropy(fraction: float) -> PrepareFn:
+def top_entropy(fraction: Fraction) -> PrepareFn:
     """Return the function that keeps the policy gradient of the tokens of highest entropy.
 
     The advantages of all but the `fraction` of sampled tokens with the highest entropy, over the
@@ -34,7 +34,6 @@ def top_entropy(fraction: float) -> PrepareFn:
         >>> funcrl.top_entropy(0.5)(scores, batch).advantages
         tensor([[0., 0., 1.]])
     """
-    checks.check_range("top_entropy", "fraction", fraction, 0.0, 1.0)
 
     @checked
     def prepare(scores: TokenScores, batch: Rows) -> Rows:

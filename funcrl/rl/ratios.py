@@ -4,14 +4,17 @@ A ratio function is `(logprobs, behavior_logprobs, mask, segment_ids) -> Ratio`,
 the mask both log-probabilities must be finite; their ratio there is never used.
 """
 
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
 from funcrl.core import checks, numerics
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import NotNegative, Positive, checked
 from funcrl.core.types import Absent, CorrectionFn, Ratio, RatioFn
 
-_LEVELS = ("token", "sequence")
+Level: TypeAlias = Literal["token", "sequence"]
 
 
 @checked
@@ -86,7 +89,7 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
 
 
 @checked
-def truncated(cap: float = 3.0, level: str = "token") -> CorrectionFn:
+def truncated(cap: Positive = 3.0, level: Level = "token") -> CorrectionFn:
     """Return the correction `min(pi / pi_behavior, cap)`: truncated importance sampling.
 
     Args:
@@ -99,18 +102,13 @@ def truncated(cap: float = 3.0, level: str = "token") -> CorrectionFn:
         >>> correction(torch.tensor([2.0, 0.0]), torch.tensor([True, True]), ())
         tensor([3., 1.])
     """
-    checks.check_positive("truncated", "cap", cap)
-    weight_fn = _importance("truncated", level)
-
-    @checked
-    def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-        return weight_fn(log_ratio, mask, segment_ids).clamp(max=cap)
-
-    return correction
+    return _bounded("truncated", level, lambda weight: weight.clamp(max=cap))
 
 
 @checked
-def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> CorrectionFn:
+def masked(
+    cap: Positive = 3.0, floor: NotNegative = 0.0, level: Level = "sequence"
+) -> CorrectionFn:
     """Return the correction `pi / pi_behavior` where it lies in `[floor, cap]`, and 0 elsewhere.
 
     The defaults are TRL's `sequence_mask`.
@@ -126,30 +124,26 @@ def masked(cap: float = 3.0, floor: float = 0.0, level: str = "sequence") -> Cor
         >>> correction(torch.tensor([2.0, 0.0]), torch.tensor([True, True]), ())
         tensor([0., 1.])
     """
-    checks.check_positive("masked", "cap", cap)
-    checks.check_range("masked", "floor", floor, 0.0, cap)
-    weight_fn = _importance("masked", level)
+    if floor > cap:
+        raise ValueError(f"masked expects floor <= cap = {cap}, got {floor}.")
+    return _bounded(
+        "masked",
+        level,
+        lambda weight: torch.where((weight >= floor) & (weight <= cap), weight, 0.0),
+    )
+
+
+def _bounded(function: str, level: Level, bound: Callable[[Tensor], Tensor]) -> CorrectionFn:
+    """Return the correction `bound(pi / pi_behavior)` of each token, or of each completion."""
 
     @checked
     def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-        weight = weight_fn(log_ratio, mask, segment_ids)
-        return torch.where((weight >= floor) & (weight <= cap), weight, torch.zeros_like(weight))
+        if level == "sequence":
+            checks.check_shape(function, "mask", mask, "log_ratio", log_ratio.shape)
+            log_ratio = _segment_sum(log_ratio, mask, segment_ids)
+        return bound(numerics.exp_ratio(log_ratio))
 
     return correction
-
-
-def _importance(function: str, level: str) -> CorrectionFn:
-    checks.check_choice(function, "level", level, _LEVELS)
-
-    def by_token(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-        del mask, segment_ids
-        return numerics.exp_ratio(log_ratio)
-
-    def by_sequence(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-        checks.check_shape(function, "mask", mask, "log_ratio", log_ratio.shape)
-        return numerics.exp_ratio(_segment_sum(log_ratio, mask, segment_ids))
-
-    return by_token if level == "token" else by_sequence
 
 
 def _log_ratio(function: str, logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:

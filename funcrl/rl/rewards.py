@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Finite, checked
 from funcrl.core.types import NamedRewards
 
 
 @checked
-def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None) -> Tensor:
+def weighted_sum(rewards: NamedRewards, weights: dict[str, Finite] | None = None) -> Tensor:
     """Return `sum_k weight_k * reward_k`, the "sum then normalize" of several reward functions.
 
     Args:
@@ -22,7 +22,24 @@ def weighted_sum(rewards: NamedRewards, weights: dict[str, float] | None = None)
         >>> funcrl.rewards.weighted_sum(parts, {"right": 1.0, "format": 0.5})
         tensor([1.5000, 0.5000])
     """
-    factors = _checked_factors("weighted_sum", rewards, weights)
+    if not rewards:
+        raise ValueError("weighted_sum expects at least one named reward, got none.")
+    factors = dict.fromkeys(rewards, 1.0) if weights is None else weights
+    if factors.keys() != rewards.keys():
+        raise ValueError(
+            f"weighted_sum expects weights for each of {sorted(rewards)}, got {sorted(factors)}."
+        )
+    first = next(iter(rewards))
+    for name, values in rewards.items():
+        what = f"rewards[{name!r}]"
+        checks.check_rank("weighted_sum", what, values, "B")
+        checks.check_shape("weighted_sum", what, values, first, rewards[first].shape)
+        if not values.isfinite().all():
+            row = int((~values.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"weighted_sum expects finite rewards, got {values[row].item()} from {name!r} in "
+                f"row {row}."
+            )
     weighted = [factors[name] * _as_floating(rewards[name]) for name in rewards]
     return torch.stack(weighted).sum(dim=0)
 
@@ -53,29 +70,3 @@ def soft_overlong(lengths: Tensor, max_length: int, cache: int) -> Tensor:
 def _as_floating(values: Tensor) -> Tensor:
     """Return integers and bools as float32, whatever torch's default is."""
     return values if values.is_floating_point() else values.to(torch.float32)
-
-
-def _checked_factors(
-    function: str, rewards: NamedRewards, weights: dict[str, float] | None
-) -> dict[str, float]:
-    """Return the factor of each reward after checking names, shapes and values."""
-    if not rewards:
-        raise ValueError(f"{function} expects at least one named reward, got none.")
-    factors = dict.fromkeys(rewards, 1.0) if weights is None else weights
-    if factors.keys() != rewards.keys():
-        raise ValueError(
-            f"{function} expects a weight for each of {sorted(rewards)}, got {sorted(factors)}."
-        )
-    for name, factor in factors.items():
-        checks.check_finite(function, f"weights[{name!r}]", factor)
-    first = next(iter(rewards))
-    for name, values in rewards.items():
-        checks.check_rank(function, f"rewards[{name!r}]", values, "B")
-        checks.check_shape(function, f"rewards[{name!r}]", values, first, rewards[first].shape)
-        if not values.isfinite().all():
-            row = int((~values.isfinite()).nonzero()[0])
-            raise ValueError(
-                f"{function} expects finite rewards, got {values[row].item()} from {name!r} "
-                f"in row {row}."
-            )
-    return factors

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcrl import optim
 from funcrl.core import checks, tree
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, checked
 from funcrl.core.types import (
     Algorithm,
     Batch,
@@ -38,7 +38,7 @@ def grpo_step(
     algorithm: Algorithm | None = None,
     optimizer: GradientTransformation | None = None,
     per_sample: grads.PerSampleTransform | None = None,
-    microbatch: int | None = None,
+    microbatch: Count | None = None,
     prepare: PrepareFn | None = None,
 ) -> Step:
     """Return the step `state, metrics = step(state, batch)` that trains `model_fn`.
@@ -83,8 +83,6 @@ def grpo_step(
         (tensor(1), tensor(4))
     """
     model_fn = _scoring(model_fn)
-    if microbatch is not None:
-        checks.check_count("grpo_step", "microbatch", microbatch)
     algorithm = grpo() if algorithm is None else algorithm
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))

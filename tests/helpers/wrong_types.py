@@ -255,6 +255,8 @@ def takes(annotation: Any) -> set[str]:
     """The names of the values that are right by their type."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return set().union(*map(takes, typing.get_args(annotation)))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return takes(annotation.__origin__)
     return TAKES.get(typing.get_origin(annotation) or annotation, set())
 
 
