@@ -120,19 +120,19 @@ def test_a_checked_function_breaks_no_graph():
 
 def test_the_part_that_is_wrong_is_named():
     rollout = wrong_types.VALUES["rollout"]._replace(mask=[True])
-    with pytest.raises(TypeError, match=r"expects rollout\.mask to be a tensor, got list"):
+    with pytest.raises(TypeError, match=r"drop_zero_variance .*rollout\.mask"):
         funcrl.drop_zero_variance(rollout)
     step, state = wrong_types.STEP, wrong_types.STATE
     broken = state._replace(params=state.params | {"norm.weight": 3})
-    with pytest.raises(TypeError, match=r"state\.params\['norm\.weight'\] to be a tensor, got 3"):
+    with pytest.raises(TypeError, match=r"grpo_step's update .*state\.params\['norm\.weight'\]"):
         step(broken, wrong_types.VALUES["batch"])
-    with pytest.raises(TypeError, match="update expects batch to be a Batch or a PackedBatch"):
+    with pytest.raises(TypeError, match="grpo_step's update .*batch"):
         step(state, state)
 
 
 @pytest.mark.parametrize("wrong", ["x", None, True, float("nan"), 2**70])
 def test_a_dataclass_refuses_wrong_types_of_its_options(wrong):
-    with pytest.raises((TypeError, ValueError), match="Sampling expects num_samples to be"):
+    with pytest.raises((TypeError, ValueError), match="Sampling .*num_samples"):
         config.Sampling(num_samples=wrong)
 
 

@@ -122,16 +122,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
 
 
 def read_integer(text: str) -> int:
-    """Return the integer that a text writes in the digits 0 to 9; Python's own reads others too.
-
-    Example:
-        >>> from funcrl.config import plain
-        >>> plain.read_integer("12"), plain.read_integer("-3")
-        (12, -3)
-        >>> plain.read_integer("1_000")
-        Traceback (most recent call last):
-        ValueError: expects an integer in the digits 0 to 9, got '1_000'.
-    """
+    """Return the integer that a text writes in the digits 0 to 9; Python's own reads others too."""
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"expects an integer in the digits 0 to 9, got {brief(text)}.")
     if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
@@ -140,16 +131,7 @@ def read_integer(text: str) -> int:
 
 
 def read_number(text: str) -> float:
-    """Return the number that a text writes in the digits 0 to 9, or `inf`.
-
-    Example:
-        >>> from funcrl.config import plain
-        >>> plain.read_number("1e-6"), plain.read_number("-.5"), plain.read_number("inf")
-        (1e-06, -0.5, inf)
-        >>> plain.read_number("nan")
-        Traceback (most recent call last):
-        ValueError: expects a number in the digits 0 to 9, got 'nan'.
-    """
+    """Return the number that a text writes in the digits 0 to 9, or `inf`."""
     if not _NUMBER.fullmatch(text):
         raise ValueError(f"expects a number in the digits 0 to 9, got {brief(text)}.")
     if math.isinf(float(text)) and "inf" not in text:

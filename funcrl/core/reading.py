@@ -23,11 +23,9 @@ Pairs = list[tuple[str, Any]]
 
 
 def open_file(function: str, path: Path) -> BinaryIO:
-    """Return a regular file, open to read its bytes.
+    """Return a regular file, open to read its bytes; errors are in the name of `function`.
 
-    Args:
-        function: the public function that the path was given to, for errors.
-        path: of the file; a folder, a pipe or a device is refused.
+    A folder, a pipe or a device is refused.
     """
     try:
         # O_NONBLOCK: a pipe that nobody writes to would otherwise be waited for.
@@ -45,13 +43,7 @@ def open_file(function: str, path: Path) -> BinaryIO:
 
 
 def read_text(function: str, path: Path, most: int) -> str:
-    """Return the text of a UTF-8 file of at most `most` bytes.
-
-    Args:
-        function: the public function that the path was given to, for errors.
-        path: of the file.
-        most: how many bytes the file may have.
-    """
+    """Return the text of a UTF-8 file of at most `most` bytes."""
     with open_file(function, path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -63,7 +55,7 @@ def read_text(function: str, path: Path, most: int) -> str:
 
 
 def read_json(function: str, path: Path, most: int) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `most` bytes; arguments as for `read_text`."""
+    """Return the object in a JSON file of at most `most` bytes."""
     text = read_text(function, path, most)
     try:
         values = parse_json(text)
@@ -77,9 +69,7 @@ def read_json(function: str, path: Path, most: int) -> dict[str, Any]:
 def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None) -> Any:
     """Return the value of a JSON text; a ValueError says what is wrong with the text.
 
-    Args:
-        text: of any origin.
-        pairs: makes an object of its names and values; a dict when left out.
+    `pairs` makes an object of its names and values, a dict when left out.
     """
     try:
         value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
@@ -96,12 +86,7 @@ def parse_json(text: str, pairs: Callable[[Pairs], dict[str, Any]] | None = None
 
 
 def read_yaml(function: str, path: Path) -> Any:
-    """Return the value in a YAML file of at most 64 KiB and 10,000 values, aliases written out.
-
-    Args:
-        function: the public function that the path was given to, for errors.
-        path: of the file.
-    """
+    """Return the value in a YAML file of at most 64 KiB and 10,000 values, aliases written out."""
     text = read_text(function, path, _YAML_BYTES)
     try:
         loader = yaml.SafeLoader(text)

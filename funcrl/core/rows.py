@@ -48,14 +48,9 @@ def split_rows(function: str, batch: Tree, size: int | None) -> Iterator[Tree]:
 def over_rows(
     function: str, fn: Callable[[Params, Any], Any], chunk: int | None = None
 ) -> Callable[[Params, Tree], Any]:
-    """Return `(params, batch) -> fn(params, sample)` of all rows at once, by `torch.vmap`.
+    """Return `(params, batch) -> fn(params, sample)` of `chunk` rows at a time, by `torch.vmap`.
 
-    An error names the operator that vmap cannot run.
-
-    Args:
-        function: the name of the public function, for errors.
-        fn: of the parameters and one sample.
-        chunk: how many rows at a time, all of them when left out.
+    An error is in the name of `function`, and names the operator that vmap cannot run.
     """
     mapped = vmap(fn, in_dims=(None, 0), chunk_size=chunk)
 

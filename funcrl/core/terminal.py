@@ -31,12 +31,7 @@ def print_safely(text: str, file: TextIO | None = None) -> None:
 
 
 def warn_safely(text: str, stacklevel: int = 3) -> None:
-    """Warn with a text as `printable`.
-
-    Args:
-        text: of any origin.
-        stacklevel: whose line the warning names: 2 is the caller of this function, 3 its caller.
-    """
+    """Warn with a text as `printable`; a `stacklevel` of 2 names the line of the caller."""
     warnings.warn(printable(text), stacklevel=stacklevel)
 
 

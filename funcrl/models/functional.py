@@ -9,34 +9,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params
 
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-# torch's hooks that set a weight before each forward, and their replacements. They are found by
-# name, as torch may remove them.
+# torch's hooks that set a weight before each forward: their names, and their replacements.
 _HOOKS = {
-    "WeightNorm": ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
-    "SpectralNorm": (
+    WeightNorm: ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    SpectralNorm: (
         "spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm and module.eval()",
     ),
-    "BasePruningMethod": ("prune", "make its weights parameters by torch.nn.utils.prune.remove"),
+    BasePruningMethod: ("prune", "make its weights parameters by torch.nn.utils.prune.remove"),
 }  # fmt: skip
 Bound = TypeVar("Bound", bound=nn.Module)
-
-_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
-# The names of torch's errors, in a trace, for reading a value of a tensor without data.
-_NO_VALUE = ("DataDependentOutputException", "GuardOnDataDependentSymNode")
 _ADVICE = (
     " A model of transformers reads none when it gets attention_mask of shape [1, 1, T, T], with 0 "
     "where a token sees another and -inf elsewhere, and position_ids: docs/models.md shows how."
@@ -93,16 +86,19 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     kind = type(module).__name__
     recurrent = [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase)]
     attributes = _attributes(skeleton)
-    buffer_shapes = {name: buffer.shape for name, buffer in buffers.items()}
+    shapes |= {name: buffer.shape for name, buffer in buffers.items()}
 
     @checked
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
-        _check_params("functional", kind, params, shapes)
-        _check_extra("functional", kind, params, {*shapes, *buffers}, tied)
         before = {**buffers, **params}
-        _check_params("functional", kind, before, buffer_shapes)
+        _check_params("functional", kind, before, shapes, tied)
         if recurrent and _is_batched((before, args, kwargs)):
-            raise NotImplementedError(_unbatched(skeleton, recurrent[0]))
+            layer = type(skeleton.get_submodule(recurrent[0])).__name__
+            raise NotImplementedError(
+                f"functional expects modules that torch.vmap can run, got nn.{layer} at "
+                f"{recurrent[0] or layer!r}, which it cannot; write the recurrence as a loop over "
+                f"the tokens, as docs/models.md does."
+            )
         versions = {name: _version(before[name]) for name in buffers}
         after = dict(before)  # functional_call writes the buffers that the forward replaced here
         try:
@@ -129,10 +125,6 @@ def bind(module: Bound, params: Params) -> Bound:
 
     For code that only runs forward, again and again: a call costs a module's call, where
     `functional` checks and swaps all parameters. The tensors do not require gradients.
-
-    Args:
-        module: any module; it is not changed.
-        params: every parameter by name, tied ones once, as for `functional`.
     """
     check_params(module, params)
     named = dict(module.named_parameters())
@@ -147,23 +139,33 @@ def bind(module: Bound, params: Params) -> Bound:
 def check_params(
     module: nn.Module, params: Mapping[str, Tensor], function: str = "functional"
 ) -> None:
-    """Raise unless `params` are exactly the parameters of the module, with its shapes.
+    """Raise, in the name of `function`, unless `params` are exactly the module's parameters.
 
-    Args:
-        module: any module.
-        params: every parameter by name, tied ones once.
-        function: the name of the public function, for errors.
+    Tied ones are given once.
     """
     kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
     if not isinstance(params, Mapping):
         raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
-    _check_params(function, kind, params, shapes)
-    _check_extra(function, kind, params, set(shapes), {})
+    _check_params(function, kind, params, shapes, {})
 
 
 def reads_a_value(error: RuntimeError) -> bool:
     """Return whether the error says that a tensor has no value under vmap or in a trace."""
-    return type(error).__name__ in _NO_VALUE or str(error).startswith("vmap: It looks like you're")
+    # Imported here, because its module takes long to import and only an error needs it.
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+        return True
+    # vmap's errors have no type of their own: this one is compared with those that it raises now.
+    return str(error) in map(_refusal_by_vmap, (Tensor.item, bool))
+
+
+def _refusal_by_vmap(read: Callable[[Tensor], Any]) -> str:
+    try:
+        vmap(read)(torch.zeros(1, device="cpu"))
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("vmap expects no value to be read, got none refused.")
 
 
 def _read_in_forward(kind: str, error: RuntimeError) -> ValueError:
@@ -206,7 +208,7 @@ def _refuse_impure(module: nn.Module) -> None:
                 f"functional expects a forward without random numbers, got dropout "
                 f"{attribute}={getattr(child, attribute)} at {path!r}; call module.eval() first."
             )
-        if isinstance(child, _RUNNING_STATISTICS) and child.training and child.track_running_stats:
+        if isinstance(child, _NormBase) and child.training and child.track_running_stats:
             raise ValueError(
                 f"functional expects a forward that changes no buffer, got running statistics at "
                 f"{path!r}; call module.eval() first."
@@ -216,9 +218,8 @@ def _refuse_impure(module: nn.Module) -> None:
 def _refuse_hooks(path: str, module: nn.Module) -> None:
     """Raise if a hook computes weights before each forward: they are no parameters."""
     for hook in module._forward_pre_hooks.values():
-        for kind in type(hook).__mro__:
-            if kind.__module__.startswith("torch.nn.utils") and kind.__name__ in _HOOKS:
-                name, instead = _HOOKS[kind.__name__]
+        for kind, (name, instead) in _HOOKS.items():
+            if isinstance(hook, kind):
                 raise ValueError(
                     f"functional expects weights that no hook computes, got those of "
                     f"torch.nn.utils.{name} at {path!r}; {instead}."
@@ -236,24 +237,21 @@ def _is_batched(values: Any) -> bool:
     return any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree.leaves(values))
 
 
-def _unbatched(module: nn.Module, path: str) -> str:
-    kind = type(module.get_submodule(path)).__name__
-    return (
-        f"functional expects modules that torch.vmap can run, got nn.{kind} at {path or kind!r}, "
-        f"which it cannot; write the recurrence as a loop over the tokens, as docs/models.md does."
-    )
-
-
 def _active_dropouts(module: nn.Module) -> list[str]:
     """Return the names of the attributes that hold rates of dropout which is active."""
-    if not module.training:
-        return []
-    if isinstance(module, _DROPOUTS):
-        return ["p"] if module.p > 0 else []
-    if isinstance(module, nn.RReLU):
-        return ["upper"]
-    rates = {name: value for name, value in vars(module).items() if "drop" in name}
-    return [name for name, value in rates.items() if isinstance(value, float) and value > 0]
+    if isinstance(module, _DropoutNd):
+        names = ["p"]
+    elif isinstance(module, nn.RReLU):
+        names = ["upper"]
+    elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        names = ["dropout"]
+    else:
+        # A module of others, such as one of transformers', calls the function with a rate of its
+        # own: a float like any other, which has nothing but its name to tell it by. A rate of
+        # another name is not seen here; `vmap` refuses to draw by it.
+        names = [name for name, value in vars(module).items()
+                 if "drop" in name and isinstance(value, float)]  # fmt: skip
+    return [name for name in names if module.training and getattr(module, name) > 0]
 
 
 def _attributes(skeleton: nn.Module) -> dict[str, tuple[Any, int]]:
@@ -284,8 +282,13 @@ def _version(tensor: Tensor) -> int:
 
 
 def _check_params(
-    function: str, kind: str, params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    function: str,
+    kind: str,
+    params: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    tied: Mapping[str, str],
 ) -> None:
+    """Raise unless `params` have these shapes and no other names; `tied` has each one's first."""
     for name, shape in shapes.items():
         if name not in params:
             raise ValueError(f"{function} expects all parameters of {kind}, got none for {name!r}.")
@@ -295,17 +298,11 @@ def _check_params(
                 f"{function} expects {name!r} of shape {list(shape)}, "
                 f"got {list(params[name].shape)}."
             )
-
-
-def _check_extra(
-    function: str, kind: str, params: Mapping[str, Tensor], names: set[str], tied: dict[str, str]
-) -> None:
-    for name in params:
+    for name in sorted(params.keys() - shapes.keys()):
         if name in tied:
             raise ValueError(
                 f"{function} expects tied parameters once, as {tied[name]!r}, got {name!r} too."
             )
-        if name not in names:
-            raise ValueError(
-                f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
-            )
+        raise ValueError(
+            f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
+        )

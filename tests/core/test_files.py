@@ -27,7 +27,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     with pytest.raises(ValueError, match="report .* 11 bytes"):
         reading.read_text("report", text, most=11)
     for path in (tmp_path, pipe):
-        with pytest.raises(OSError, match="report expects a file at"):
+        with pytest.raises(OSError, match="report .*file"):
             reading.open_file("report", path)
 
 

@@ -14,24 +14,22 @@ def test_paths_name_dictionary_keys_fields_and_indices():
 
 def test_mismatched_trees_name_the_leaf():
     a, b = {"layer": {"w": 1, "b": 2}}, {"layer": {"w": 1}}
-    with pytest.raises(ValueError, match=r"tree.map expects .* got 'layer.b' only in the first"):
+    with pytest.raises(ValueError, match=r"tree.map .*'layer.b'.* first"):
         tree.map(lambda x, y: x, a, b)
-    with pytest.raises(ValueError, match=r"tree.add expects .* got 'layer.b' only in the second"):
+    with pytest.raises(ValueError, match=r"tree.add .*'layer.b'.* second"):
         tree.add(b, a)
-    with pytest.raises(ValueError, match=r"tree.add expects trees of one structure, got the nodes"):
+    with pytest.raises(ValueError, match=r"tree.add .*structure.* nodes"):
         tree.add({"a": (1, 2)}, {"a": [1, 2]})
 
 
 def test_shapes_that_would_be_broadcast_name_the_leaf():
     square, column = {"layer": {"w": torch.ones(2, 2)}}, {"layer": {"w": torch.ones(2, 1)}}
-    with pytest.raises(ValueError, match=r"tree.add expects .*\[2, 2\] at 'layer.w', got \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"tree.add .*'layer.w'.*\[2, 1\]"):
         tree.add(square, column)
-    with pytest.raises(ValueError, match="tree.add expects .* at 'layer.w'"):
+    with pytest.raises(ValueError, match="tree.add .*'layer.w'"):
         tree.add({"layer": {"w": torch.ones(())}}, square)
     assert torch.equal(tree.add(square, {"layer": {"w": 1.0}})["layer"]["w"], torch.full((2, 2), 2))
-    with pytest.raises(
-        ValueError, match=r"tree.scale expects factor to be one number, got .*\[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"tree.scale .*factor.*\[2\]"):
         tree.scale(square, torch.ones(2))
     mapped = torch.func.vmap(tree.scale, in_dims=(None, 0))(square, torch.tensor([1.0, 3.0]))
     assert mapped["layer"]["w"].amax() == 3
@@ -47,15 +45,15 @@ def test_norms_of_low_precision_are_summed_in_float32():
     leaf = torch.ones(2**16, dtype=torch.bfloat16)
     assert tree.global_norm({"w": leaf}).item() == 256.0
     assert tree.global_norm({"w": leaf}).dtype == torch.float32
-    with pytest.raises(ValueError, match="global_norm expects at least one leaf"):
+    with pytest.raises(ValueError, match="tree.global_norm .*empty"):
         tree.global_norm({})
 
 
 def test_seeds_are_integers_from_integers_and_tensors():
     assert rng.fold_in(torch.tensor(3), 4) == rng.fold_in(3, torch.tensor(4))
-    with pytest.raises(TypeError, match=r"fold_in expects data\[0\] to be an integer, got 0.5"):
+    with pytest.raises(TypeError, match=r"fold_in .*data\[0\].* 0.5"):
         rng.fold_in(3, 0.5)
-    with pytest.raises(TypeError, match="fold_in expects seed to be an integer, got 'x'"):
+    with pytest.raises(TypeError, match="fold_in .*seed.* 'x'"):
         rng.fold_in("x")
 
 

@@ -86,18 +86,18 @@ IMPURE = {"last": Remembering, "cache": Filling, "scale": Rebinding}
 def test_what_a_forward_keeps_is_an_error(name):
     apply = funcrl.functional(IMPURE[name]())
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"changes nothing, got a new value of '{name}'"):
+        with pytest.raises(ValueError, match=f"functional .*value of '{name}'"):
             apply({"weight": torch.ones(2)}, torch.ones(2))
 
 
 def test_a_buffer_that_is_given_is_checked_as_parameters_are():
     params = {"weight": torch.ones(2), "scale": torch.ones(2)}
-    with pytest.raises(ValueError, match="changes nothing, got a new value of 'scale'"):
+    with pytest.raises(ValueError, match="functional .*value of 'scale'"):
         funcrl.functional(Counting())(params, torch.ones(2))
     apply = funcrl.functional(Buffered())
-    with pytest.raises(ValueError, match=r"expects 'scale' of shape \[2\], got \[5, 1\]"):
+    with pytest.raises(ValueError, match=r"functional .*'scale'.* shape .* \[5, 1\]"):
         apply({**params, "scale": torch.ones(5, 1)}, torch.ones(2))
-    with pytest.raises(TypeError, match="scale.* to be a tensor, got 7.0"):
+    with pytest.raises(TypeError, match="apply .*params.*scale"):
         apply({**params, "scale": 7.0}, torch.ones(2))
     got = vmap(apply, in_dims=({"weight": None, "scale": 0}, None))(
         {**params, "scale": torch.ones(3, 2)}, torch.ones(2)
@@ -106,7 +106,7 @@ def test_a_buffer_that_is_given_is_checked_as_parameters_are():
 
 
 def test_dropout_by_another_name_is_refused():
-    with pytest.raises(ValueError, match="got dropout drop_prob=0.9 at 'Naming'"):
+    with pytest.raises(ValueError, match="functional .*drop_prob.* 'Naming'"):
         funcrl.functional(Naming(0.9))
     funcrl.functional(Naming(0.9).eval())
     funcrl.functional(Naming(0.0))
@@ -135,11 +135,11 @@ def test_holds_no_weights_and_leaves_the_module_alone():
 def test_is_strict_by_path():
     apply = funcrl.functional(nn.Sequential(nn.Linear(3, 2)))
     good = {"0.weight": torch.zeros(2, 3), "0.bias": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"all parameters of Sequential, got none for '0.bias'"):
+    with pytest.raises(ValueError, match="functional .*Sequential.* '0.bias'"):
         apply({"0.weight": good["0.weight"]}, torch.zeros(3))
-    with pytest.raises(ValueError, match="got '1.bias', which it does not have"):
+    with pytest.raises(ValueError, match="functional .*'1.bias'"):
         apply({**good, "1.bias": torch.zeros(2)}, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"expects '0.weight' of shape \[2, 3\], got \[3, 2\]"):
+    with pytest.raises(ValueError, match="functional .*'0.weight'.* shape"):
         apply({**good, "0.weight": torch.zeros(3, 2)}, torch.zeros(3))
 
 
@@ -154,7 +154,7 @@ def test_tied_weights_are_given_once():
     module(tokens).square().sum().backward()
     got = grad(lambda p: apply(p, tokens).square().sum())({"embed.weight": params["embed.weight"]})
     assert torch.allclose(got["embed.weight"], module.embed.weight.grad)
-    with pytest.raises(ValueError, match="once, as 'embed.weight', got 'out.weight' too"):
+    with pytest.raises(ValueError, match="functional .*tied.*'embed.weight'.* 'out.weight'"):
         apply({**params, "out.weight": params["embed.weight"]}, tokens)
 
 
@@ -171,25 +171,25 @@ def test_buffers_are_constants():
 
 
 def test_impure_modules_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"dropout p=0.1 at '1'; call module.eval\(\) first"):
+    with pytest.raises(ValueError, match=r"functional .*dropout.* p=0.1 .*'1'.* module.eval"):
         funcrl.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     funcrl.functional(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
     funcrl.functional(nn.Dropout(0.0))
-    with pytest.raises(ValueError, match="running statistics at 'BatchNorm1d'"):
+    with pytest.raises(ValueError, match="functional .*statistics.* 'BatchNorm1d'"):
         funcrl.functional(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="changes nothing, got a new value of 'scale'"):
+    with pytest.raises(ValueError, match="functional .*value of 'scale'"):
         funcrl.functional(Counting())({"weight": torch.ones(2)}, torch.ones(2))
-    with pytest.raises(ValueError, match="dropout=0.5 at 'MultiheadAttention'"):
+    with pytest.raises(ValueError, match="functional .*dropout=0.5 .*'MultiheadAttention'"):
         funcrl.functional(nn.MultiheadAttention(4, 2, dropout=0.5))
-    with pytest.raises(ValueError, match="dropout=0.5 at 'LSTM'"):
+    with pytest.raises(ValueError, match="functional .*dropout=0.5 .*'LSTM'"):
         funcrl.functional(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
-    with pytest.raises(ValueError, match="at 'RReLU'"):
+    with pytest.raises(ValueError, match="functional .*dropout.* 'RReLU'"):
         funcrl.functional(nn.RReLU())
-    with pytest.raises(ValueError, match="changes nothing, got a new value of 'calls'"):
+    with pytest.raises(ValueError, match="functional .*value of 'calls'"):
         funcrl.functional(Numbered())({"weight": torch.ones(2)}, torch.ones(2))
     with torch.device("meta"):
         meta = Buffered()
-    with pytest.raises(ValueError, match="buffers with values, got a meta tensor for 'scale'"):
+    with pytest.raises(ValueError, match="functional .*meta.* 'scale'"):
         funcrl.functional(meta)
 
 
@@ -201,14 +201,14 @@ def test_a_hook_that_computes_weights_is_refused_by_name(hook):
         prune.l1_unstructured(inner, "weight", 0.5)
     else:
         getattr(nn.utils, hook)(inner)
-    with pytest.raises(ValueError, match=rf"torch\.nn\.utils\.{hook} at '1'; .*\.{hook}"):
+    with pytest.raises(ValueError, match=rf"functional .*torch\.nn\.utils\.{hook} .*'1'.*\.{hook}"):
         funcrl.functional(nn.Sequential(nn.Linear(2, 2), inner).eval())
 
 
 def test_a_weight_that_was_computed_once_is_refused_by_name():
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].scaled = 2 * module[0].weight
-    with pytest.raises(ValueError, match="'scaled' at '0', which was computed"):
+    with pytest.raises(ValueError, match="functional .*'scaled' .*'0'"):
         funcrl.functional(module)
 
 
@@ -283,7 +283,9 @@ def test_a_recurrent_layer_that_vmap_cannot_run_is_refused_by_name(kind):
     paths, one = recurrent_paths(Recurrent(kind(4, 4)))
     assert one(0).shape == (3,)  # of a single sample it is a function
     for run in paths.values():
-        with pytest.raises(NotImplementedError, match=rf"nn\.{kind.__name__} at 'layer'"):
+        with pytest.raises(
+            NotImplementedError, match=rf"functional .*nn\.{kind.__name__} .*'layer'"
+        ):
             run()
 
 

@@ -85,15 +85,15 @@ def test_a_step_trains_the_adapters_alone():
 
 def test_bad_input_is_refused():
     model_fn, base, adapted, adapters, _ = make()
-    with pytest.raises(ValueError, match="lora expects a rank of at most"):
+    with pytest.raises(ValueError, match="lora .*rank"):
         funcrl.lora(model_fn, base, rank=1000)
-    with pytest.raises(ValueError, match="lora expects targets among the matrices"):
+    with pytest.raises(ValueError, match="lora .*targets"):
         funcrl.lora(model_fn, base, targets=lambda name: name == "norm.weight")
-    with pytest.raises(ValueError, match="lora expects the adapters that its init makes, got none"):
+    with pytest.raises(ValueError, match="lora .*adapters.* none for"):
         adapted.merge({})
-    with pytest.raises(ValueError, match="lora expects .* besides"):
+    with pytest.raises(ValueError, match="lora .*adapters.* besides"):
         adapted.merge({**adapters, "x": adapters[next(iter(adapters))]})
-    with pytest.raises(TypeError, match="lora expects targets to be a function"):
+    with pytest.raises(TypeError, match="lora .*targets"):
         funcrl.lora(model_fn, base, targets="q")
 
 
@@ -105,13 +105,13 @@ def test_adapters_of_another_shape_are_refused(change):
     """They could be multiplied all the same, with the scale of this rank."""
     _, _, adapted, adapters, _ = make()
     name = next(name for name in adapters if name.endswith("lora_up"))
-    with pytest.raises(ValueError, match=f"lora expects '{name}' of shape .* and torch.float64"):
+    with pytest.raises(ValueError, match=f"lora .*'{name}'.* torch.float64"):
         adapted.merge({**adapters, name: change(adapters[name])})
 
 
 def test_adapters_of_another_rank_are_refused():
     model_fn, base, _, adapters, _ = make()
-    with pytest.raises(ValueError, match=r"of shape \[4, .*, got \[2, "):
+    with pytest.raises(ValueError, match=r"lora .* shape \[4, .* \[2, "):
         funcrl.lora(model_fn, base, rank=4).merge(adapters)
 
 

@@ -253,13 +253,11 @@ def test_initial_deviations():
 
 def test_configs_are_refused():
     config = funcrl.models.TransformerConfig
-    with pytest.raises(ValueError, match="num_kv_heads to divide num_heads=4, got 3"):
+    with pytest.raises(ValueError, match="TransformerConfig .*num_kv_heads"):
         config(num_heads=4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="an even head_width, got 7"):
+    with pytest.raises(ValueError, match="TransformerConfig .*head_width"):
         config(head_width=7)
-    with pytest.raises(
-        ValueError, match="TransformerConfig expects width to be an integer above 0, got 0"
-    ):
+    with pytest.raises(ValueError, match="TransformerConfig expects width"):
         config(width=0)
-    with pytest.raises(ValueError, match="token_scores expects temperature > 0, got 0"):
+    with pytest.raises(ValueError, match="token_scores .*temperature"):
         funcrl.token_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0)

@@ -151,9 +151,9 @@ def test_a_second_derivative_is_refused():
         return grad(lambda w: (grad(lambda v: loss(h @ v))(w) ** 2).sum())(torch.eye(D).double())
 
     for ask in (grad(penalty), twice, jacrev(jacrev(loss)), norm_of_parameters):
-        with pytest.raises(RuntimeError, match="linear_scores has a first derivative only"):
+        with pytest.raises(RuntimeError, match="linear_scores .*derivative"):
             ask(hidden[0])
-    with pytest.raises(RuntimeError, match="linear_scores has a first derivative only"):
+    with pytest.raises(RuntimeError, match="linear_scores .*derivative"):
         vmap(grad(penalty))(hidden)
 
 
@@ -241,13 +241,13 @@ def test_a_batch_shares_one_gradient_of_the_weight():
 
 def test_bad_input_is_refused():
     weight, hidden, targets, _, _ = inputs()
-    with pytest.raises(ValueError, match="linear_scores expects temperature > 0, got 0"):
+    with pytest.raises(ValueError, match="linear_scores .*temperature"):
         funcrl.ops.linear_scores(hidden[0], weight, targets[0], 0.0)
-    with pytest.raises(ValueError, match="linear_scores expects chunk"):
+    with pytest.raises(ValueError, match="linear_scores .*chunk"):
         funcrl.ops.linear_scores(hidden[0], weight, targets[0], 1.0, 0)
-    with pytest.raises(ValueError, match="linear_scores expects targets"):
+    with pytest.raises(ValueError, match="linear_scores .*targets"):
         funcrl.ops.linear_scores(hidden[0], weight, targets[0, :3])
-    with pytest.raises(ValueError, match="logprob_fn expects chunk"):
+    with pytest.raises(ValueError, match="logprob_fn .*chunk"):
         funcrl.logprob_fn(tiny_model(), chunk=0)
 
 

@@ -242,17 +242,17 @@ def check_errors(args, transform):
 
 def test_bad_input_is_refused():
     q, k, v, _ = inputs(B)
-    with pytest.raises(ValueError, match=r"attend_flash expects q .* got \[3, 4, 7, 8\] and"):
+    with pytest.raises(ValueError, match=r"attend_flash .*q .*\[3, 4, 7, 8\]"):
         attend_flash(q, k[:, :1].expand(B, 3, 7, C), v)
-    with pytest.raises(ValueError, match="attend_flash expects q"):
+    with pytest.raises(ValueError, match="attend_flash .*q "):
         attend_flash(q[0, 0], k, v)
-    with pytest.raises(ValueError, match="attend_flash expects v of the shape of q"):
+    with pytest.raises(ValueError, match="attend_flash .* v .*shape"):
         attend_flash(q, k, v[..., :4])
-    with pytest.raises(ValueError, match="attend_flash expects k of the shape of q"):
+    with pytest.raises(ValueError, match="attend_flash .* k .*shape"):
         attend_flash(q, k[:, :, :5], v[:, :, :5])
-    with pytest.raises(TypeError, match="attend_flash expects v of torch.float64"):
+    with pytest.raises(TypeError, match="attend_flash .* v .*torch.float64"):
         attend_flash(q, k, v.float())
-    with pytest.raises(TypeError, match="attend_flash expects bfloat16 or float16 on cuda.* got"):
+    with pytest.raises(TypeError, match="attend_flash .*cuda.* got"):
         attend_flash(q.long(), k.long(), v.long())
 
 
@@ -300,9 +300,9 @@ def test_what_a_gpu_s_kernels_cannot_do_is_refused():
             for width, dtype in [(12, torch.bfloat16), (8, torch.float32), (264, torch.float16)]
         )
         for x in (narrow, wide):
-            with pytest.raises(ValueError, match="multiple of 8 and at most 256, got (12|264)"):
+            with pytest.raises(ValueError, match="attend_flash .*head width.* (12|264)"):
                 attend_flash(x, x, x)
-        with pytest.raises(TypeError, match="bfloat16 or float16 on cuda.*got torch.float32 on"):
+        with pytest.raises(TypeError, match="attend_flash .*cuda.*torch.float32"):
             attend_flash(single, single, single)
 
 
@@ -354,9 +354,9 @@ def test_attend_and_packed_rows_are_not_for_each_other():
     params = funcrl.init_params(model, seed=0)
     packed = funcrl.pack(random_case(length=16).rollout, funcrl.grpo(), length=16)
     row = tree.map(lambda leaf: leaf[0], packed)
-    with pytest.raises(ValueError, match="logprob_fn expects no attend.*got attend_flash"):
+    with pytest.raises(ValueError, match="logprob_fn .*attend.* attend_flash"):
         funcrl.logprob_fn(model, attend=attend_flash)(params, row)
-    with pytest.raises(TypeError, match="logprob_fn expects attend to be a function.*'flash'"):
+    with pytest.raises(TypeError, match="logprob_fn .*attend.* 'flash'"):
         funcrl.logprob_fn(model, attend="flash")
 
 
@@ -450,7 +450,7 @@ def test_the_benchmark_compares_equal_things_with_flash_on_both_sides():
     for other in functions[1:]:
         for name, leaf in other().grads.items():
             assert (leaf - ordinary[name]).abs().max() <= 1e-5 * ordinary[name].abs().max(), name
-    with pytest.raises(ValueError, match="bench step expects dtype bfloat16 with attend flash"):
+    with pytest.raises(ValueError, match="bench step .*dtype .*attend"):
         bench.StepBenchConfig(attend="flash", device="cuda")
 
 
@@ -465,7 +465,7 @@ def test_training_takes_the_option():
         assert (FORWARD in {node.target for node in gm.graph.nodes}) == (attend == "flash")
         runs[attend] = built.model_fn(params, batch)
     close(runs["flash"], runs["native"])
-    with pytest.raises(ValueError, match="train expects --dtype bfloat16 with --attend flash"):
+    with pytest.raises(ValueError, match="train .*--dtype .*--attend"):
         config.TrainConfig(attend="flash", device="cuda")
-    with pytest.raises(TypeError, match="TrainConfig expects attend to be 'native' or 'flash'"):
+    with pytest.raises(ValueError, match="train .*--attend"):
         config.TrainConfig(attend="fast")

@@ -145,7 +145,7 @@ def test_weight_decay_mask():
         tx = optim.sgd(0.5, weight_decay=0.1, mask=mask)
         updates, _ = tx.update(zero, tx.init(params), params)
         assert (updates["w"].item(), updates["b"].item()) == (pytest.approx(-0.05), 0.0)
-    with pytest.raises(ValueError, match="masked expects trees of one structure, got 'b'"):
+    with pytest.raises(ValueError, match="masked .*structure.* 'b'"):
         optim.masked(optim.sgd(0.1), {"w": True}).init(params)
 
 
@@ -168,7 +168,7 @@ def test_clip_by_global_norm():
     assert torch.equal(clip.update(grads, clip.init(grads), grads)[0]["a"], torch.tensor([3.0]))
     zero = tree.zeros_like(grads)
     assert torch.equal(clip.update(zero, clip.init(zero), zero)[0]["a"], torch.tensor([0.0]))
-    with pytest.raises(ValueError, match="clip_by_global_norm expects max_norm > 0, got 0"):
+    with pytest.raises(ValueError, match="clip_by_global_norm .*max_norm"):
         optim.clip_by_global_norm(0)
 
 
@@ -224,9 +224,9 @@ def test_a_number_is_replaced_in_the_state_and_a_schedule_is_not():
     assert optim.current_learning_rate(state) == 0.5
     halves = [optim.masked(optim.sgd(0.1), lambda path, leaf: True)] * 2
     for other in (optim.adamw(optim.constant(0.1)), optim.chain(*halves), optim.scale_by_adam()):
-        with pytest.raises(ValueError, match="with_learning_rate expects .* one optimizer"):
+        with pytest.raises(ValueError, match="with_learning_rate .*optimizer"):
             optim.with_learning_rate(other.init(params), 0.1)
-    with pytest.raises(ValueError, match="with_learning_rate expects .* learning_rate"):
+    with pytest.raises(ValueError, match="with_learning_rate .*learning_rate"):
         optim.with_learning_rate(state, -1.0)
 
 
@@ -323,23 +323,23 @@ def test_large_finite_gradients_are_not_skipped():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"scale_by_adam expects 0 <= betas\[1\] < 1, got 1.0"):
+    with pytest.raises(ValueError, match=r"adamw .*betas\[1\]"):
         optim.adamw(1e-3, betas=(0.9, 1.0))
-    with pytest.raises(ValueError, match="learning_rate <= inf, got -1"):
+    with pytest.raises(ValueError, match="sgd .*learning_rate"):
         optim.sgd(-1)
-    with pytest.raises(ValueError, match=r"nesterov=True\) expects momentum > 0"):
+    with pytest.raises(ValueError, match="sgd.*nesterov.* momentum"):
         optim.sgd(0.1, nesterov=True)
-    with pytest.raises(ValueError, match="got none; does a mask select none"):
+    with pytest.raises(ValueError, match="init .*parameter.* mask"):
         optim.masked(optim.adamw(1e-3), lambda path, leaf: False).init(start())
-    with pytest.raises(ValueError, match="apply_updates expects trees of one structure, got 'v'"):
+    with pytest.raises(ValueError, match="apply_updates .*structure.* 'v'"):
         optim.apply_updates({"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)})
-    with pytest.raises(ValueError, match="adjust to be one of 'original', 'match_rms_adamw'"):
+    with pytest.raises(ValueError, match="muon .*adjust"):
         optim.muon(0.1, adjust="best")
-    with pytest.raises(ValueError, match="trace expects 0.0 <= momentum <= 1.0, got 2.0"):
+    with pytest.raises(ValueError, match="sgd .*momentum"):
         optim.sgd(0.1, momentum=2.0)
-    with pytest.raises(ValueError, match="cosine expects 0.0 <= initial <= inf, got -1"):
+    with pytest.raises(ValueError, match="cosine .*initial"):
         optim.cosine(-1, 0.0, 5)
-    with pytest.raises(ValueError, match="warmup expects steps to be an integer above 0"):
+    with pytest.raises(ValueError, match="warmup .*steps"):
         optim.warmup(0, then=optim.constant(1.0))
 
 
@@ -360,7 +360,7 @@ ROWS = optim.stateless(lambda grads, params: tree.map(lambda leaf: leaf[:1], gra
     ],
 )
 def test_updates_of_another_shape_are_refused_by_name(function, tx):
-    with pytest.raises(ValueError, match=f"^{function} expects .* at '[aw]', got"):
+    with pytest.raises(ValueError, match=f"^{function} .* '[aw]'"):
         optim.apply_updates(SQUARE, tx.update(SQUARE, tx.init(SQUARE), SQUARE)[0])
 
 
@@ -376,7 +376,7 @@ def test_updates_of_another_shape_are_refused_by_name(function, tx):
 def test_gradients_of_another_shape_are_refused_by_name(function, tx):
     """A column would be added to every column of the moments, whose shape it then has."""
     column = {**SQUARE, "w": torch.ones(2, 1)}
-    with pytest.raises(ValueError, match=rf"^{function} expects .* \[2, 2\] at 'w', got \[2, 1\]"):
+    with pytest.raises(ValueError, match=rf"^{function} .* 'w'.* \[2, 1\]"):
         tx.update(column, tx.init(SQUARE), SQUARE)
 
 
@@ -387,12 +387,12 @@ def test_a_state_of_another_shape_is_refused_by_name():
     tx = optim.skip_nonfinite(
         funcrl.GradientTransformation(lambda params: {"seen": torch.zeros(())}, update)
     )
-    with pytest.raises(ValueError, match=r"^skip_nonfinite .* state .* \[\] at 'seen', got \[3\]"):
+    with pytest.raises(ValueError, match=r"^skip_nonfinite .* state .* 'seen'.* \[3\]"):
         tx.update(SQUARE, tx.init(SQUARE), SQUARE)
 
 
 def test_a_schedule_returns_one_number():
-    with pytest.raises(ValueError, match=r"learning_rate to return one number, got .* \[3\]"):
+    with pytest.raises(ValueError, match=r"scale_by_learning_rate .*learning_rate.* \[3\]"):
         optim.sgd(lambda count: torch.ones(3)).init(SQUARE)
 
 

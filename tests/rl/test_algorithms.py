@@ -328,27 +328,25 @@ def test_kl_of_hand_computed_numbers():
 
 
 def test_tunables_are_refused_by_name():
-    with pytest.raises(
-        TypeError, match="dapo expects the arguments of its signature or kl, .* got 'beta'"
-    ):
+    with pytest.raises(TypeError, match="dapo .*kl.* got 'beta'"):
         funcrl.dapo(beta=0.1)
-    with pytest.raises(ValueError, match="kl_estimator to be one of 'k1'.*got 'k9'"):
+    with pytest.raises(ValueError, match="grpo .*kl_estimator"):
         funcrl.grpo(kl_estimator="k9")
-    with pytest.raises(ValueError, match="grpo expects level to be one of 'token', 'sequence'"):
+    with pytest.raises(ValueError, match="grpo .*level"):
         funcrl.grpo(level="word")
-    with pytest.raises(ValueError, match="gspo expects scale_rewards to be one of"):
+    with pytest.raises(ValueError, match="gspo .*scale_rewards"):
         funcrl.gspo(scale_rewards="std")
-    with pytest.raises(ValueError, match="dual_clip > 1 \\+ high"):
+    with pytest.raises(ValueError, match="clipped .*dual_clip"):
         funcrl.grpo(dual_clip=1.0)
-    with pytest.raises(ValueError, match="0.0 <= low <= 1.0, got -0.1"):
+    with pytest.raises(ValueError, match="clipped .*low"):
         funcrl.grpo(clip=(-0.1, 0.2))
-    with pytest.raises(TypeError, match="grpo expects clip to be a pair .*, got 0.2"):
+    with pytest.raises(TypeError, match="grpo .*clip"):
         funcrl.grpo(clip=0.2)
-    with pytest.raises(TypeError, match="sapo expects temperature to be a pair"):
+    with pytest.raises(TypeError, match="sapo .*temperature"):
         funcrl.sapo(temperature=(1.0, 2.0, 3.0))
-    with pytest.raises(TypeError, match="rloo expects correction to be a function or None"):
+    with pytest.raises(TypeError, match="rloo .*correction"):
         funcrl.rloo(correction=3.0)
     case, algorithm = random_case(), funcrl.grpo(kl=0.1)
     batch = funcrl.collate(case.rollout, algorithm)
-    with pytest.raises(ValueError, match="expects ref_logprobs in the batch"):
+    with pytest.raises(ValueError, match="penalty.*ref_logprobs"):
         eager(algorithm, case.params, batch)

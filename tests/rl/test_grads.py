@@ -158,24 +158,22 @@ def test_noise_scale_is_unbiased():
 def test_noise_scale_without_signal_is_infinite():
     opposite = funcrl.GradientMoments({"w": torch.zeros(1)}, torch.tensor(2.0), 2)
     assert funcrl.noise_scale(opposite).scale == torch.inf
-    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+    with pytest.raises(ValueError, match="noise_scale .* 1"):
         funcrl.noise_scale(opposite._replace(num_samples=1))
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="clip_per_sample expects max_norm > 0, got -1"):
+    with pytest.raises(ValueError, match="clip_per_sample .*max_norm"):
         funcrl.clip_per_sample(-1)
-    with pytest.raises(
-        ValueError, match="per_sample_grad expects chunk to be an integer above 0, got 0"
-    ):
+    with pytest.raises(ValueError, match="per_sample_grad .*chunk"):
         funcrl.per_sample_grad(loss_fn, chunk=0)
-    with pytest.raises(ValueError, match="per_sample_grad expects at least one row"):
+    with pytest.raises(ValueError, match="per_sample_grad .*empty"):
         funcrl.per_sample_grad(loss_fn)(PARAMS, tree.map(lambda leaf: leaf[:0], BATCH))
     uneven = BATCH._replace(mask=BATCH.mask[:3])
-    with pytest.raises(ValueError, match="leaves of one leading axis B, got .*'mask': 3"):
+    with pytest.raises(ValueError, match="per_sample_grad .*'mask': 3"):
         funcrl.per_sample_grad(loss_fn)(PARAMS, uneven)
     dropped = grads.summed_gradient(aux_loss_fn, lambda g: {"embed.weight": g["embed.weight"]})
-    with pytest.raises(ValueError, match="per_sample expects trees of one structure"):
+    with pytest.raises(ValueError, match="summed_gradient's per_sample .*structure"):
         dropped(PARAMS, BATCH)
 
 
@@ -193,12 +191,10 @@ def test_per_sample_gradients_keep_their_axes(reduced):
     def transform(gradients):
         return tree.map(reduced, gradients)
 
-    with pytest.raises(
-        ValueError, match=r"summed_gradient's per_sample expects .* at '\w+.*', got"
-    ):
+    with pytest.raises(ValueError, match=r"summed_gradient's per_sample .* '\w+.*'"):
         grads.summed_gradient(aux_loss_fn, transform)(PARAMS, BATCH)
     step = funcrl.grpo_step(MODEL_FN, per_sample=transform)
-    with pytest.raises(ValueError, match="grpo_step's per_sample expects"):
+    with pytest.raises(ValueError, match="grpo_step's per_sample "):
         step(step.init(PARAMS), BATCH)
 
 
@@ -219,12 +215,12 @@ def test_a_loss_is_one_number():
     def two_and_metrics(params, sample):
         return two(params, sample), funcrl.Metrics({}, {}, {}, {})
 
-    with pytest.raises(ValueError, match=r"per_sample_grad expects the loss .* \[\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"per_sample_grad .*loss .* \[2\]"):
         funcrl.per_sample_grad(two)(PARAMS, BATCH)
-    with pytest.raises(ValueError, match="gradient_moments expects the loss of a sample"):
+    with pytest.raises(ValueError, match="gradient_moments .*loss"):
         funcrl.gradient_moments(two)(PARAMS, BATCH)
     for per_sample in (None, lambda g: g):
-        with pytest.raises(ValueError, match="summed_gradient expects the loss of a sample"):
+        with pytest.raises(ValueError, match="summed_gradient .*loss"):
             grads.summed_gradient(two_and_metrics, per_sample)(PARAMS, BATCH)
 
 

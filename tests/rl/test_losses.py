@@ -111,9 +111,9 @@ def test_the_reference_is_reported_even_when_it_costs_nothing():
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ValueError, match="k1 expects ref_logprobs of the shape of logprobs"):
+    with pytest.raises(ValueError, match="k1 expects ref_logprobs"):
         losses.k1(torch.zeros(3), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"k3 expects logprobs of shape \[T\], got \[2, 3\]"):
+    with pytest.raises(ValueError, match="k3 expects logprobs .*shape"):
         losses.k3(torch.zeros(2, 3), torch.zeros(2, 3))
 
 

@@ -91,13 +91,13 @@ def test_any_micro_batches_report_the_same(per_sample):
 
 
 def test_reports_that_cannot_be_merged_are_refused():
-    with pytest.raises(ValueError, match="merge expects at least one report"):
+    with pytest.raises(ValueError, match="merge .*report"):
         metrics.merge([])
     with pytest.raises(ValueError, match="merge .* weight"):
         metrics.merge([report(1.0)], weights=[1, 2])
-    with pytest.raises(ValueError, match="merge"):
+    with pytest.raises(ValueError, match="merge .*structure"):
         metrics.merge([report(1.0), report(1.0)._replace(means={})])
-    with pytest.raises(TypeError, match="reports"):
+    with pytest.raises(TypeError, match="merge .*reports"):
         metrics.merge(report(1.0).sums)
 
 
@@ -122,5 +122,5 @@ def test_weights_are_added_in_float64():
 
 def test_a_name_in_two_fields_is_refused():
     x = torch.tensor(1.0)
-    with pytest.raises(ValueError, match=r"to_floats expects .*'entropy'"):
+    with pytest.raises(ValueError, match="to_floats .*'entropy'"):
         metrics.to_floats(funcrl.Metrics({"entropy": x}, {"entropy": x}, {}, {}))

@@ -31,7 +31,7 @@ def test_equal_rewards_give_exactly_zero():
 def test_a_group_of_one():
     assert torch.equal(advantages.standardize(f64(3)), f64(0))
     assert torch.equal(advantages.center(f64(3)), f64(0))
-    with pytest.raises(ValueError, match="at least 2 rewards in a group, got 1"):
+    with pytest.raises(ValueError, match="leave_one_out .* 1"):
         advantages.leave_one_out(f64(3))
 
 
@@ -110,9 +110,9 @@ def test_advantages_of_large_rewards_under_vmap_and_in_a_trace():
 
 @pytest.mark.parametrize("group", [torch.zeros(4), torch.full((4,), torch.nan), torch.ones(4) > 0])
 def test_groups_are_integers(group):
-    with pytest.raises(TypeError, match="by_group expects group of torch.int64, got"):
+    with pytest.raises(TypeError, match="by_group .*group.* torch.int64"):
         advantages.by_group(advantages.center)(torch.arange(4.0), group)
-    with pytest.raises(TypeError, match="standardize_by_batch expects group of torch.int64, got"):
+    with pytest.raises(TypeError, match="standardize_by_batch .*group.* torch.int64"):
         advantages.standardize_by_batch(torch.arange(4.0), group)
     rollout = random_case(prompts=2, samples=2).rollout._replace(group=group)
     for function in (
@@ -122,10 +122,10 @@ def test_groups_are_integers(group):
         funcrl.drop_zero_variance,
         funcrl.metrics.describe_rollout,
     ):
-        with pytest.raises(TypeError, match="expects rollout.group of torch.int64, got"):
+        with pytest.raises(TypeError, match="rollout.group.* torch.int64"):
             function(rollout)
     versions = torch.zeros(4)
-    with pytest.raises(TypeError, match="expects rollout.policy_version of torch.int64"):
+    with pytest.raises(TypeError, match="rollout.policy_version.* torch.int64"):
         funcrl.collate(
             random_case(prompts=2, samples=2).rollout._replace(policy_version=versions),
             funcrl.grpo(),
@@ -155,7 +155,7 @@ MASK = torch.ones(3, dtype=torch.bool)
     ],
 )
 def test_columns_are_not_broadcast_to_squares(name, call):
-    with pytest.raises(ValueError, match=f"^{name} expects .* of the shape of"):
+    with pytest.raises(ValueError, match=f"^{name} .* shape"):
         call()
 
 
@@ -178,15 +178,11 @@ def test_nothing_sampled_has_weight_zero(rule):
 
 
 def test_weights_refuse_bad_masks():
-    with pytest.raises(
-        TypeError, match=r"token_mean expects mask of torch.bool, got torch.float32"
-    ):
+    with pytest.raises(TypeError, match="token_mean .*mask.* torch.bool"):
         aggregation.token_mean(torch.zeros(2, 3))
-    with pytest.raises(
-        ValueError, match=r"sequence_mean expects mask of shape \[B, T\], got \[3\]"
-    ):
+    with pytest.raises(ValueError, match="sequence_mean .*mask.* shape"):
         aggregation.sequence_mean(torch.zeros(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="constant expects length > 0, got 0"):
+    with pytest.raises(ValueError, match="constant .*length"):
         aggregation.constant(torch.zeros(2, 3, dtype=torch.bool), 0)
 
 
@@ -194,13 +190,11 @@ def test_several_rewards():
     named = {"right": f64(1, 0), "format": f64(1, 1)}
     assert torch.equal(rewards.weighted_sum(named), f64(2, 1))
     assert torch.equal(rewards.weighted_sum(named, {"right": 2.0, "format": -1.0}), f64(1, -1))
-    with pytest.raises(
-        ValueError, match=r"a weight for each of \['format', 'right'\], got \['x'\]"
-    ):
+    with pytest.raises(ValueError, match="weighted_sum .*weights"):
         rewards.weighted_sum(named, {"x": 1.0})
-    with pytest.raises(ValueError, match="got nan from 'format' in row 1"):
+    with pytest.raises(ValueError, match="weighted_sum .* nan .*'format'.* row 1"):
         rewards.weighted_sum({"right": f64(1, 0), "format": f64(1, float("nan"))})
-    with pytest.raises(ValueError, match="at least one named reward"):
+    with pytest.raises(ValueError, match="weighted_sum .*reward"):
         rewards.weighted_sum({})
 
 
@@ -211,7 +205,7 @@ def test_soft_overlong_by_hand():
         rewards.soft_overlong(lengths, max_length=12, cache=4),
         torch.tensor([0.0, -0.25, -0.75, -1.0, -1.0]),
     )
-    with pytest.raises(ValueError, match="soft_overlong expects 1 <= cache <= 12, got 13"):
+    with pytest.raises(ValueError, match="soft_overlong .*cache"):
         rewards.soft_overlong(lengths, max_length=12, cache=13)
 
 
@@ -238,9 +232,9 @@ def test_corrections_by_hand():
     assert torch.allclose(by_sequence, f64(2, 2, 2))  # 4 * 0.5; the third is not sampled
     kept = ratios.masked(3.0, floor=0.6, level="token")(log_ratio, mask, ())
     assert torch.equal(kept, f64(0, 0, 0))
-    with pytest.raises(ValueError, match="truncated expects cap > 0, got 0"):
+    with pytest.raises(ValueError, match="truncated .*cap"):
         ratios.truncated(0)
-    with pytest.raises(ValueError, match="masked expects level to be one of"):
+    with pytest.raises(ValueError, match="masked .*level"):
         ratios.masked(level="row")
 
 

@@ -244,7 +244,7 @@ def test_a_python_number_in_an_optimizers_state_is_named(first):
 
     optimizer = funcrl.GradientTransformation(lambda params: {"n": {"updates": first}}, update)
     step = funcrl.grpo_step(MODEL_FN, optimizer=optimizer)
-    with pytest.raises(TypeError, match=r"state, got int at 'n\.updates'"):
+    with pytest.raises(TypeError, match=r"state.* 'n\.updates'"):
         step(step.init(PARAMS), BATCH)
 
 
@@ -319,7 +319,7 @@ def test_packing_does_not_change_the_loss(name):
     got, packed_metrics = step(state, packed)
     assert close(got, expected, 1e-14)
     assert close(packed_metrics, metrics, 1e-14)
-    with pytest.raises(TypeError, match="expects a Batch, one sample a row"):
+    with pytest.raises(TypeError, match="grpo_step.*per_sample.* PackedBatch"):
         funcrl.grpo_step(cell_model, per_sample=lambda g: g)(state, packed)
 
 
@@ -438,47 +438,43 @@ def test_the_state_is_a_copy():
 
 
 def test_bad_arguments_are_refused_at_once():
-    with pytest.raises(TypeError, match="got the module Linear; make one by funcrl.logprob_fn"):
+    with pytest.raises(TypeError, match="grpo_step .*model_fn.* Linear"):
         funcrl.grpo_step(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="algorithm to be an Algorithm .* the function dapo"):
+    with pytest.raises(TypeError, match="grpo_step .*algorithm.* dapo"):
         funcrl.grpo_step(MODEL_FN, algorithm=funcrl.dapo)
-    with pytest.raises(TypeError, match="optimizer to be a Gradient.* the class AdamW"):
+    with pytest.raises(TypeError, match="grpo_step .*optimizer.* AdamW"):
         funcrl.grpo_step(MODEL_FN, optimizer=torch.optim.AdamW)
-    with pytest.raises(TypeError, match="per_sample to be a function or None, got 1.0"):
+    with pytest.raises(TypeError, match="grpo_step .*per_sample"):
         funcrl.grpo_step(MODEL_FN, per_sample=1.0)
-    with pytest.raises(TypeError, match="prepare to be a function or None, got 0.2"):
+    with pytest.raises(TypeError, match="grpo_step .*prepare"):
         funcrl.grpo_step(MODEL_FN, prepare=0.2)
     step = funcrl.grpo_step(lambda params, sample: params["norm.weight"])
-    with pytest.raises(
-        TypeError, match=r"model_fn to return TokenScores\(logprobs, entropy\), got Tensor"
-    ):
+    with pytest.raises(TypeError, match="grpo_step .*model_fn.* Tensor"):
         step(step.init(PARAMS), BATCH)
 
 
 def test_bad_batches_are_refused_by_name():
     step = funcrl.grpo_step(MODEL_FN)
     state = step.init(PARAMS)
-    with pytest.raises(ValueError, match="grpo_step expects at least one row and one token"):
+    with pytest.raises(ValueError, match=r"grpo_step .* \[0, 7\]"):
         step(state, tree.map(lambda leaf: leaf[:0], BATCH))
-    with pytest.raises(ValueError, match=r"batch.mask of the shape of batch.tokens, \[6, 7\]"):
+    with pytest.raises(ValueError, match="grpo_step .*batch.mask.* shape"):
         step(state, BATCH._replace(mask=BATCH.mask[:, :3]))
-    with pytest.raises(ValueError, match=r"batch.tokens of shape \[B, T\], got \[7\]"):
+    with pytest.raises(ValueError, match="grpo_step .*batch.tokens.* shape"):
         step(state, tree.map(lambda leaf: leaf[0], BATCH))
-    with pytest.raises(TypeError, match=r"batch.mask of torch.bool, got torch.int64"):
+    with pytest.raises(TypeError, match="grpo_step .*batch.mask.* torch.bool"):
         step(state, BATCH._replace(mask=BATCH.mask.long()))
-    with pytest.raises(TypeError, match="update expects batch to be a Batch or a PackedBatch"):
+    with pytest.raises(TypeError, match="grpo_step's update .*batch"):
         step(state, BATCH._asdict())
-    with pytest.raises(TypeError, match="batch.advantages to be a tensor, got"):
+    with pytest.raises(TypeError, match="grpo_step's update .*batch.advantages"):
         step(state, BATCH._replace(advantages=()))
-    with pytest.raises(ValueError, match="init expects a non-empty dict of tensors"):
+    with pytest.raises(ValueError, match="grpo_step's init .*{}"):
         step.init({})
-    with pytest.raises(TypeError, match="floating-point parameters with values, got 'w' of"):
+    with pytest.raises(TypeError, match="grpo_step's init .*'w'"):
         step.init({"w": torch.zeros(2, device="meta")})
-    with pytest.raises(ValueError, match="got none for 'norm.weight'"):
+    with pytest.raises(ValueError, match="functional .*'norm.weight'"):
         step(step.init({k: v for k, v in PARAMS.items() if k != "norm.weight"}), BATCH)
-    with pytest.raises(
-        ValueError, match="grpo_step expects microbatch to be an integer above 0, got 0"
-    ):
+    with pytest.raises(ValueError, match="grpo_step .*microbatch"):
         funcrl.grpo_step(MODEL_FN, microbatch=0)
 
 
@@ -494,9 +490,9 @@ def test_a_model_that_scores_no_token_each_is_refused_by_name(reshape):
     case = random_case()
     batch, model_fn = funcrl.collate(case.rollout, funcrl.grpo()), model_of(reshape)
     step = funcrl.grpo_step(model_fn)
-    with pytest.raises(ValueError, match="policy_loss expects scores.logprobs of the shape of"):
+    with pytest.raises(ValueError, match="policy_loss .*scores.logprobs.* shape"):
         step(step.init(case.params), batch)
-    with pytest.raises(ValueError, match=r"score expects model_fn\(...\).logprobs of the shape of"):
+    with pytest.raises(ValueError, match=r"score .*model_fn\(...\).logprobs.* shape"):
         funcrl.score(model_fn, case.params, batch)
 
 
@@ -522,15 +518,13 @@ def test_parts_of_an_algorithm_return_a_number_for_each_token(part, field, wrong
     algorithm = right._replace(**{part: changed})
     batch = funcrl.collate(case.rollout, algorithm, case.ref_logprobs)
     step = funcrl.grpo_step(table_model, algorithm=algorithm)
-    with pytest.raises(
-        ValueError, match=rf"policy_loss expects algorithm.{part}\(...\).{field} of"
-    ):
+    with pytest.raises(ValueError, match=rf"policy_loss .*algorithm.{part}\(...\).{field} .*shape"):
         step(step.init(case.params), batch)
     bare = right._replace(
         **{part: lambda *args: wrong(args[0].logprobs if part == "penalty" else args[0])}
     )
     step = funcrl.grpo_step(table_model, algorithm=bare)
-    with pytest.raises(TypeError, match=rf"policy_loss expects algorithm.{part}\(...\) to be a"):
+    with pytest.raises(TypeError, match=rf"policy_loss .*algorithm.{part}\(...\) "):
         step(step.init(case.params), batch)
 
 
@@ -541,7 +535,7 @@ def test_what_prepare_returns_is_a_batch(name, wrong):
         return batch._replace(**{name: wrong(getattr(batch, name))})
 
     step = funcrl.grpo_step(MODEL_FN, prepare=prepare)
-    with pytest.raises(ValueError, match=rf"grpo_step\(prepare=...\) expects batch.{name} of"):
+    with pytest.raises(ValueError, match=rf"grpo_step\(prepare=...\) .*batch.{name} "):
         step(step.init(PARAMS), BATCH)
 
 
@@ -549,7 +543,7 @@ def test_what_prepare_returns_is_a_batch(name, wrong):
 def test_an_optimizers_updates_have_the_shapes_of_the_parameters(wrong):
     tx = optim.stateless(lambda grads, params: tree.map(wrong, grads))
     step = funcrl.grpo_step(MODEL_FN, optimizer=tx)
-    with pytest.raises(ValueError, match=r"grpo_step expects the optimizer's updates .* at '\w+\."):
+    with pytest.raises(ValueError, match=r"grpo_step .*updates .* '\w+\."):
         step(step.init(PARAMS), BATCH)
 
 
@@ -561,36 +555,36 @@ def test_corrections_return_a_number_for_each_token():
 
     square = tiny_batch(rows=6, length=6)
     scores = funcrl.TokenScores(torch.zeros(6, 6).double(), torch.zeros(6, 6).double())
-    with pytest.raises(ValueError, match=r"recenter expects correction\(...\) of the shape of"):
+    with pytest.raises(ValueError, match=r"recenter .*correction\(...\)"):
         funcrl.recenter(of_row)(scores, square)
     row = torch.zeros(6)
-    with pytest.raises(ValueError, match=r"corrected expects correction\(...\) of the shape of"):
+    with pytest.raises(ValueError, match=r"corrected .*correction\(...\)"):
         funcrl.ratios.corrected(funcrl.ratios.token, of_row)(row, row, row == 0, ())
 
 
 def test_bad_rollouts_are_refused_by_name():
     rollout = random_case().rollout
-    with pytest.raises(ValueError, match="collate expects finite rewards, got nan in row 0"):
+    with pytest.raises(ValueError, match="collate .*rewards.* nan .* row 0"):
         funcrl.collate(rollout._replace(rewards=rollout.rewards * torch.nan), funcrl.grpo())
     holed = torch.where(rollout.mask, torch.nan, 0.0)
-    with pytest.raises(ValueError, match="finite ref_logprobs inside the mask, got nan in row 0"):
+    with pytest.raises(ValueError, match="collate .*ref_logprobs.* nan .* row 0"):
         funcrl.collate(rollout, funcrl.grpo(), holed)
-    with pytest.raises(ValueError, match="collate expects at least one row"):
+    with pytest.raises(ValueError, match=r"collate .*rollout.tokens.* \[0, "):
         funcrl.collate(funcrl.Rollout(*(field[:0] for field in rollout)), funcrl.grpo())
-    with pytest.raises(ValueError, match="rollout.rewards of the shape of rollout's rows"):
+    with pytest.raises(ValueError, match="collate .*rollout.rewards"):
         funcrl.collate(rollout._replace(rewards=rollout.rewards[:3]), funcrl.grpo())
     skewed = funcrl.grpo(weight=lambda mask, dtype: torch.ones((), dtype=dtype))
-    with pytest.raises(ValueError, match=r"algorithm.weight\(...\) of the shape of rollout.mask"):
+    with pytest.raises(ValueError, match=r"collate .*algorithm.weight\(...\)"):
         funcrl.collate(rollout, skewed)
-    with pytest.raises(TypeError, match="rollout.tokens of torch.int64, got torch.float32"):
+    with pytest.raises(TypeError, match="collate .*rollout.tokens"):
         funcrl.collate(rollout._replace(tokens=rollout.tokens.float()), funcrl.grpo())
-    with pytest.raises(TypeError, match=r"pack expects length .*, got 12\.0"):
+    with pytest.raises(TypeError, match="pack .*length"):
         funcrl.pack(rollout, funcrl.grpo(), length=12.0)
-    with pytest.raises(ValueError, match="pack expects samples of at most 3 tokens, got"):
+    with pytest.raises(ValueError, match=r"pack .* 3 .* row \d"):
         funcrl.pack(rollout, funcrl.grpo(), length=3)
-    with pytest.raises(ValueError, match="rollout.policy_version of the shape of rollout's rows"):
+    with pytest.raises(ValueError, match="collate .*rollout.policy_version"):
         funcrl.collate(rollout._replace(policy_version=torch.zeros(1).long()), funcrl.grpo())
-    with pytest.raises(ValueError, match="ref_logprobs of the shape of rollout.tokens"):
+    with pytest.raises(ValueError, match="collate .*ref_logprobs.* shape"):
         funcrl.collate(rollout, funcrl.grpo(), torch.zeros(2, 2))
 
 
@@ -600,9 +594,7 @@ def test_a_rollout_without_any_behavior_logprob_is_refused(bad):
     rollout = random_case().rollout
     none = rollout._replace(behavior_logprobs=torch.full_like(rollout.behavior_logprobs, bad))
     for make in (funcrl.collate, lambda *args: funcrl.pack(*args, length=20)):
-        with pytest.raises(
-            ValueError, match=r"behavior_logprobs .* got none for \d+; .*policy_log"
-        ):
+        with pytest.raises(ValueError, match=rr"collate .*behavior_logprobs.*Samples\.policy_logprobs"):
             make(none, funcrl.grpo())
     # Nothing was sampled, or all of it is masked: there is nothing that could be finite.
     nothing = none._replace(mask=torch.zeros_like(rollout.mask))
@@ -625,7 +617,7 @@ def test_groups_that_teach_nothing_are_counted_and_dropped():
     assert kept.tokens.shape[0] == 8
     assert funcrl.metrics.describe_rollout(kept)["frac_reward_zero_std"] == 0
     empty = funcrl.drop_zero_variance(rollout._replace(rewards=rewards * 0))
-    with pytest.raises(ValueError, match="collate expects at least one row"):
+    with pytest.raises(ValueError, match="collate .*rollout.tokens"):
         funcrl.collate(empty, funcrl.grpo())
 
 
