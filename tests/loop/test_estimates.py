@@ -83,9 +83,14 @@ def test_majority():
     assert majority(["", ""], [False, False]) == 0.0
 
 
-def test_bad_input_is_refused():
-    for call in (lambda: pass_at(3, 4, 1), lambda: pass_at(3, 1, 4), lambda: interval([]),
-                 lambda: interval([2.0]), lambda: interval([0.5], 0),
-                 lambda: majority(["1"], [])):  # fmt: skip
-        with pytest.raises(ValueError, match="expects"):
-            call()
+@pytest.mark.parametrize(("call", "named"), [
+    (lambda: pass_at(3, 4, 1), "pass_at expects num_right"),
+    (lambda: pass_at(3, 1, 4), "pass_at expects k"),
+    (lambda: interval([]), "interval expects the number of values"),
+    (lambda: interval([2.0]), "interval expects a value"),
+    (lambda: interval([0.5], 0), "interval expects num_samples"),
+    (lambda: majority(["1"], []), "majority expects"),
+])  # fmt: skip
+def test_bad_input_is_refused(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()

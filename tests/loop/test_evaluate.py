@@ -61,7 +61,7 @@ def test_its_numbers_are_those_of_the_completions_it_writes(run, tmp_path):
         votes = [majority(t[:k], r[:k]) for t, r in zip(texts, right, strict=True)]
         assert result.majority_at[k] == pytest.approx(sum(votes) / 30)
     assert result.pass_at[6] >= result.pass_at[3] >= result.pass_at[1]
-    with pytest.raises(FileExistsError, match="evaluate expects --out to be a new file"):
+    with pytest.raises(FileExistsError, match="evaluate expects --out"):
         funcrl.evaluate(config)
 
 
@@ -87,36 +87,36 @@ def test_the_command_prints_it_and_writes_it(run, tmp_path, capsys):
         assert name in listed
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"num_samples": 2}, "--temperature above 0"), ({"ks": (2,)}, "--ks"),
+@pytest.mark.parametrize(("options", "option"), [
+    ({"num_samples": 2}, "--temperature"), ({"ks": (2,)}, "--ks"),
     ({"num_prompts": 0}, "--num-prompts"), ({"temperature": -1.0}, "--temperature"),
     ({"top_p": 2.0}, "--top-p"), ({"top_p": 0.0}, "--top-p"), ({"top_k": -1}, "--top-k"),
     ({"max_tokens": 0}, "--max-tokens"), ({"slots": 0}, "--slots"), ({"threads": 0}, "--threads"),
     ({"seed": -1}, "--seed"), ({"run": Path("a"), "model": "micro"}, "--run or --model"),
 ])  # fmt: skip
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=f"evaluate expects .*{message}"):
+def test_bad_options_are_refused(options, option):
+    with pytest.raises(ValueError, match=f"evaluate expects .*{option}"):
         EvalConfig(**options)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="evaluate expects --run to name the folder"):
+    with pytest.raises(FileNotFoundError, match="evaluate expects --run"):
         funcrl.evaluate(EvalConfig(run=Path(tmp_path)))
     assert torch.is_grad_enabled()
 
 
 def test_what_it_cannot_do_is_said_in_its_own_name(run, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for options, message in (
-        ({"model": "nope"}, "evaluate expects --model to be one of"),
-        ({"device": "cuda"}, "evaluate expects --device cpu"),
-        ({"system_prompt": "Be brief."}, "evaluate expects --system-prompt with pretrained"),
+    for options, option in (
+        ({"model": "nope"}, "--model"),
+        ({"device": "cuda"}, "--device"),
+        ({"system_prompt": "Be brief."}, "--system-prompt"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"evaluate expects {option}"):
             funcrl.evaluate(EvalConfig(**options))
-    with pytest.raises(TypeError, match="EvalConfig expects run to be a Path or None"):
+    with pytest.raises(TypeError, match="EvalConfig expects run"):
         EvalConfig(run="runs/a")
-    with pytest.raises(ValueError, match="evaluate expects task= or --task, got both"):
+    with pytest.raises(ValueError, match="evaluate expects task= or --task"):
         funcrl.evaluate(EvalConfig(run=run[0], task="countdown"), task=SumDigits())
 
 
@@ -243,7 +243,7 @@ def spelled_run(folder, **options):
 def test_a_run_is_evaluated_as_it_was_trained(say, tmp_path):
     """With its ways to draw, its weights and its task; completions say of which step they are."""
     folder = spelled_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="evaluate expects task=, the object 'spelled' that"):
+    with pytest.raises(ValueError, match="evaluate expects task=.*'spelled'"):
         funcrl.evaluate(EvalConfig(run=folder))
     told = say("7", "3", "2")
     out = tmp_path / "out.jsonl"
@@ -275,7 +275,7 @@ def test_a_reward_that_raises_stops_or_is_left_out_as_in_the_run(say, tmp_path):
         funcrl.evaluate(EvalConfig(out=out, **sampled), task=Spelled())
     assert [row["completion"] for row in runs.read_lines(out)] == ["7", "7", "8", "=", "9", "2"]
     say("7", "=", "8", "=", "=", "9")
-    with pytest.raises(RewardError, match="evaluate expects a prompt without errors, got none"):
+    with pytest.raises(RewardError, match="evaluate expects a prompt"):
         funcrl.evaluate(EvalConfig(run=folder, **sampled), task=Spelled())
 
 
@@ -285,7 +285,7 @@ def test_a_task_that_has_become_another_is_refused(run, tmp_path):
     facts = runs.read_facts(folder)
     assert facts["task"] == "sum_digits"
     (folder / runs.ENVIRONMENT).write_text(json.dumps(facts | {"task": "older"}))
-    with pytest.raises(ValueError, match="evaluate expects the task 'older', which .*'sum_digits'"):
+    with pytest.raises(ValueError, match="evaluate expects the task 'older'.*'sum_digits'.*--task"):
         funcrl.evaluate(EvalConfig(run=folder))
 
 

@@ -179,7 +179,7 @@ def test_an_interrupt_saves_the_last_whole_step(tmp_path):
                      task=Interrupting(), view=Notes(notes))  # fmt: skip
     assert f"Saved step 3 in {tmp_path / 'run' / 'checkpoints'}" in notes[-1]
     assert f"--resume {tmp_path / 'run'}" in notes[-1]
-    with pytest.raises(ValueError, match="train expects task=, the object 'sum_digits' that"):
+    with pytest.raises(ValueError, match="train expects task="):
         funcrl.train(small(tmp_path / "run", steps=6), resume=True)
     resumed = funcrl.train(small(tmp_path / "run", steps=6), task=SumDigits(), resume=True)
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
@@ -256,14 +256,14 @@ class Faulty(SumDigits):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raises", "The reward of 'faulty' raised RuntimeError: no judge for the completion"),
-        ("nan", "The reward 'correct' of 'faulty' is nan for the completion"),
-        ("inf", "The reward 'correct' of 'faulty' is inf for the completion"),
+        ("raises", "reward of 'faulty' raised RuntimeError"),
+        ("nan", "reward 'correct' of 'faulty' is nan"),
+        ("inf", "reward 'correct' of 'faulty' is inf"),
     ],
 )
 def test_a_failing_reward_stops_the_run_or_is_left_out_and_counted(tmp_path, fault, message):
     evaluation = EvaluationConfig(every=0)
-    with pytest.raises(RewardError, match=f"{message}.*--on-reward-error skip"):
+    with pytest.raises(RewardError, match=f"{message}.*--on-reward-error"):
         funcrl.train(small(tmp_path / "stop", evaluation=evaluation), task=Faulty(fault))
     config = small(tmp_path / "skip", evaluation=evaluation, on_reward_error="skip", num_prompts=8)
     notes = []
@@ -288,7 +288,7 @@ def test_several_rewards_are_weighted_and_logged_each(tmp_path):
     weights = {"correct": 0.0, "short": 1.0}
     rows = funcrl.train(small(tmp_path / "given", reward_weights=weights), task=Two()).history[1:]
     assert all(abs(row["reward"] - row["rewards/short/mean"]) <= 1e-6 for row in rows)
-    with pytest.raises(ValueError, match=r"a weight for each of \['correct', 'short'\]"):
+    with pytest.raises(ValueError, match="weighted_sum expects a weight.*'x'"):
         funcrl.train(small(tmp_path / "bad", reward_weights={"x": 1.0}), task=Two())
 
 
@@ -304,9 +304,9 @@ def test_a_task_without_prompts_and_a_prompt_too_long_are_refused(tmp_path):
         def prompts(self, seed, start, count):
             return [Prompt("1+" * 2100 + "1=", "3")] * count
 
-    with pytest.raises(ValueError, match="3 prompts .* from the task 'empty' .*, got 0"):
+    with pytest.raises(ValueError, match="train expects.*--num-prompts.*'empty'"):
         funcrl.train(small(tmp_path / "a"), task=Empty())
-    with pytest.raises(ValueError, match="fewer than the generator's context_length, got 4202"):
+    with pytest.raises(ValueError, match="generate expects.*context_length"):
         funcrl.train(small(tmp_path / "b"), task=Long())
 
 
@@ -316,7 +316,7 @@ def test_a_warm_start_needs_answers(tmp_path):
             return [Prompt("1+1+1=")] * count
 
     config = small(tmp_path / "run", warm_start=WarmStartConfig(steps=2))
-    with pytest.raises(ValueError, match=r"prompts with answers.*--warm-start.steps 0"):
+    with pytest.raises(ValueError, match=r"warm_start expects.*answers.*--warm-start\.steps"):
         funcrl.train(config, task=Unanswered())
 
 
@@ -324,10 +324,12 @@ def test_a_warm_start_needs_answers(tmp_path):
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     funcrl.train(small(tmp_path / "run"))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match=f"--resume {tmp_path / 'run'}"):
+    with pytest.raises(
+        FileExistsError, match=f"train expects.*--run-dir.*--resume {tmp_path / 'run'}"
+    ):
         funcrl.train(small(tmp_path / "run"))
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(FileNotFoundError, match="--resume to name the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="train expects --resume"):
         funcrl.train(small(tmp_path / "other"), resume=True)
 
 
@@ -408,35 +410,35 @@ def test_ones_own_task_is_a_file(tmp_path):
     task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")
     prompt = task.prompts(0, 0, 1)[0]
     assert task.reward(prompt, prompt.text[-2::-1]) == {"correct": 1.0}
-    with pytest.raises(ValueError, match=r"calculator, or your own as file.py:Name, got 'sums'"):
+    with pytest.raises(ValueError, match="load expects --task.*'sums'"):
         funcrl.tasks.load("sums")
-    with pytest.raises(FileNotFoundError, match="to name a file"):
+    with pytest.raises(FileNotFoundError, match=r"load expects --task no/such\.py"):
         funcrl.tasks.load("no/such.py:Task")
-    with pytest.raises(ValueError, match="to name an object"):
+    with pytest.raises(ValueError, match="load expects --task.*Nothing"):
         funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Nothing")
 
 
 def test_the_character_tokenizer_refuses_what_it_does_not_know():
     tokenizer = CharTokenizer("ab")
     assert tokenizer.decode(tokenizer.encode("abba")) == "abba"
-    with pytest.raises(ValueError, match="expects characters of 'ab', got 'c' in 'abc'"):
+    with pytest.raises(ValueError, match=r"CharTokenizer\.encode expects.*'c'"):
         tokenizer.encode("abc")
-    with pytest.raises(ValueError, match="each character once, got 'a' twice"):
+    with pytest.raises(ValueError, match="CharTokenizer expects.*'a' twice"):
         CharTokenizer("aba")
 
 
 def test_bad_options_are_refused_before_anything_is_made(tmp_path):
-    for options, message in [
+    for options, option in [
         ({"steps": 0}, "--steps"),
-        ({"num_generations": 1}, "--num-generations of at least 2"),
-        ({"num_minibatches": 5}, r"--num-minibatches to divide .* = 12, got 5"),
+        ({"num_generations": 1}, "--num-generations"),
+        ({"num_minibatches": 5}, "--num-minibatches"),
         ({"microbatch": 0}, "--microbatch"),
         ({"seed": -1}, "--seed"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"train expects {option}"):
             small(tmp_path / "run", **options)
     assert dataclasses.is_dataclass(TrainConfig)
-    with pytest.raises(ValueError, match="--model to be one of 'micro'"):
+    with pytest.raises(ValueError, match="train expects --model.*'huge'"):
         funcrl.train(small(tmp_path / "run", model="huge"))
     assert not (tmp_path / "run").exists()
 
@@ -476,7 +478,7 @@ def test_reinforce_learns_from_equal_rewards(tmp_path):
     options = {"algorithm": AlgorithmConfig(name="reinforce", kl=0.0), "num_generations": 1}
     rows = funcrl.train(small(tmp_path / "run", **options), task=Generous()).history
     assert all(row["num_tokens"] > 0 and row["grad_norm"] > 0 for row in rows[1:])
-    with pytest.raises(ValueError, match="--no-drop-zero-variance with reinforce"):
+    with pytest.raises(ValueError, match="train expects --no-drop-zero-variance"):
         small(tmp_path / "other", drop_zero_variance=True, **options)
 
 
@@ -536,7 +538,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
                 funcrl.train(small(tmp_path / "run", steps=9), task=Copy(), resume=True)
             return super().prompts(seed, start, count)
 
-    with pytest.raises(FileExistsError, match="--run-dir that no other run is writing to"):
+    with pytest.raises(FileExistsError, match="train expects.*--run-dir.*writing"):
         funcrl.train(small(tmp_path / "run"), task=Intruder())
     assert len(funcrl.train(small(tmp_path / "run"), task=Copy(), resume=True).history) == 5
 
@@ -566,11 +568,11 @@ def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
     folder = tmp_path / "run"
     funcrl.train(small(folder, algorithm=AlgorithmConfig(kl=0.0)))
     before = (folder / "config.yaml").read_text()
-    for options, message in (
-        ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, "--algorithm.kl 0"),
-        ({"algorithm": AlgorithmConfig(kl=0.0), "steps": 2}, "--steps of at least 4"),
+    for options, option in (
+        ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, r"--algorithm\.kl"),
+        ({"algorithm": AlgorithmConfig(kl=0.0), "steps": 2}, "--steps"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"train expects {option}"):
             funcrl.train(small(folder, **options), resume=True)
         assert (folder / "config.yaml").read_text() == before
 
@@ -619,7 +621,7 @@ def test_whatever_a_reward_returns_is_skipped_or_named(tmp_path, value):
     rows = funcrl.train(skipped, task=Picky(value)).history
     assert rows[-1]["num_reward_errors"] > 0
     assert rows[-1]["eval/num_prompts"] == 7
-    with pytest.raises(RewardError, match="The reward 'correct' of 'copy' is"):
+    with pytest.raises(RewardError, match="reward 'correct' of 'copy' is"):
         funcrl.train(small(tmp_path / "stop"), task=Picky(value))
 
 
@@ -689,7 +691,7 @@ def test_a_reward_that_fails_for_every_completion_stops_the_run(tmp_path):
             raise OSError("no judge")
 
     config = small(tmp_path / "run", on_reward_error="skip", evaluation=EvaluationConfig(every=0))
-    with pytest.raises(RewardError, match="got only errors: .*no judge"):
+    with pytest.raises(RewardError, match="grade expects.*no judge"):
         funcrl.train(config, task=Broken())
 
 
@@ -768,22 +770,24 @@ def test_rows_are_padded_to_a_multiple():
         funcrl.batching.pad_length(rollout, 0)
 
 
-@pytest.mark.parametrize("options", [
-    {"sampling": Sampling(temperature=0.0)}, {"sampling": Sampling(num_samples=3)},
-    {"compile": CompileConfig(cudagraph="full")}, {"length_multiple": 0},
+@pytest.mark.parametrize(("options", "option"), [
+    ({"sampling": Sampling(temperature=0.0)}, r"--sampling\.temperature"),
+    ({"sampling": Sampling(num_samples=3)}, "--num-generations"),
+    ({"compile": CompileConfig(cudagraph="full")}, "--device"),
+    ({"length_multiple": 0}, "--length-multiple"),
 ])  # fmt: skip
-def test_options_that_cannot_work_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="train expects --"):
+def test_options_that_cannot_work_are_refused(tmp_path, options, option):
+    with pytest.raises(ValueError, match=f"train expects {option}"):
         small(tmp_path, **options)
 
 
 def test_a_missing_tracker_or_gpu_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="train expects --device cpu"):
+    with pytest.raises(ValueError, match="train expects --device"):
         funcrl.train(small(tmp_path / "run", device="cuda"))
     config = small(tmp_path / "run", log=LogConfig(trackers=("wandb",)))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="pip install wandb"):
+    with pytest.raises(ImportError, match="expects wandb"):
         funcrl.train(config)
     assert not (tmp_path / "run").exists()
 

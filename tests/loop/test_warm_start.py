@@ -30,13 +30,15 @@ def broken(kind, method):
      (Calculator, "act"), (Calculator, "observe")],
 )  # fmt: skip
 def test_a_demonstration_that_raises_names_the_task_and_the_method(kind, method):
-    with pytest.raises(TaskError, match=rf"'broken' raised KeyError.*{method}.*--warm-start.steps"):
+    with pytest.raises(
+        TaskError, match=rf"'broken' raised KeyError.*{method}.*--warm-start\.steps"
+    ):
         warm_start(broken(kind, method))
 
 
 @pytest.mark.parametrize("kind", [SumDigits, Calculator])
 def test_a_reward_that_raises_names_the_task(kind):
-    with pytest.raises(RewardError, match=r"reward of 'broken' raised KeyError.* for the compl"):
+    with pytest.raises(RewardError, match="reward of 'broken' raised KeyError"):
         warm_start(broken(kind, "reward"))
 
 

@@ -8,11 +8,9 @@ import time
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from funcrl.cli.bench.inputs import Case, VariantName, keep, sample_loss
 from funcrl.cli.bench.measure import seconds_of
-from funcrl.cli.bench.ordinary import with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import tree
@@ -131,14 +129,8 @@ def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileC
 
 
 def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
-    module = with_weights(case.model, case.params)
-    leaves = list(module.parameters())
-
-    def ordinary() -> list[Tensor]:
-        return list(torch.autograd.grad(case.ordinary_loss(module, checkpointed), leaves))
-
     name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"
-    return case.measure("gradient, compiled", {name: ordinary})
+    return case.measure("gradient, compiled", {name: case.ordinary_gradient(checkpointed)})
 
 
 def _reserved(device: str) -> int:

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from funcrl.cli.bench.inputs import with_vocabulary
-from funcrl.cli.bench.measure import Variants, measure, seconds_of
-from funcrl.cli.bench.rows import Row, compare, write_rows
+from funcrl.cli.bench.measure import Variants, measure, num_bytes, seconds_of
+from funcrl.cli.bench.rows import Row, finish
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields
 from funcrl.core.types import Params
@@ -63,10 +62,7 @@ def bench_generate(config: GenerateBenchConfig) -> list[Row]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     rows = [row for name in config.shapes for row in _shape_rows(config, name)]
-    version = {"transformers": transformers.__version__}
-    rows = compare([row._replace(machine=row.machine | version) for row in rows])
-    write_rows(config.json, rows)
-    return rows
+    return finish(rows, config.json, transformers=transformers.__version__)
 
 
 def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
@@ -80,9 +76,8 @@ def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
         )
         peer = _peer(network, params)
         rates = _rates(getattr(torch, dtype), config.device)
-        num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
         for batch in config.batches:
-            floor = _floor(num_bytes, num_params(network), batch, rates)
+            floor = _floor(num_bytes(params), num_params(network), batch, rates)
             variants = _variants(config, network, params, peer, batch)
             for row in measure(
                 f"{dtype}, batch {batch}", words, variants, config.repeats, config.device
@@ -148,14 +143,14 @@ def _peer(shape: TransformerConfig, params: Params) -> Any:
 
 def _rates(dtype: torch.dtype, device: str) -> tuple[float, float]:
     """Return the bytes read and the operations done a second, measured: a sum and a product."""
-    large: Tensor = torch.ones(64_000_000, dtype=torch.float32, device=device)
+    large = torch.ones(64_000_000, dtype=torch.float32, device=device)
     square = torch.ones(2048, 2048, device=device, dtype=dtype)
     read = min(seconds_of(large.sum, device) for _ in range(5))
     multiply = min(seconds_of(lambda: square @ square, device) for _ in range(5))
-    return large.numel() * large.element_size() / read, 2 * 2048**3 / multiply
+    return num_bytes(large) / read, 2 * 2048**3 / multiply
 
 
-def _floor(num_bytes: int, count: int, batch: int, rates: tuple[float, float]) -> float:
+def _floor(size: int, count: int, batch: int, rates: tuple[float, float]) -> float:
     """Return the tokens a second at which all weights are read once a step, and multiplied."""
     bandwidth, operations = rates
-    return batch / max(num_bytes / bandwidth, 2 * count * batch / operations)
+    return batch / max(size / bandwidth, 2 * count * batch / operations)

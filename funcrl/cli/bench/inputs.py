@@ -1,21 +1,23 @@
 """The inputs of a benchmark of a step: its options, a model, parameters and a batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from funcrl.cli.bench.measure import Variants, measure
-from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss
+from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss, with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, rng, tree
 from funcrl.core.arguments import check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Tree
 from funcrl.graph.remat.recompute import RematName
+from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash
@@ -23,7 +25,8 @@ from funcrl.rl.algorithms import grpo
 from funcrl.rl.grads import AuxLossFn
 from funcrl.rl.losses import policy_loss
 
-Part: TypeAlias = Literal["gradient", "update", "step", "compiled-gradient", "compiled-step"]
+CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step"]
+Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]
 VariantName: TypeAlias = Literal["batch", "per-sample", "clipped", "donated"]
 
 
@@ -99,7 +102,7 @@ class StepBenchConfig:
             raise ValueError(
                 "bench step expects dtype bfloat16 with attend flash on cuda, got float32."
             )
-        compiles = self.profile is not None or any("compiled" in part for part in self.parts)
+        compiles = self.profile is not None or set(self.parts) & set(get_args(CompiledPart))
         if not compiles and (self.compile != CompileConfig() or self.remats):
             raise ValueError(
                 f"bench step expects a profile, or compiled-gradient or compiled-step among parts, "
@@ -132,6 +135,12 @@ class Case(NamedTuple):
             module, self.batch, self.dtype, chunk, checkpointed, self.ordinary_attend
         )
 
+    def ordinary_gradient(self, checkpointed: bool = False) -> Callable[[], list[Tensor]]:
+        """Return what computes the gradient of that loss by torch.autograd."""
+        module = with_weights(self.model, self.params)
+        leaves = list(module.parameters())
+        return lambda: list(torch.autograd.grad(self.ordinary_loss(module, checkpointed), leaves))
+
 
 def with_vocabulary(name: str) -> TransformerConfig:
     """Return a named shape with the vocabulary of its published model, or one of 512 tokens."""
@@ -162,10 +171,9 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
     params = init_params(
         model, seed=0, dtype=getattr(torch, config.param_dtype), device=config.device
     )
-    num_params = sum(leaf.numel() for leaf in params.values())
     words = (
         f"{num_layers} layers, width {network.width}, vocabulary {config.vocab_size}, "
-        f"{config.rows} x {config.length} tokens, {num_params / 1e6:.2f}M parameters"
+        f"{config.rows} x {config.length} tokens, {num_params(network) / 1e6:.2f}M parameters"
     )
     if config.dtype != "float32" or config.param_dtype != "float32":
         words += f", {config.param_dtype} parameters, computed in {config.dtype}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from funcrl.cli.bench.measure import summarize
-from funcrl.cli.bench.rows import Row, compare, write_rows
+from funcrl.cli.bench.rows import Row, finish
 from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
 from funcrl.core import checks
 from funcrl.core.arguments import check_fields
@@ -58,6 +58,4 @@ def bench_loop(config: LoopBenchConfig) -> list[Row]:
     for name in _PARTS:
         rows.append(summarize("step", shape, name, [row[name] for row in steps], device))
     rows.append(summarize("start", shape, "time/startup", [history[0]["time/startup"]], device))
-    rows = compare(rows)
-    write_rows(config.json, rows)
-    return rows
+    return finish(rows, config.json)

@@ -10,6 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from funcrl.cli.bench.rows import Row, describe_machine
+from funcrl.core import tree
+from funcrl.core.types import Tree
 
 Variants = dict[str, Callable[[], Any]]
 
@@ -81,14 +83,22 @@ def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
     return peak
 
 
-def seconds_of(fn: Callable[[], Any], device: str) -> float:
-    """Return how long a call takes, its work on the device included."""
+def timed(fn: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """Return a call's result and the seconds that it takes, its work on the device included."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
     result = fn()
     if device == "cuda":
         torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    del result
-    return elapsed
+    return result, time.perf_counter() - start
+
+
+def seconds_of(fn: Callable[[], Any], device: str) -> float:
+    """Return the seconds that a call takes, its work on the device included."""
+    return timed(fn, device)[1]
+
+
+def num_bytes(tensors: Tree) -> int:
+    """Return the bytes of the tensors of a tree."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(tensors))

@@ -99,7 +99,8 @@ def _kind(node: fx.Node) -> str:
     if target.namespace != "aten":
         return f"{target.namespace}::{name}"
     if has_flops(node):
-        return "attention" if "attention" in name else "matmul"
+        arguments = {argument.name for argument in target._schema.arguments}
+        return "attention" if arguments >= {"query", "key", "value"} else "matmul"
     if name in _COPIES:
         return "copy"
     if _FILLS.match(name):

@@ -98,6 +98,16 @@ def describe(machine: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
+def finish(rows: Sequence[Row], path: Path | None, **versions: str) -> list[Row]:
+    """Return rows with their ratios and the versions of what they were compared with.
+
+    They are written to `path` too, if there is one.
+    """
+    rows = compare([row._replace(machine=row.machine | versions) for row in rows])
+    write_rows(path, rows)
+    return rows
+
+
 def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
     """Write the rows as a JSON list of flat objects, if there is a path to write to."""
     if path is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from funcrl import optim
 from funcrl.cli.bench.compiled import gradient_rows, step_rows
@@ -12,7 +12,7 @@ from funcrl.cli.bench.inputs import Case, StepBenchConfig, depths, keep, make_ca
 from funcrl.cli.bench.measure import Variants
 from funcrl.cli.bench.ordinary import with_weights
 from funcrl.cli.bench.profiling import write_profile
-from funcrl.cli.bench.rows import Row, compare, write_rows
+from funcrl.cli.bench.rows import Row, finish
 from funcrl.core import tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
 from funcrl.rl import grads
@@ -33,9 +33,7 @@ def bench_step(config: StepBenchConfig) -> list[Row]:
             results += _PARTS[part](case)
         if config.profile is not None:
             write_profile(config.profile, f"{num_layers}-layers", case)
-    rows = compare(results)
-    write_rows(config.json, rows)
-    return rows
+    return finish(results, config.json)
 
 
 def _gradient_variants(case: Case) -> Variants:
@@ -46,15 +44,11 @@ def _gradient_variants(case: Case) -> Variants:
         f"func: per-sample, {chunk} at a time": grads.summed_gradient(loss_fn, keep, chunk),
         "func: per-sample, all at once": grads.summed_gradient(loss_fn, keep),
     }
-    module = with_weights(case.model, case.params)
-
-    def ordinary() -> list[Tensor]:
-        return list(torch.autograd.grad(case.ordinary_loss(module), list(module.parameters())))
 
     def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
         return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
 
-    return {"torch.autograd, batched": ordinary} | {
+    return {"torch.autograd, batched": case.ordinary_gradient()} | {
         name: under_no_grad(fn) for name, fn in functions.items()
     }
 

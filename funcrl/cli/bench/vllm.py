@@ -13,15 +13,14 @@ from typing import Any, Literal
 import torch
 
 from funcrl.cli.bench.inputs import with_vocabulary
-from funcrl.cli.bench.measure import seconds_of, summarize
-from funcrl.cli.bench.rows import Row, compare, write_rows
+from funcrl.cli.bench.measure import num_bytes, seconds_of, summarize, timed
+from funcrl.cli.bench.rows import Row, finish
 from funcrl.config import Sampling, ServerConfig, VLLMCompileConfig, VLLMConfig
 from funcrl.config.generation import Form
 from funcrl.core import checks, rng
 from funcrl.core.arguments import check_fields
 from funcrl.generators import VLLM
 from funcrl.models import Transformer, init_params
-from funcrl.models import TransformerConfig as Shape
 from funcrl.weights import to_hugging_face
 
 _MODES = {
@@ -75,19 +74,16 @@ def bench_vllm(config: VLLMBenchConfig) -> list[Row]:
     """Return a row for plain vLLM and for each form, compiled in each mode."""
     import vllm
 
-    shape = with_vocabulary(config.model)
     rows = []
     for mode in config.modes:
-        rows.append(_plain(config, shape, mode))
-        rows += [_own(config, shape, form, mode) for form in config.forms]
-    version = {"vllm": vllm.__version__}
-    rows = compare([row._replace(machine=row.machine | version) for row in rows])
-    write_rows(config.json, rows)
-    return rows
+        rows.append(_plain(config, mode))
+        rows += [_own(config, form, mode) for form in config.forms]
+    return finish(rows, config.json, vllm=vllm.__version__)
 
 
-def _prompts(config: VLLMBenchConfig, vocab_size: int, round_: int) -> list[list[int]]:
+def _prompts(config: VLLMBenchConfig, round_: int) -> list[list[int]]:
     """Return prompts that no earlier round has left in a cache."""
+    vocab_size = with_vocabulary(config.model).vocab_size
     return [
         [rng.fold_in(round_, n, t) % vocab_size for t in range(config.prompt_tokens)]
         for n in range(config.sequences)
@@ -102,8 +98,7 @@ def _row(
     start_s: float,
 ) -> Row:
     """Measure generations of an engine that has started, after one that warms it up."""
-    vocab_size = with_vocabulary(config.model).vocab_size
-    rounds = [_prompts(config, vocab_size, number) for number in range(config.repeats + 1)]
+    rounds = [_prompts(config, number) for number in range(config.repeats + 1)]
     generate(rounds[0])
     seconds = [seconds_of(partial(generate, prompts), config.device) for prompts in rounds[1:]]
     words = (
@@ -125,21 +120,19 @@ def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
     )
 
 
-def _own(config: VLLMBenchConfig, shape: Shape, form: Form, mode: str) -> Row:
-    model = Transformer(shape)
+def _own(config: VLLMBenchConfig, form: Form, mode: str) -> Row:
+    """Measure a form of funcrl's own, and what a push takes."""
+    model = Transformer(with_vocabulary(config.model))
     params = init_params(model, 0, device=config.device)
-    made: list[VLLM] = []
+    engine_config, dtype = _engine_config(config, mode), getattr(torch, config.dtype)
 
-    def start() -> None:
-        engine = VLLM(
-            model, form, config=_engine_config(config, mode), dtype=getattr(torch, config.dtype)
-        )
-        made.append(engine)
+    def start() -> VLLM:
+        engine = VLLM(model, form, config=engine_config, dtype=dtype)
         engine.push(params)
         engine.generate([[1, 2, 3]], Sampling(max_tokens=1), 0)
+        return engine
 
-    start_s = seconds_of(start, config.device)
-    engine = made.pop()
+    engine, start_s = timed(start, config.device)
     sampling = Sampling(max_tokens=config.max_tokens)
     row = _row(config, mode, form, lambda each: engine.generate(each, sampling, 0), start_s)
     # Each has a version of its own: an engine need not push what it has already.
@@ -147,19 +140,17 @@ def _own(config: VLLMBenchConfig, shape: Shape, form: Form, mode: str) -> Row:
         seconds_of(partial(engine.push, params, version), config.device) for version in range(1, 6)
     )
     engine.close()
-    num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in params.values())
-    pushed = {"push_ms": 1e3 * push, "push_gb_per_s": num_bytes / push / 1e9}
+    pushed = {"push_ms": 1e3 * push, "push_gb_per_s": num_bytes(params) / push / 1e9}
     return row._replace(numbers=row.numbers | pushed)
 
 
-def _plain(config: VLLMBenchConfig, shape: Shape, mode: str) -> Row:
+def _plain(config: VLLMBenchConfig, mode: str) -> Row:
     """Measure `vllm.LLM` as a user would call it, with the same prompts and options."""
     from vllm import LLM, SamplingParams
 
     from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
 
-    made: list[Any] = []
-    engine_config = _engine_config(config, mode)
+    shape, engine_config = with_vocabulary(config.model), _engine_config(config, mode)
 
     def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> None:
         sampling = [
@@ -172,23 +163,21 @@ def _plain(config: VLLMBenchConfig, shape: Shape, mode: str) -> Row:
         each = [{"prompt_token_ids": prompt} for prompt in prompts]
         llm.generate(each, sampling, use_tqdm=False)
 
+    def start(folder: str) -> Any:
+        llm = LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, dtype=config.dtype,
+            max_model_len=engine_config.context_length, max_num_seqs=config.sequences,
+            kv_cache_memory_bytes=cache_bytes(shape, engine_config, config.dtype),
+            gpu_memory_utilization=0.5,
+            **compile_arguments(engine_config),
+        )  # fmt: skip
+        generate(llm, [[1, 2, 3]], 1)
+        return llm
+
     with tempfile.TemporaryDirectory() as folder:
-        described = json.dumps(to_hugging_face(shape, config.dtype))
-        (Path(folder) / "config.json").write_text(described)
-
-        def start() -> None:
-            llm = LLM(
-                folder, load_format="dummy", skip_tokenizer_init=True, dtype=config.dtype,
-                max_model_len=engine_config.context_length, max_num_seqs=config.sequences,
-                kv_cache_memory_bytes=cache_bytes(shape, engine_config, config.dtype),
-                gpu_memory_utilization=0.5,
-                **compile_arguments(engine_config),
-            )  # fmt: skip
-            made.append(llm)
-            generate(llm, [[1, 2, 3]], 1)
-
-        start_s = seconds_of(start, config.device)
-        llm = made.pop()
+        hf_config = json.dumps(to_hugging_face(shape, config.dtype))
+        (Path(folder) / "config.json").write_text(hf_config)
+        llm, start_s = timed(partial(start, folder), config.device)
         row = _row(
             config, mode, "plain vLLM", lambda each: generate(llm, each, config.max_tokens), start_s
         )

@@ -39,7 +39,7 @@ class InProcess:
         config: how large, and how to compile.
         dtype: "float32" or "bfloat16", of weights and cache.
         overrides: arguments of vLLM's `EngineArgs` besides.
-        described: the config.json that vLLM is to read, if it needs one.
+        hf_config: the config.json that vLLM is to read, if it needs one.
         lifecycle: the engine's state.
         decode: from tokens to text, for stop strings.
     """
@@ -52,15 +52,15 @@ class InProcess:
         config: VLLMConfig,
         dtype: str,
         overrides: dict[str, Any],
-        described: dict[str, Any] | None,
+        hf_config: dict[str, Any] | None,
         lifecycle: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
         self._config, self._lifecycle, self._decode = config, lifecycle, decode
         self.pushed: Pushed | None = None
         with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
-            if described is not None:
-                (Path(folder) / "config.json").write_text(json.dumps(described))
+            if hf_config is not None:
+                (Path(folder) / "config.json").write_text(json.dumps(hf_config))
             arguments = engine_settings(shape, config, dtype) | overrides
             settings = EngineArgs(model=folder, **arguments).create_engine_config()
             # On a CPU vLLM takes a process of its own, unless an environment variable says other.

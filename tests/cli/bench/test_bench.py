@@ -106,7 +106,7 @@ def test_a_model_that_no_shape_has_is_refused_before_anything_runs():
         lambda: bench.GenerateBenchConfig(shapes=("huge",)),
         lambda: bench.VLLMBenchConfig(model="huge"),
     ):
-        with pytest.raises(ValueError, match="huge"):
+        with pytest.raises(ValueError, match="shape expects --model.*'huge'"):
             refuse()
 
 

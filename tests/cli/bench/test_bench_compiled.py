@@ -121,11 +121,11 @@ def test_a_model_by_name_is_its_shape():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "huge"}, "shape expects --model to be one of"),
-        ({"model": "micro", "width": 64}, "bench step expects model or num_layers and width, got"),
-        ({"remats": ("full",)}, "with options of compile and remats, got parts"),
-        ({"compile": CompileConfig(remat="full")}, "with options of compile and remats, got"),
-        ({"parts": ("compiled-step",), "variants": ()}, "at least one of variants, got none"),
+        ({"model": "huge"}, "shape expects --model"),
+        ({"model": "micro", "width": 64}, "bench step expects model or num_layers and width"),
+        ({"remats": ("full",)}, "bench step expects.*remats.*parts"),
+        ({"compile": CompileConfig(remat="full")}, "bench step expects.*compile.*parts"),
+        ({"parts": ("compiled-step",), "variants": ()}, "bench step expects.*variants"),
         ({"repeats": 0}, "bench step expects repeats"),
     ],
 )

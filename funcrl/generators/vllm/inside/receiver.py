@@ -52,8 +52,8 @@ class Receiver(WeightTransferEngine[Any, Any]):
     init_info_cls = Opened
     update_info_cls = Sent
 
-    def __init__(self, config: Any, *described: Any) -> None:
-        super().__init__(config, *described)  # which differ between versions of vLLM
+    def __init__(self, config: Any, *more: Any) -> None:
+        super().__init__(config, *more)  # which differ between versions of vLLM
         self._receive: Any = None
 
     def init_transfer_engine(self, init_info: Opened) -> None:

@@ -32,7 +32,7 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
     register()
     # The class itself: by its name alone vLLM would start a process to look at it.
     ModelRegistry.register_model(NAME, FuncrlForCausalLM)
-    described = {
+    overrides = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.width,
         "num_attention_heads": shape.num_heads,
@@ -45,7 +45,7 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
         "funcrl_shape": asdict(shape),
         "funcrl_attention": own_attention,
     }
-    return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": described}
+    return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": overrides}
 
 
 class FuncrlForCausalLM(nn.Module):
@@ -98,10 +98,10 @@ class Body(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        described = vllm_config.model_config.hf_config
-        c = TransformerConfig(**described.funcrl_shape)
+        hf_config = vllm_config.model_config.hf_config
+        c = TransformerConfig(**hf_config.funcrl_shape)
         self.skeleton = Transformer(c)
-        backend = {"attn_backend": FuncrlBackend} if described.funcrl_attention else {}
+        backend = {"attn_backend": FuncrlBackend} if hf_config.funcrl_attention else {}
         self.attention = nn.ModuleList(
             Attention(
                 c.num_heads, c.head_width, c.head_width**-0.5, num_kv_heads=c.num_kv_heads,

@@ -50,7 +50,7 @@ class Server:
 
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
-        described: the config.json that vLLM is to read, if it needs one.
+        hf_config: the config.json that vLLM is to read, if it needs one.
         device: the GPU, as nvidia-smi counts them; where this process is when left out.
         run: what the trainer and its servers meet by, as `transport.new_run` makes it.
     """
@@ -58,14 +58,14 @@ class Server:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        described: Mapping[str, Any] | None,
+        hf_config: Mapping[str, Any] | None,
         device: int | None,
         run: str,
     ) -> None:
         self._folder = _private_folder()
         folder = Path(self._folder.name)
-        if described is not None:
-            (folder / "config.json").write_text(json.dumps(described))
+        if hf_config is not None:
+            (folder / "config.json").write_text(json.dumps(hf_config))
         self.model, self._log = str(folder), folder / "log.txt"
         self.address, self._closed = str(folder / _SOCKET), False
         command = _command(self.model, self.address, settings, device, run)
@@ -166,7 +166,7 @@ class Servers:
 
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
-        described: the config.json that vLLM is to read, if it needs one.
+        hf_config: the config.json that vLLM is to read, if it needs one.
         devices: the GPU of each; None is where this process is.
         seconds: that they have to start in.
     """
@@ -174,7 +174,7 @@ class Servers:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        described: Mapping[str, Any] | None,
+        hf_config: Mapping[str, Any] | None,
         devices: Sequence[int | None],
         seconds: float,
     ) -> None:
@@ -182,7 +182,7 @@ class Servers:
         self.run = new_run()
         try:
             for device in devices:
-                self._servers.append(Server(settings, described, device, self.run))
+                self._servers.append(Server(settings, hf_config, device, self.run))
             for server in self._servers:
                 server.wait(seconds)
         except BaseException:

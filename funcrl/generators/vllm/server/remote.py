@@ -31,7 +31,7 @@ class Remote:
         config: how large, how to compile, and how many servers.
         dtype: "float32" or "bfloat16", of weights and cache.
         overrides: arguments of vLLM's besides.
-        described: the config.json that vLLM is to read, if it needs one.
+        hf_config: the config.json that vLLM is to read, if it needs one.
         lifecycle: the state of the servers as one engine.
         decode: from tokens to text, for stop strings.
     """
@@ -42,7 +42,7 @@ class Remote:
         config: VLLMConfig,
         dtype: str,
         overrides: dict[str, Any],
-        described: dict[str, Any] | None,
+        hf_config: dict[str, Any] | None,
         lifecycle: Lifecycle,
         decode: DecodeFn | None,
     ) -> None:
@@ -57,7 +57,7 @@ class Remote:
             del settings["kv_cache_memory_bytes"]
             settings["gpu_memory_utilization"] = _UTILISATION
         self._servers = Servers(
-            settings, described, config.server.devices or (None,), config.server.start_seconds
+            settings, hf_config, config.server.devices or (None,), config.server.start_seconds
         )
         self._link = Link(self._servers, config.server, getattr(torch, dtype))
 

