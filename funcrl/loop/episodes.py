@@ -72,15 +72,9 @@ def play(
     sampling: Sampling,
     seed: int,
 ) -> Samples:
-    """Play episodes to their ends, and return the samples of the last turn.
+    """Play episodes, one for each of the first turn's samples, and return the last turn's samples.
 
-    Args:
-        task: the environment.
-        generator: with parameters pushed.
-        episodes: one for each sample; they are extended.
-        samples: of the first turn.
-        sampling: of each turn.
-        seed: of the draws.
+    The episodes are extended in place.
     """
     running, turn_number = episodes, 1
     while True:

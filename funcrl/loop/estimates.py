@@ -18,10 +18,6 @@ def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, floa
 
         (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
         n = min(1 + N p (1 - p) / s^2, N m),    N if the values are all equal
-
-    Args:
-        values: one for each prompt: the share of its samples that are right.
-        num_samples: m, of each prompt.
     """
     checks.check_count("interval", "the number of values", len(values))
     checks.check_count("interval", "num_samples", num_samples)
@@ -41,12 +37,9 @@ def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, floa
 def pass_at(num_samples: int, num_right: int, k: int) -> float:
     """Return the unbiased estimate of the chance that one of k samples is right.
 
-        1 - C(n - c, k) / C(n, k)      (arXiv:2107.03374)
+    Of n samples that were drawn for a prompt c are right:
 
-    Args:
-        num_samples: n, how many were drawn for a prompt.
-        num_right: c, how many of them were right.
-        k: at most n.
+        1 - C(n - c, k) / C(n, k)      (arXiv:2107.03374)
     """
     checks.check_range("pass_at", "num_right", num_right, 0, num_samples)
     checks.check_range("pass_at", "k", k, 1, num_samples)
@@ -56,9 +49,7 @@ def pass_at(num_samples: int, num_right: int, k: int) -> float:
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return how often the most frequent answer is right; of equally frequent ones, the mean.
 
-    Args:
-        answers: one for each sample; "" is no answer, and has no vote.
-        right: whether each is.
+    An empty answer has no vote.
     """
     if len(answers) != len(right):
         raise ValueError(f"majority expects {len(answers)} judgements, got {len(right)}.")

@@ -108,17 +108,10 @@ def parity(config: ParityConfig) -> Parity:
 def compare(
     model: Transformer, params: Params, prompts: list[list[int]], samples: Samples
 ) -> Parity:
-    """Return how far the log-probabilities of samples are from the model's own.
-
-    Args:
-        model: the trainer's.
-        params: in the dtype to compute in.
-        prompts: N lists of tokens.
-        samples: N x G of them, drawn from these parameters.
-    """
+    """Return how far the log-probabilities of samples of prompts are from the trainer's own."""
     group = len(samples.tokens) // len(prompts)
     lengths = samples.mask.sum(dim=1).tolist()
-    found, wanted = [], []
+    generated, expected = [], []
     model_fn = logprob_fn(model)
     for row, length in enumerate(lengths):
         prompt = prompts[row // group]
@@ -126,9 +119,9 @@ def compare(
         tokens = torch.cat([torch.tensor(prompt, device=drawn.device), drawn])[None]
         positions = torch.arange(tokens.shape[1], device=drawn.device)[None]
         scored = score(model_fn, params, Sample(tokens, positions)).logprobs[0, len(prompt) :]
-        found.append(samples.policy_logprobs[row, :length].double())
-        wanted.append(scored.double())
-    difference = (torch.cat(found) - torch.cat(wanted)).abs()
+        generated.append(samples.policy_logprobs[row, :length].double())
+        expected.append(scored.double())
+    difference = (torch.cat(generated) - torch.cat(expected)).abs()
     return Parity(
         tokens=difference.numel(),
         different=int((difference != 0).sum()),
@@ -139,23 +132,13 @@ def compare(
 
 
 def format_parity(config: ParityConfig, result: Parity) -> str:
-    """Return a comparison as lines to read.
-
-    Example:
-        >>> from funcrl.loop.parity import Parity, ParityConfig, format_parity
-        >>> print(format_parity(ParityConfig(), Parity(9, 3, 2e-7, 1e-7, False)))
-        micro, sampler, float32: 9 tokens, 3 of them differ
-        largest difference 2.00e-07, mean 1.00e-07 (tolerance 1.00e-03)
-        bitwise identical: no
-    """
-    return "\n".join(
-        [
-            f"{config.model}, {config.generator}, {config.dtype}: {result.tokens} tokens, "
-            f"{result.different} of them differ",
-            f"largest difference {result.max_abs_diff:.2e}, mean {result.mean_abs_diff:.2e} "
-            f"(tolerance {config.limit:.2e})",
-            f"bitwise identical: {'yes' if result.bitwise else 'no'}",
-        ]
+    """Return a comparison as three lines of text."""
+    return (
+        f"{config.model}, {config.generator}, {config.dtype}: {result.tokens} tokens, "
+        f"{result.different} of them differ\n"
+        f"largest difference {result.max_abs_diff:.2e}, mean {result.mean_abs_diff:.2e} "
+        f"(tolerance {config.limit:.2e})\n"
+        f"bitwise identical: {'yes' if result.bitwise else 'no'}"
     )
 
 

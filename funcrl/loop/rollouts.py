@@ -66,13 +66,12 @@ def complete(
 
     Example:
         >>> import funcrl
-        >>> task = funcrl.tasks.SumDigits()
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> sampler = funcrl.generators.Sampler(model)
-        >>> sampler.push(funcrl.init_params(model, seed=0))
-        >>> prompts = task.prompts(seed=0, start=0, count=2)
-        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
-        >>> len(funcrl.rollouts.complete(task, sampler, prompts, sampling, seed=0).texts)
+        >>> parts = funcrl.build(funcrl.config.TrainConfig(num_generations=3))
+        >>> parts.generator.push(funcrl.init_params(parts.model, seed=0))
+        >>> prompts = parts.task.prompts(seed=0, start=0, count=2)
+        >>> completed = funcrl.rollouts.complete(
+        ...     parts.task, parts.generator, prompts, parts.sampling, seed=0)
+        >>> len(completed.texts)
         6
     """
     task = check_task("complete", task)
@@ -173,11 +172,10 @@ def grade(
                 f"grade expects the same rewards for every completion, got {sorted(names)} and "
                 f"{sorted(row)} from the task {task.name!r}."
             )
-    nan = float("nan")
-    parts = {name: _float32([float(row.get(name, nan)) for row in rows]) for name in names}
+    parts = {name: _float32([float(row.get(name, torch.nan)) for row in rows]) for name in names}
     failed = torch.tensor([not row for row in rows], device="cpu")
     kept = {name: values[~failed] for name, values in parts.items()}
-    total = _float32([nan] * len(rows))
+    total = _float32([torch.nan] * len(rows))
     given = {**task.reward_weights, **(weights or {})}
     # `weighted_sum` refuses the names that are none.
     total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
@@ -235,14 +233,12 @@ def to_completions(completed: Completed, graded: Graded, step: int, count: int) 
 
     Example:
         >>> import funcrl
-        >>> task = funcrl.tasks.SumDigits()
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> sampler = funcrl.generators.Sampler(model)
-        >>> sampler.push(funcrl.init_params(model, seed=0))
-        >>> sampling = funcrl.config.Sampling(max_tokens=4)
+        >>> parts = funcrl.build(funcrl.config.TrainConfig())
+        >>> parts.generator.push(funcrl.init_params(parts.model, seed=0))
+        >>> prompts = parts.task.prompts(seed=0, start=0, count=2)
         >>> completed = funcrl.rollouts.complete(
-        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
-        >>> graded = funcrl.rollouts.grade(task, completed.prompts, completed.outcomes)
+        ...     parts.task, parts.generator, prompts, parts.sampling, seed=0)
+        >>> graded = funcrl.rollouts.grade(parts.task, completed.prompts, completed.outcomes)
         >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
         1
     """
@@ -293,13 +289,11 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
 
     Example:
         >>> import torch, funcrl
-        >>> task = funcrl.tasks.SumDigits()
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> sampler = funcrl.generators.Sampler(model)
-        >>> sampler.push(funcrl.init_params(model, seed=0))
-        >>> sampling = funcrl.config.Sampling(num_samples=3, max_tokens=4)
+        >>> parts = funcrl.build(funcrl.config.TrainConfig(num_generations=3))
+        >>> parts.generator.push(funcrl.init_params(parts.model, seed=0))
+        >>> prompts = parts.task.prompts(seed=0, start=0, count=2)
         >>> completed = funcrl.rollouts.complete(
-        ...     task, sampler, task.prompts(seed=0, start=0, count=2), sampling, seed=0)
+        ...     parts.task, parts.generator, prompts, parts.sampling, seed=0)
         >>> total = torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0, 1.0])
         >>> funcrl.rollouts.to_rollout(completed, total).group
         tensor([0, 0, 1, 1, 1])
@@ -316,27 +310,19 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
         )
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
+    zeros = [[0] * len(prompt) for prompt in prompts]
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
     counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
-    width = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
-    # Rows are put together as lists and moved once: on a GPU each row's copies would be launches.
-    behavior = _behavior_logprobs(samples)
-    drawn, logprobs = samples.tokens[rows].tolist(), behavior[rows].tolist()
-    sampled = samples.mask[rows].tolist()
 
-    def padded(before: list[Any], values: list[Any], count: int) -> list[Any]:
-        return [*before, *values[:count], *[0] * (width - len(before) - count)]
+    def joined(before: list[list[int]], values: Tensor) -> Tensor:
+        # As lists, moved once: on a GPU each row's copies would be launches.
+        columns = zip(before, values[rows].tolist(), counts, strict=True)
+        return pad_rows([[*b, *row[:n]] for b, row, n in columns], values.dtype, device)
 
-    joined = zip(prompts, drawn, sampled, logprobs, counts, strict=True)
-    columns = [
-        (padded(p, t, n), padded([0] * len(p), m, n), padded([0.0] * len(p), values, n))
-        for p, t, m, values, n in joined
-    ]
-    tokens, mask, behavior_rows = (list(column) for column in zip(*columns, strict=True))
     return Rollout(
-        tokens=torch.tensor(tokens, device=device),
-        mask=torch.tensor(mask, dtype=torch.bool, device=device),
-        behavior_logprobs=torch.tensor(behavior_rows, dtype=behavior.dtype, device=device),
+        tokens=joined(prompts, samples.tokens),
+        mask=joined(zeros, samples.mask),
+        behavior_logprobs=joined(zeros, _behavior_logprobs(samples)),
         rewards=total[rows].to(device),
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),

@@ -118,8 +118,10 @@ def train(
         raise
     finally:
         if os.getpid() == process:  # and not a child that a reward forked
-            record.close()
-            parts.generator.close()
+            try:
+                record.close()
+            finally:  # even where nobody reads what the view prints last
+                parts.generator.close()
     return Trained(record.progress.state, runs.read_history(folder))
 
 
@@ -235,13 +237,7 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
     seed = rng.fold_in(config.seed, _DRAWS, index)
     completed = complete(parts.task, parts.generator, prompts, parts.sampling, seed)
     generated = time.perf_counter()
-    graded = grade(
-        parts.task,
-        completed.prompts,
-        completed.outcomes,
-        config.reward_weights,
-        config.on_reward_error,
-    )
+    graded = _grade(config, parts, completed)
     if config.overlong:
         most = config.sampling.max_tokens * parts.task.max_turns
         lengths = completed.samples.mask.sum(dim=1).cpu()
@@ -253,6 +249,12 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
         numbers["num_reward_errors"] = len(graded.errors)
     numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
     return Rolled(completed, graded, rollout, numbers)
+
+
+def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
+    """Return the rewards of completions, weighted as the run weights them."""
+    prompts, outcomes = completed.prompts, completed.outcomes
+    return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
 
 
 def _compared(
@@ -320,10 +322,7 @@ def _accuracy(
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, _EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
-    graded = grade(
-        parts.task, completed.prompts, completed.outcomes, config.reward_weights,
-        config.on_reward_error,
-    )  # fmt: skip
+    graded = _grade(config, parts, completed)
     return {
         "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
         "eval/num_prompts": len(prompts) - len(graded.errors),

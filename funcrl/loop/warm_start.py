@@ -59,20 +59,19 @@ def warm_start(
     device = state.step.device
     while done < config.steps and reached < config.accuracy:
         prompts = task.prompts(seed, done * config.num_prompts, config.num_prompts)
-        shown = [demonstration(task, prompt) for prompt in prompts]
+        demonstrations = [demonstration(task, prompt) for prompt in prompts]
         if not done:
-            _check_right(task, prompts, shown)
-        rollout = _demonstrated(shown, device)
-        state, _ = step(state, collate(rollout, algorithm))
+            _check_right(task, prompts, demonstrations)
+        state, _ = step(state, collate(_to_rollout(demonstrations, device), algorithm))
         done += 1
         if done % config.every == 0 or done == config.steps:
             reached = accuracy(state.params)
     return state.params, {"warm_start/steps": done, "warm_start/accuracy": reached}
 
 
-def _check_right(task: Task, prompts: Sequence[Prompt], shown: Sequence[Demonstration]) -> None:
+def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration]) -> None:
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
-    for prompt, (_, _, outcome) in zip(prompts, shown, strict=True):
+    for prompt, (_, _, outcome) in zip(prompts, rows, strict=True):
         row, error = named_rewards(task, prompt, outcome)
         if error:
             raise RewardError(f"{error} A warm start checks that demonstrations are right.")
@@ -85,7 +84,7 @@ def _check_right(task: Task, prompts: Sequence[Prompt], shown: Sequence[Demonstr
             )
 
 
-def _demonstrated(rows: Sequence[Demonstration], device: torch.device) -> Rollout:
+def _to_rollout(rows: Sequence[Demonstration], device: torch.device) -> Rollout:
     """Return demonstrations as a rollout in which each earned 1."""
     length = max(len(row) for row, _, _ in rows)
     count = len(rows)

@@ -89,6 +89,7 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     )
 
 
+@checked
 def pad_rows(
     rows: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:

@@ -1,6 +1,5 @@
 """The command line: what a user types, and what comes back."""
 
-import json
 import os
 import re
 import signal
@@ -9,16 +8,13 @@ import sys
 import time
 
 import pytest
-import torch
 import yaml
 from cases import equal
 from cases import run_command as run
 
 import funcrl
-from funcrl import config, memory, runs
+from funcrl import config, runs
 from funcrl.cli import commands, main
-from funcrl.cli.bench.generate import _peer
-from funcrl.cli.bench.measure import peak_bytes
 from funcrl.cli.command_line import options_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import terminal
@@ -232,17 +228,18 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path):
-    """As `funcrl train --help | head` does: with the status of SIGPIPE, and a run is saved."""
-    run = ["train", "--run-dir", str(tmp_path / "run"), *SMALL]
+def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path, capsys):
+    """As `funcrl train --help | head` does: with the status of SIGPIPE."""
+    folder = tmp_path / "run"
+    assert run(["train", "--run-dir", folder, *SMALL], capsys).code == 0
     lines = [
-        "--help", "train --help", "train --dry-run", "bench step --help", "models", " ".join(run),
-        f"report {tmp_path / 'run'}", "parity --num-prompts 1 --max-tokens 2",
+        "--help", "train --help", "train --dry-run", f"train --resume {folder} --steps 5",
+        f"report {folder}", f"export --run {folder} --out {tmp_path / 'model'}", "models",
+        f"eval --run {folder} --num-prompts 2", "parity --num-prompts 1", "bench step --help",
     ]  # fmt: skip
     child = subprocess.run([sys.executable, "-c", PIPES, *lines], stderr=subprocess.PIPE, text=True)
     assert child.stderr.splitlines() == [f"141 {line}" for line in lines]
     assert child.returncode == 0
-    assert (tmp_path / "run" / "checkpoints" / "0").is_dir()
 
 
 def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path):
@@ -261,87 +258,6 @@ def test_configurations_survive_yaml():
     whole = TrainConfig(sampling=Sampling(stop=("a", "b")), reward_weights={"x": 2.0}, threads=2)
     plain = yaml.safe_load(yaml.safe_dump(config.to_plain(whole)))
     assert config.from_plain(TrainConfig, plain) == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["micro", "tiny"])
-def test_the_memory_estimate_is_near_the_measured_peak(model):
-    """Within a factor of 1.5 of the exact peak of a step, beyond the state it starts from."""
-    options = TrainConfig(model=model, num_prompts=8, num_generations=4)
-    parts = funcrl.build(options)
-    params = funcrl.init_params(parts.model, seed=0)
-    state = parts.step.init(params)
-    rows, length = 32, 6 + options.sampling.max_tokens
-    rollout = funcrl.Rollout(
-        tokens=torch.ones(rows, length, dtype=torch.int64),
-        mask=(torch.arange(length) >= 6).expand(rows, length),
-        behavior_logprobs=torch.full((rows, length), -2.0), rewards=torch.arange(32.0),
-        group=torch.arange(8).repeat_interleave(4), policy_version=torch.zeros(rows).long(),
-    )  # fmt: skip
-    batch = funcrl.collate(rollout, parts.algorithm, torch.full((rows, length), -2.0))
-    measured = peak_bytes(lambda: parts.step(state, batch))
-    estimate = memory.estimate_memory(options, parts.model.config, 6)
-    beyond = estimate.peak - estimate.resident
-    assert measured / 1.5 <= beyond <= 1.5 * measured, (measured, estimate)
-
-
-def test_the_memory_estimate_knows_of_padding():
-    parts = funcrl.build(TrainConfig())
-    sizes = [
-        memory.estimate_memory(TrainConfig(length_multiple=each), parts.model.config, 6)
-        for each in (1, 7, 28)  # 14 tokens: padded to 14, 14 and 28
-    ]
-    assert sizes[0] == sizes[1]
-    assert sizes[2].activations > 2 * sizes[0].activations
-    assert sizes[2].cache == sizes[0].cache
-
-
-@pytest.mark.slow
-def test_bench_generate_compares_equal_models(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    code, out, err = run(
-        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "float32",
-         "--max-tokens", "3", "--repeats", "1", "--json", path], capsys)  # fmt: skip
-    assert code == 0, err
-    assert (out.count("| float32, batch 1 |"), out.count("| float32, batch 8 |")) == (2, 3)
-    assert out.count("| tokens/s | floor tokens/s |") == 1
-    rows = json.loads(path.read_text())
-    assert len(rows) == 5
-    assert all(row["peak_bytes"] > 0 and row["transformers"] for row in rows)
-    assert all(row["tokens_per_s"] > 0 and row["floor_tokens_per_s"] > 0 for row in rows)
-    shape = funcrl.models.TransformerConfig(vocab_size=50, width=32, num_layers=2, qk_norm=False)
-    model = funcrl.models.Transformer(shape)
-    params = funcrl.init_params(model, seed=0)
-    tokens = torch.randint(0, 50, (9,), generator=funcrl.rng.generator(0))
-    with torch.no_grad():
-        theirs = _peer(shape, params)(tokens[None]).logits[0]
-    mine = funcrl.functional(model)(params, tokens, torch.arange(9))
-    assert (mine - theirs).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("args", "compiled"),
-    [
-        ([], None),
-        (["--train.compile"], CompileConfig()),
-        (["--train.compile.fuse", "none"], CompileConfig(fuse="none")),
-        (["--train.no-compile"], None),
-    ],
-)
-def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
-    configs = []
-    monkeypatch.setattr(commands, "bench_loop", lambda config: configs.append(config) or [])
-    code, _, err = run(["bench", "loop", *args], capsys)
-    assert code == 0, err
-    assert configs[0].train.compile == compiled
-
-
-def test_bench_loop_has_every_part(capsys):
-    code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
-    assert code == 0, err
-    for part in ("step_time", "time/generate", "time/reward", "time/train", "time/push"):
-        assert f"| step | {part} |" in out
-    assert "| start | time/startup |" in out
 
 
 @pytest.mark.slow
@@ -368,25 +284,6 @@ def test_options_that_would_be_ignored_are_refused(args, message, capsys):
     code, _, err = run(args, capsys)
     assert code == 1
     assert message in err
-
-
-def test_a_task_file_may_import_its_neighbour_and_hold_dataclasses(tmp_path):
-    (tmp_path / "helper_of_mine.py").write_text("ANSWER = '7'")
-    (tmp_path / "random.py").write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "import helper_of_mine\nfrom funcrl.tasks import SumDigits\n"
-        "@dataclass\nclass Fact:\n    text: str = helper_of_mine.ANSWER\n"
-        "class Mine(SumDigits):\n    fact = Fact()\n"
-    )
-    task = funcrl.tasks.load(f"{tmp_path / 'random.py'}:Mine")
-    assert task.fact.text == "7"
-    import random
-
-    assert hasattr(random, "gauss")
-    (tmp_path / "broken.py").write_text("import no_such_thing")
-    with pytest.raises(ImportError, match="load could not import --task"):
-        funcrl.tasks.load(f"{tmp_path / 'broken.py'}:Mine")
 
 
 HOSTILE_TASK = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import killer
 import pytest
 import torch
-from cases import equal, random_case
+from cases import equal
 
 import funcrl
 from funcrl import optim, runs
@@ -31,7 +31,7 @@ from funcrl.loop.build import empty_state
 from funcrl.loop.rollouts import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView
-from funcrl.tasks import CharTokenizer, Prompt, SumDigits
+from funcrl.tasks import Prompt, SumDigits
 
 
 def small(run_dir, **options):
@@ -373,60 +373,6 @@ def test_a_warm_start_is_supervised_learning():
     assert equal(done, params)
 
 
-def test_minibatches_share_out_the_rows():
-    from cases import tiny_batch
-
-    batch = tiny_batch(rows=6)
-    parts = funcrl.minibatches(batch, funcrl.grpo(), 3, seed=1)
-    assert [len(part.tokens) for part in parts] == [2, 2, 2]
-    rows = {tuple(row) for part in parts for row in part.advantages.tolist()}
-    assert rows == {tuple(row) for row in batch.advantages.tolist()}
-    for part in parts:
-        weights = funcrl.aggregation.sequence_mean(part.mask, dtype=part.token_weights.dtype)
-        assert torch.equal(part.token_weights, weights)
-
-
-def test_sum_digits_keeps_its_splits_apart():
-    task = SumDigits()
-    trained = {prompt.text for prompt in task.prompts(0, 0, 5000)}
-    held_out = {prompt.text for prompt in task.eval_prompts(1000)}
-    assert not trained & held_out
-    assert 80 <= len(held_out) <= 120
-    assert len(trained) + len(held_out) >= 990
-    assert task.prompts(0, 7, 3) == task.prompts(0, 0, 10)[7:]
-    assert task.prompts(0, 0, 5) != task.prompts(1, 0, 5)
-    for prompt in task.prompts(2, 0, 50):
-        digits = [int(digit) for digit in prompt.text[:-1].split("+")]
-        assert task.reward(prompt, str(sum(digits))) == {"correct": 1.0}
-        for wrong in (str(sum(digits) + 1), f"{sum(digits)}=", "", "1+1"):
-            assert task.reward(prompt, wrong) == {"correct": 0.0}
-
-
-def test_ones_own_task_is_a_file(tmp_path):
-    """The example of docs/training.md, as a user would type it."""
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
-    (tmp_path / "mine.py").write_text(code)
-    task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")
-    prompt = task.prompts(0, 0, 1)[0]
-    assert task.reward(prompt, prompt.text[-2::-1]) == {"correct": 1.0}
-    with pytest.raises(ValueError, match="load expects --task.*'sums'"):
-        funcrl.tasks.load("sums")
-    with pytest.raises(FileNotFoundError, match=r"load expects --task no/such\.py"):
-        funcrl.tasks.load("no/such.py:Task")
-    with pytest.raises(ValueError, match="load expects --task.*Nothing"):
-        funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Nothing")
-
-
-def test_the_character_tokenizer_refuses_what_it_does_not_know():
-    tokenizer = CharTokenizer("ab")
-    assert tokenizer.decode(tokenizer.encode("abba")) == "abba"
-    with pytest.raises(ValueError, match=r"CharTokenizer\.encode expects.*'c'"):
-        tokenizer.encode("abc")
-    with pytest.raises(ValueError, match="CharTokenizer expects.*'a' twice"):
-        CharTokenizer("aba")
-
-
 def test_bad_options_are_refused_before_anything_is_made(tmp_path):
     for options, option in [
         ({"steps": 0}, "--steps"),
@@ -435,7 +381,7 @@ def test_bad_options_are_refused_before_anything_is_made(tmp_path):
         ({"microbatch": 0}, "--microbatch"),
         ({"seed": -1}, "--seed"),
     ]:
-        with pytest.raises(ValueError, match=f"train expects {option}"):
+        with pytest.raises(ValueError, match=f"train expects.*{option}"):
             small(tmp_path / "run", **options)
     assert dataclasses.is_dataclass(TrainConfig)
     with pytest.raises(ValueError, match="train expects --model.*'huge'"):
@@ -572,7 +518,7 @@ def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
         ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, r"--algorithm\.kl"),
         ({"algorithm": AlgorithmConfig(kl=0.0), "steps": 2}, "--steps"),
     ):
-        with pytest.raises(ValueError, match=f"train expects {option}"):
+        with pytest.raises(ValueError, match=f"train expects.*{option}"):
             funcrl.train(small(folder, **options), resume=True)
         assert (folder / "config.yaml").read_text() == before
 
@@ -756,20 +702,6 @@ def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp
     assert equal(saved, before)
 
 
-def test_rows_are_padded_to_a_multiple():
-    rollout = random_case(length=7).rollout
-    padded = funcrl.batching.pad_length(rollout, 5)
-    assert padded.tokens.shape[1] == 10
-    assert not padded.mask[:, 7:].any()
-    assert equal(funcrl.batching.pad_length(rollout, 7), rollout)
-    for field in ("tokens", "mask", "behavior_logprobs"):
-        assert torch.equal(getattr(padded, field)[:, :7], getattr(rollout, field))
-    weights = funcrl.collate(padded, funcrl.grpo()).token_weights
-    assert torch.equal(weights[:, :7], funcrl.collate(rollout, funcrl.grpo()).token_weights)
-    with pytest.raises(ValueError, match="pad_length expects multiple"):
-        funcrl.batching.pad_length(rollout, 0)
-
-
 @pytest.mark.parametrize(("options", "option"), [
     ({"sampling": Sampling(temperature=0.0)}, r"--sampling\.temperature"),
     ({"sampling": Sampling(num_samples=3)}, "--num-generations"),
@@ -777,7 +709,7 @@ def test_rows_are_padded_to_a_multiple():
     ({"length_multiple": 0}, "--length-multiple"),
 ])  # fmt: skip
 def test_options_that_cannot_work_are_refused(tmp_path, options, option):
-    with pytest.raises(ValueError, match=f"train expects {option}"):
+    with pytest.raises(ValueError, match=f"train expects.*{option}"):
         small(tmp_path, **options)
 
 

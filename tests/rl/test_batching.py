@@ -1,8 +1,8 @@
-"""Shares of packed rows: each sample has the weights that it would have in a row of its own."""
+"""Batches: mini-batches, padding, and packed rows, whose samples weigh as in rows of their own."""
 
 import pytest
 import torch
-from cases import random_case
+from cases import equal, random_case, tiny_batch
 
 import funcrl
 from funcrl import optim, tree
@@ -116,3 +116,28 @@ def test_rows_of_padding_have_no_weights():
     )
     for part in funcrl.minibatches(blank, algorithm, 2, seed=0):
         assert torch.equal(part.token_weights, torch.zeros_like(part.token_weights))
+
+
+def test_minibatches_share_out_the_rows():
+    batch = tiny_batch(rows=6)
+    parts = funcrl.minibatches(batch, funcrl.grpo(), 3, seed=1)
+    assert [len(part.tokens) for part in parts] == [2, 2, 2]
+    rows = {tuple(row) for part in parts for row in part.advantages.tolist()}
+    assert rows == {tuple(row) for row in batch.advantages.tolist()}
+    for part in parts:
+        weights = funcrl.aggregation.sequence_mean(part.mask, dtype=part.token_weights.dtype)
+        assert torch.equal(part.token_weights, weights)
+
+
+def test_rows_are_padded_to_a_multiple():
+    rollout = random_case(length=7).rollout
+    padded = funcrl.batching.pad_length(rollout, 5)
+    assert padded.tokens.shape[1] == 10
+    assert not padded.mask[:, 7:].any()
+    assert equal(funcrl.batching.pad_length(rollout, 7), rollout)
+    for field in ("tokens", "mask", "behavior_logprobs"):
+        assert torch.equal(getattr(padded, field)[:, :7], getattr(rollout, field))
+    weights = funcrl.collate(padded, funcrl.grpo()).token_weights
+    assert torch.equal(weights[:, :7], funcrl.collate(rollout, funcrl.grpo()).token_weights)
+    with pytest.raises(ValueError, match="pad_length expects multiple"):
+        funcrl.batching.pad_length(rollout, 0)

@@ -85,13 +85,13 @@ def _configs(case: Case, step: Step) -> list[tuple[str, CompileConfig]]:
     config = case.config.compile
     if not case.config.remats:
         return [("", config)]
-    found = []
+    configs = []
     for remat in case.config.remats:
         budget = 0
         if remat == "budget":
             budget = config.remat_budget or _halfway(case, step, config)
-        found.append((f", remat {remat}", replace(config, remat=remat, remat_budget=budget)))
-    return found
+        configs.append((f", remat {remat}", replace(config, remat=remat, remat_budget=budget)))
+    return configs
 
 
 def _halfway(case: Case, step: Step, config: CompileConfig) -> int:

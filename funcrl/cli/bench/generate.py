@@ -25,9 +25,9 @@ class GenerateBenchConfig:
     """Tokens a second of the embedded sampler, beside transformers' generate() and the floor."""
 
     shapes: tuple[str, ...] = ("tiny", "smollm2-135m")
-    """Models by name; "tiny" has 4 layers."""
+    """The names of the models; "tiny" has 4 layers."""
     batches: tuple[int, ...] = (1, 8, 32)
-    """Samples at a time."""
+    """The numbers of samples that are generated at a time."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """The dtypes to compute in."""
     prompt_tokens: int = 32
@@ -41,7 +41,7 @@ class GenerateBenchConfig:
     threads: int | None = None
     """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
-    """A file to write every row to as well."""
+    """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,8 +117,8 @@ def _variants(
         sampling = Sampling(num_samples=_GROUP, max_tokens=tokens)
         return sampler.generate(prompts[: batch // _GROUP].tolist(), sampling, seed=0)
 
-    found = {"transformers generate()": theirs, "Sampler": distinct}
-    return found | ({f"Sampler, groups of {_GROUP}": grouped} if batch % _GROUP == 0 else {})
+    variants = {"transformers generate()": theirs, "Sampler": distinct}
+    return variants | ({f"Sampler, groups of {_GROUP}": grouped} if batch % _GROUP == 0 else {})
 
 
 def _peer(shape: TransformerConfig, params: Params) -> Any:

@@ -36,7 +36,7 @@ class StepBenchConfig:
     torch.autograd."""
 
     num_layers: tuple[int, ...] = (2, 12)
-    """One table for each depth."""
+    """The numbers of layers, each of which has a table of its own."""
     width: int = 128
     """The width of the residual stream; the MLP is three times as wide, a head a quarter."""
     model: str | None = None
@@ -44,7 +44,7 @@ class StepBenchConfig:
     vocab_size: int = 512
     """The number of tokens in the vocabulary."""
     rows: int = 32
-    """Samples in the batch."""
+    """The number of samples in the batch."""
     length: int = 128
     """The number of tokens in a row; the first quarter is the prompt."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -54,24 +54,24 @@ class StepBenchConfig:
     chunk: int = 4
     """The number of samples at a time in the chunked variants."""
     logprob_chunk: int | None = None
-    """Tokens whose logits are alive at a time; all when left out."""
+    """The number of tokens whose logits are alive at a time; all when left out."""
     attend: Literal["native", "flash"] = "native"
-    """Attention: products and a softmax, or one kernel that keeps no scores, on both sides."""
+    """How both sides attend: by products and a softmax, or by one kernel that keeps no scores."""
     parts: tuple[Part, ...] = ("gradient", "update", "step")
-    """What to measure. The compiled parts are of one graph: forward and backward, or a whole
+    """What is measured. A compiled part is one graph: of forward and backward, or of a whole
     step."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """How the compiled parts, and the profile, are compiled."""
     variants: tuple[VariantName, ...] = ("batch", "per-sample", "clipped", "donated")
-    """Of the compiled parts: the gradient of the batch, the sum of per-sample gradients, the sum
-    of clipped ones, and the batch's with the state updated in place; the first of them is the
-    profile's."""
+    """The variants of compiled parts: the gradient of the batch, the sum of per-sample gradients,
+    the sum of clipped ones, and the batch's with the state updated in place. The profile is of the
+    first of them."""
     remats: tuple[RematName, ...] = ()
-    """Of the compiled parts: policies to measure, each beside the others, instead of
-    compile.remat; the budget is halfway between the predicted peaks of none and full, unless
+    """The policies of recomputation that compiled parts are measured with, instead of
+    compile.remat; a budget is halfway between the predicted peaks of none and full, unless
     compile.remat_budget is given."""
     profile: Path | None = None
-    """A folder for a profile of the compiled step: a Chrome trace, a table of time by layer and
+    """The folder for a profile of the compiled step: a Chrome trace, a table of time by layer and
     kind of op, and a picture of memory."""
     repeats: int = 20
     """The number of measured runs of each variant, which take turns."""
@@ -80,7 +80,7 @@ class StepBenchConfig:
     threads: int | None = None
     """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
-    """A file to write every row to as well."""
+    """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -136,7 +136,7 @@ class Case(NamedTuple):
         )
 
     def ordinary_gradient(self, checkpointed: bool = False) -> Callable[[], list[Tensor]]:
-        """Return what computes the gradient of that loss by torch.autograd."""
+        """Return a function that computes the gradient of that loss by torch.autograd."""
         module = with_weights(self.model, self.params)
         leaves = list(module.parameters())
         return lambda: list(torch.autograd.grad(self.ordinary_loss(module, checkpointed), leaves))
@@ -199,7 +199,7 @@ def sample_loss(case: Case) -> AuxLossFn:
 
 
 def keep(per_sample: Tree) -> Tree:
-    """Return per-sample gradients unchanged: with this transform they are computed."""
+    """Return per-sample gradients unchanged: a step with this transform computes them."""
     return per_sample
 
 

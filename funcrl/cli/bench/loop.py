@@ -23,10 +23,10 @@ class LoopBenchConfig:
     steps: int = 20
     """The number of measured steps, after two that warm up."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """What to run, as for `funcrl train`; its folder, steps, warm start and evaluation are the
+    """The run, as for `funcrl train`; its folder, steps, warm start and evaluation are the
     benchmark's own."""
     json: Path | None = None
-    """A file to write every row to as well."""
+    """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)

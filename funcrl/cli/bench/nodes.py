@@ -114,19 +114,18 @@ def _kind(node: fx.Node) -> str:
 
 def format_times(times: Sequence[NodeTime]) -> str:
     """Return Markdown tables of milliseconds: by kind, by layer, and by layer and kind."""
-    parts = []
-    for title, key in (
-        ("kind", lambda each: (each.kind,)),
-        ("layer", lambda each: (each.layer,)),
-        ("layer | kind", lambda each: (each.layer, each.kind)),
-    ):
-        parts.append(_format(title, times, key))
-    return "\n\n".join(parts)
+    tables = [
+        _table("kind", times, lambda each: (each.kind,)),
+        _table("layer", times, lambda each: (each.layer,)),
+        _table("layer | kind", times, lambda each: (each.layer, each.kind)),
+    ]
+    return "\n\n".join(tables)
 
 
-def _format(
+def _table(
     title: str, times: Sequence[NodeTime], key: Callable[[NodeTime], tuple[str, ...]]
 ) -> str:
+    """Return a row for each group of nodes that have the same key, and one for all nodes."""
     groups: dict[tuple[str, ...], list[NodeTime]] = defaultdict(list)
     for each in times:
         groups[key(each)].append(each)
@@ -138,8 +137,9 @@ def _format(
     phases = [phase for phase in PHASES if any(each.phase == phase for each in times)]
     lines = [f"| {title} | nodes | {' | '.join(phases)} | ms | % |"]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    named = [(names, groups[names]) for names in order]
-    for names, members in [*named, (_everything(title), list(times))]:
+    everything = ("all", *[""] * title.count("|"))
+    for names in [*order, everything]:
+        members = times if names is everything else groups[names]
         own = dict.fromkeys(phases, 0.0)
         for each in members:
             own[each.phase] += each.seconds
@@ -149,10 +149,6 @@ def _format(
         cells = [*names, str(len(members)), *cells, f"{1e3 * seconds:.3f}", share]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _everything(title: str) -> tuple[str, ...]:
-    return ("all",) + ("",) * title.count("|")
 
 
 def phase_of(node: fx.Node) -> str:

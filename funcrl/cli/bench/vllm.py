@@ -36,9 +36,9 @@ class VLLMBenchConfig:
     """Tokens per second of vLLM in both forms beside vLLM used directly, and what a push takes."""
 
     model: str = "qwen3-0.6b"
-    """A shape; its weights are random."""
+    """The name of a shape; its weights are random."""
     sequences: int = 256
-    """Prompts at a time, no two alike."""
+    """The number of prompts that are completed at a time; no two are alike."""
     prompt_tokens: int = 32
     """The number of tokens of each prompt."""
     max_tokens: int = 256
@@ -51,15 +51,15 @@ class VLLMBenchConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of the engines; the pushed parameters are float32."""
     forms: tuple[Form, ...] = ("native", "unified")
-    """What is measured beside plain vLLM; a server runs vLLM's own class."""
+    """The forms that are measured beside plain vLLM; a server runs vLLM's own class."""
     server_devices: tuple[int, ...] = ()
-    """GPUs of the servers; none for one where the parameters are."""
+    """The GPUs that have a server each; with none there is one server, where the parameters are."""
     device: Literal["cpu", "cuda"] = "cuda"
     """The device of the parameters."""
     repeats: int = 3
     """The number of measured generations, after one that warms up."""
     json: Path | None = None
-    """A file to write every row to as well."""
+    """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
         check_fields(self)

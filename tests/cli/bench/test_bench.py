@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from cases import run_command as run
 
-from funcrl import cli
-from funcrl.cli import bench
+import funcrl
+from funcrl import CompileConfig, cli
+from funcrl.cli import bench, commands
 from funcrl.cli.bench import rows, step
+from funcrl.cli.bench.generate import _peer
 from funcrl.cli.bench.inputs import make_case
 from funcrl.cli.bench.ordinary import with_weights
 
@@ -114,7 +117,7 @@ def test_help_is_readable(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "step", "--help"])
     assert stop.value.code == 0
-    assert "Samples in the batch" in capsys.readouterr().out
+    assert "samples in the batch" in capsys.readouterr().out
 
 
 def test_unknown_commands_fail(capsys):
@@ -122,3 +125,51 @@ def test_unknown_commands_fail(capsys):
         cli.main(["dance"])
     assert stop.value.code == 2
     assert "dance" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_generate_compares_equal_models(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    code, out, err = run(
+        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "float32",
+         "--max-tokens", "3", "--repeats", "1", "--json", path], capsys)  # fmt: skip
+    assert code == 0, err
+    assert (out.count("| float32, batch 1 |"), out.count("| float32, batch 8 |")) == (2, 3)
+    assert out.count("| tokens/s | floor tokens/s |") == 1
+    rows = json.loads(path.read_text())
+    assert len(rows) == 5
+    assert all(row["peak_bytes"] > 0 and row["transformers"] for row in rows)
+    assert all(row["tokens_per_s"] > 0 and row["floor_tokens_per_s"] > 0 for row in rows)
+    shape = funcrl.models.TransformerConfig(vocab_size=50, width=32, num_layers=2, qk_norm=False)
+    model = funcrl.models.Transformer(shape)
+    params = funcrl.init_params(model, seed=0)
+    tokens = torch.randint(0, 50, (9,), generator=funcrl.rng.generator(0))
+    with torch.no_grad():
+        theirs = _peer(shape, params)(tokens[None]).logits[0]
+    mine = funcrl.functional(model)(params, tokens, torch.arange(9))
+    assert (mine - theirs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("args", "compiled"),
+    [
+        ([], None),
+        (["--train.compile"], CompileConfig()),
+        (["--train.compile.fuse", "none"], CompileConfig(fuse="none")),
+        (["--train.no-compile"], None),
+    ],
+)
+def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
+    configs = []
+    monkeypatch.setattr(commands, "bench_loop", lambda config: configs.append(config) or [])
+    code, _, err = run(["bench", "loop", *args], capsys)
+    assert code == 0, err
+    assert configs[0].train.compile == compiled
+
+
+def test_bench_loop_has_every_part(capsys):
+    code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
+    assert code == 0, err
+    for part in ("step_time", "time/generate", "time/reward", "time/train", "time/push"):
+        assert f"| step | {part} |" in out
+    assert "| start | time/startup |" in out

@@ -19,7 +19,7 @@ pytestmark = [
 def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path):
     file = tmp_path / "rows.json"
     config = bench.VLLMBenchConfig(
-        model="tiny", sequences=2, prompt_tokens=4, max_tokens=3, modes=("eager",),
+        model="tiny", sequences=2, prompt_tokens=24, max_tokens=4, modes=("eager",),
         dtype="float32", forms=("unified",), device="cpu", repeats=2, json=file,
     )  # fmt: skip
     plain, own = bench.bench_vllm(config)
@@ -30,7 +30,7 @@ def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path):
     assert plain.time_ratio == 1.0
     for row in (plain, own):
         assert row.median_s > 0
-        assert row.numbers["tokens_per_s"] == pytest.approx(2 * 3 / row.median_s)
+        assert row.numbers["tokens_per_s"] == pytest.approx(2 * 4 / row.median_s)
         assert row.numbers["start_s"] > 0
         assert row.machine["vllm"]
     assert own.numbers["push_ms"] > 0

@@ -1,0 +1,42 @@
+"""The estimate of memory, against bytes that were counted."""
+
+import pytest
+import torch
+
+import funcrl
+from funcrl import memory
+from funcrl.cli.bench.measure import peak_bytes
+from funcrl.config import TrainConfig
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["micro", "tiny"])
+def test_the_memory_estimate_is_near_the_measured_peak(model):
+    """Within a factor of 1.5 of the exact peak of a step, beyond the state it starts from."""
+    options = TrainConfig(model=model, num_prompts=8, num_generations=4)
+    parts = funcrl.build(options)
+    params = funcrl.init_params(parts.model, seed=0)
+    state = parts.step.init(params)
+    rows, length = 32, 6 + options.sampling.max_tokens
+    rollout = funcrl.Rollout(
+        tokens=torch.ones(rows, length, dtype=torch.int64),
+        mask=(torch.arange(length) >= 6).expand(rows, length),
+        behavior_logprobs=torch.full((rows, length), -2.0), rewards=torch.arange(32.0),
+        group=torch.arange(8).repeat_interleave(4), policy_version=torch.zeros(rows).long(),
+    )  # fmt: skip
+    batch = funcrl.collate(rollout, parts.algorithm, torch.full((rows, length), -2.0))
+    measured = peak_bytes(lambda: parts.step(state, batch))
+    estimate = memory.estimate_memory(options, parts.model.config, 6)
+    beyond = estimate.peak - estimate.resident
+    assert measured / 1.5 <= beyond <= 1.5 * measured, (measured, estimate)
+
+
+def test_the_memory_estimate_knows_of_padding():
+    parts = funcrl.build(TrainConfig())
+    sizes = [
+        memory.estimate_memory(TrainConfig(length_multiple=each), parts.model.config, 6)
+        for each in (1, 7, 28)  # 14 tokens: padded to 14, 14 and 28
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[2].activations > 2 * sizes[0].activations
+    assert sizes[2].cache == sizes[0].cache
