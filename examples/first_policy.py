@@ -79,19 +79,19 @@ class Config:
     """Train a policy from nothing to reverse three digits."""
 
     steps: int = 300
-    """Optimizer steps, one for each rollout."""
+    """The number of optimizer steps, one for each rollout."""
     prompts: int = 64
-    """Prompts in a rollout."""
+    """The number of prompts in a rollout."""
     samples: int = 16
-    """Samples of each prompt: the group that the advantage compares."""
+    """The number of samples of each prompt: the group that the advantage compares."""
     learning_rate: float = 1e-3
-    """Of AdamW at its highest, after ten steps of warm-up; from there half a cosine to 0."""
+    """The highest learning rate of AdamW, after ten steps of warm-up; half a cosine falls to 0."""
     entropy: float = 0.05
-    """Bonus for staying undecided: without it the policy settles on a few answers too early."""
+    """The weight of the entropy bonus: without it the policy settles on few answers too early."""
     seed: int = 0
-    """Of the weights, the prompts and the samples."""
+    """The seed of the weights, the prompts and the samples."""
     out: Path = Path("runs/first_policy")
-    """Folder for curve.png and metrics.jsonl."""
+    """The folder for curve.png and metrics.jsonl."""
 
 
 def train(args: Config) -> list[dict[str, float]]:

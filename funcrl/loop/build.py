@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl import optim
-from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig
+from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig, read_config
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
@@ -225,6 +225,17 @@ def estimate_memory(
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
     return memory.estimate_memory(config, model.config, longest, task.max_turns)
+
+
+def options_of_run(function: str, option: str, run: Path) -> TrainConfig:
+    """Return the options that a run has recorded; errors name the option that gives its folder."""
+    path = run / runs.CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{function} expects {option} to name the folder of a run, got {run} without a "
+            f"{runs.CONFIG}."
+        )
+    return read_config(TrainConfig, path)
 
 
 def defaults(model: str) -> TrainConfig:

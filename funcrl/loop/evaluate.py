@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-from funcrl.config import EvalConfig, Sampling, TrainConfig, read_config
+from funcrl.config import EvalConfig, Sampling, TrainConfig
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
-from funcrl.loop.build import build, defaults, first_params, trained_params
+from funcrl.loop.build import build, defaults, first_params, options_of_run, trained_params
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.rollouts import (
@@ -103,11 +104,9 @@ def evaluate(
         step, params = 0, first_params(options, parts)
     else:
         step, params = trained_params(options, parts, config.run)
-    parts.generator.push(parts.policy(params), step)
-    completed = complete(
-        parts.task, parts.generator, prompts, sampling, rng.fold_in(config.seed, 0)
-    )
-    parts.generator.close()
+    with closing(parts.generator) as generator:
+        generator.push(parts.policy(params), step)
+        completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
     own = config.run is not None and parts.task.name == trained_on
     weights = options.reward_weights if own else None  # they are of the run's rewards
@@ -135,15 +134,10 @@ def format_evaluation(result: Evaluation) -> str:
 
 def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     """Return the options of the run that is evaluated, or those of a new run with its model."""
-    options = defaults(config.model or TrainConfig.model)
-    if config.run is not None:
-        path = config.run / runs.CONFIG
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"evaluate expects --run to name the folder of a run, got {config.run} without a "
-                f"{runs.CONFIG}."
-            )
-        options = read_config(TrainConfig, path)
+    if config.run is None:
+        options = defaults(config.model or TrainConfig.model)
+    else:
+        options = options_of_run("evaluate", "--run", config.run)
     system_prompt = config.system_prompt
     if system_prompt is None and task is None:  # a task that is given brings its own
         system_prompt = options.system_prompt

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from funcrl.config import TrainConfig, read_config
+from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.loop.build import learner, trained_params
+from funcrl.loop.build import learner, options_of_run, trained_params
 from funcrl.models import SHAPES
 from funcrl.run import runs
 from funcrl.tasks import is_built_in, load
@@ -37,13 +37,8 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
-    path = run / runs.CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"export expects the folder of a run, got {run} without a {runs.CONFIG}."
-        )
     # Nothing is generated or compiled here, and no GPU is needed.
-    config = replace(read_config(TrainConfig, path), device="cpu", compile=None)
+    config = replace(options_of_run("export", "--run", run), device="cpu", compile=None)
     parts = learner(config, _vocab_size(config, run, task), function="export")
     _, trained = trained_params(config, parts, run)
     return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)
