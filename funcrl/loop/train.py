@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -195,27 +195,21 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     parts.generator.push(parts.policy(state.params), done)
     for index in range(done + 1, config.steps + 1):
         record.claim.check()  # a forked child must not compute: it has none of torch's threads
-        clock = time.perf_counter()
-        rolled = _roll(config, parts, index)
-        if rolled.graded.errors:
-            record.note(
-                f"Step {index} left out {len(rolled.graded.errors)}: {rolled.graded.errors[0]}"
-            )
-        if rolled.rollout is None:
-            record.note(
-                f"Step {index} trains on nothing: no group has two completions with a reward."
-            )
-        row: dict[str, Any] = {"step": index, **rolled.numbers}
         start = time.perf_counter()
+        rolled = _roll(config, parts, index)
+        for line in _left_out(rolled, index):
+            record.note(line)
+        rewarded = time.perf_counter()
         if parts.donates:
             record.give_up_state()
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
-        row |= numbers | {"time/train": time.perf_counter() - start}
-        start = time.perf_counter()
+        trained = time.perf_counter()
         policy = parts.policy(state.params)
         parts.generator.push(policy, index)
-        row["time/push"] = time.perf_counter() - start
-        row["step_time"] = time.perf_counter() - clock
+        pushed = time.perf_counter()
+        row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
+        row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
+        row["step_time"] = pushed - start
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             row |= _accuracy(config, parts, policy, index, held_out)
@@ -255,6 +249,15 @@ def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
     """Return the rewards of completions, weighted as the run weights them."""
     prompts, outcomes = completed.prompts, completed.outcomes
     return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
+
+
+def _left_out(rolled: Rolled, index: int) -> Iterator[str]:
+    """Yield lines that say which completions of a step are not trained on."""
+    errors = rolled.graded.errors
+    if errors:
+        yield f"Step {index} left out {len(errors)}: {errors[0]}"
+    if rolled.rollout is None:
+        yield f"Step {index} trains on nothing: no group has two completions with a reward."
 
 
 def _compared(

@@ -16,7 +16,9 @@ pytestmark = [
 ]
 
 
-def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path):
+def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path, monkeypatch):
+    # A process less to start for plain vLLM.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     file = tmp_path / "rows.json"
     config = bench.VLLMBenchConfig(
         model="tiny", sequences=2, prompt_tokens=24, max_tokens=4, modes=("eager",),
