@@ -43,7 +43,7 @@ from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity
 from funcrl.loop.train import train as run_training
 from funcrl.run import report, runs
-from funcrl.run.record import free_folder
+from funcrl.run.folder import free_folder
 from funcrl.run.trust import cache_code, check_trusted, task_code
 from funcrl.run.views import view_for
 
@@ -277,7 +277,5 @@ def _check_code(
         None if _value(args, "--task") else task_code(config.task),
         None if _value(args, "--compile.cache-dir") else cache_code(cache),
     ]
-    codes = [code for code in named if code is not None]
-    recorded = runs.read_facts(run, "train") if codes and run and not trust else None
-    for line in check_trusted("train", codes, file, recorded, trust):
+    for line in check_trusted("train", named, file, run, trust):
         print_safely(line, sys.stderr)

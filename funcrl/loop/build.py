@@ -211,9 +211,7 @@ def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tu
     return step, dict(state.params)
 
 
-def estimate_memory(
-    config: TrainConfig, model: Transformer, task: TaskLike
-) -> memory.MemoryEstimate:
+def estimate_memory(config: TrainConfig, model: Transformer, task: Task) -> memory.MemoryEstimate:
     """Return the memory that training will need, if the first prompts are as long as any.
 
     Args:
@@ -221,7 +219,6 @@ def estimate_memory(
         model: what is trained.
         task: what it is trained on.
     """
-    task = check_task("estimate_memory", task)
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
     return memory.estimate_memory(config, model.config, longest, task.max_turns)

@@ -9,8 +9,7 @@ from funcrl.core import rng
 from funcrl.core.types import Samples
 from funcrl.generators import Generator
 from funcrl.generators.stops import cut_at_stop
-from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike, Tokenizer
+from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.watch import TaskError
 
 
@@ -148,12 +147,11 @@ class Demonstration(NamedTuple):
         return self._replace(tokens=[*self.tokens, *tokens], mask=mask)
 
 
-def demonstration(task: TaskLike, prompt: Prompt) -> Demonstration:
+def demonstration(task: Task, prompt: Prompt) -> Demonstration:
     """Return the right completion of a prompt that a task demonstrates.
 
     The actions that an environment demonstrates are played, and the environment answers them.
     """
-    task = check_task("demonstration", task)
     tokens = task.tokenizer.encode(prompt.text)
     start = Demonstration(tokens, [False] * len(tokens), None)
     if isinstance(task, Environment):

@@ -156,7 +156,7 @@ def grade(
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        row, error = _named_rewards(task, prompt, outcome)
+        row, error = named_rewards(task, prompt, outcome)
         if error:
             if on_error == "stop":
                 raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
@@ -344,7 +344,7 @@ def _behavior_logprobs(samples: Samples) -> Tensor:
 
 
 @checked
-def named_rewards(task: TaskLike, prompt: Prompt, outcome: Any) -> tuple[Mapping[str, float], str]:
+def named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str, float], str]:
     """Return a completion's named rewards, or none and what went wrong.
 
     Args:
@@ -358,10 +358,6 @@ def named_rewards(task: TaskLike, prompt: Prompt, outcome: Any) -> tuple[Mapping
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
-    return _named_rewards(check_task("named_rewards", task), prompt, outcome)
-
-
-def _named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str, float], str]:
     if isinstance(outcome, Failure):
         return {}, outcome.message
     place = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"

@@ -29,7 +29,8 @@ from funcrl.models.logprobs import score
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
-from funcrl.run.record import Record, open_folder, reference_policy
+from funcrl.run.folder import open_folder
+from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import RECORDED, check_run, remember, task_code

@@ -5,15 +5,17 @@
 
 A checkpoint is made under a hidden name and renamed when all of it is on disk: the rename is the
 commit. The manifest and its checksums reveal folders that are torn, changed or not of funcrl.
+
+The numbered ones are kept by hand because orbax's `CheckpointManager` (0.12.8) leaves out a step
+below the newest, raises for one that is there, and restores no older one if the newest is broken;
+and orbax's own rename commits its arrays alone, with neither their metadata nor folders synced.
 """
 
 import contextlib
-import json
 import math
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,17 +28,25 @@ from funcrl.core import checks, tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.arrays import to_array, to_tensor
 from funcrl.core.files import sync
-from funcrl.core.reading import brief, read_text
+from funcrl.core.reading import read_text
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Tree
-from funcrl.run.manifest import file_checksum, is_manifest
+from funcrl.run.manifest import (
+    Manifest,
+    array_checksum,
+    check_like,
+    decode,
+    describe,
+    encode,
+    file_checksums,
+    outline,
+)
 from funcrl.run.storage import read_arrays, write_arrays
 
 Extra: TypeAlias = Mapping[str, Any] | None
 OnSkip: TypeAlias = Callable[[str], None] | None
-_Manifest: TypeAlias = dict[str, Any]
 
-_FORMAT, _STATE, _MANIFEST = "funcrl checkpoint 2", "state", "manifest.json"
+_STATE, _MANIFEST = "state", "manifest.json"
 _MOST_BYTES = 1 << 30  # of a manifest, with whatever facts its maker put there
 # What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
 _LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
@@ -70,7 +80,7 @@ def save(path: Path | str, state: TensorTree, extra: Extra = None) -> None:
         >>> funcrl.restore(path, like={"w": torch.zeros(2)})
         ({'w': tensor([1., 1.])}, {'step': 5})
     """
-    _write(Path(path), _describe(state, extra, None), _to_arrays(state))
+    _write(Path(path), describe(state, extra, None), _to_arrays(state))
 
 
 @checked
@@ -134,7 +144,7 @@ class Checkpoints:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"Checkpoints.save expects step to be an integer >= 0, got {step!r}.")
         self.wait()
-        manifest, arrays = _describe(state, extra, score), _to_arrays(state)
+        manifest, arrays = describe(state, extra, score), _to_arrays(state)
         self._pending = self._writer.submit(self._write, step, manifest, arrays)
 
     def wait(self) -> None:
@@ -164,7 +174,7 @@ class Checkpoints:
         self.newest = found.step
         return found
 
-    def _write(self, step: int, manifest: _Manifest, arrays: dict[str, Any]) -> int:
+    def _write(self, step: int, manifest: Manifest, arrays: dict[str, Any]) -> int:
         _clean_up(self.folder)
         _write(self.folder / str(step), manifest, arrays)
         self._thin_out(step)
@@ -216,29 +226,7 @@ def _to_arrays(state: Tree) -> dict[str, Any]:
     return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
 
 
-def _describe(state: Tree, extra: Extra, score: float | None) -> _Manifest:
-    scored = score is not None and math.isfinite(score)
-    return {
-        "format": _FORMAT, "leaves": _outline("save", state), "score": score if scored else None,
-        # Encoded now, so that facts that JSON cannot hold raise here and not in the background.
-        "extra": json.loads(json.dumps(dict(extra or {}))),
-    }  # fmt: skip
-
-
-def _outline(function: str, state: Tree) -> list[dict[str, Any]]:
-    outline = []
-    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-        checks.check_tensor(function, path, leaf)
-        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
-            raise TypeError(
-                f"{function} expects {path} to be a dense tensor with values, neither sparse nor "
-                f"quantized nor on the meta device, got {leaf.dtype}, {leaf.layout}, {leaf.device}."
-            )
-        outline.append({"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
-    return outline
-
-
-def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
+def _write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         # Replacing a folder deletes it, so it must be one that a save has written.
@@ -248,12 +236,12 @@ def _write(path: Path, manifest: _Manifest, arrays: dict[str, Any]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         # Before orbax writes, so that the checksum reveals a tensor that changes meanwhile.
-        sums = [_checksum(array) for array in arrays.values()]
+        sums = [array_checksum(array) for array in arrays.values()]
         # An array without elements is not stored; the manifest alone brings it back.
         filled = {name: array for name, array in arrays.items() if array.size}
         if filled:
             write_arrays(draft / _STATE, filled)
-        text = _encode(manifest | {"checksums": sums, "files": _file_checksums(draft)})
+        text = encode(manifest | {"checksums": sums, "files": file_checksums(draft, _STATE)})
         (draft / _MANIFEST).write_text(text, encoding="utf-8")
         # orbax syncs the data that it writes, but neither its metadata nor its folders.
         for written in [*draft.rglob("*"), draft]:
@@ -305,13 +293,13 @@ def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
     path = _unreplaced(path)
     manifest = _read_manifest(path)
     saved = manifest["leaves"]
-    _check_like(path, saved, _outline("restore", like))
+    check_like(path, saved, outline("restore", like))
     wanted, unflatten = tree.flatten(like)
     arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
     leaves = []
     for index, leaf in enumerate(wanted):
         array = arrays.get(str(index), np.zeros(0))
-        if _checksum(array) != manifest["checksums"][index]:
+        if array_checksum(array) != manifest["checksums"][index]:
             raise _broken(path, f"whose {saved[index]['path']!r} is not what was saved")
         leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
     return unflatten(leaves), manifest["extra"]
@@ -320,7 +308,7 @@ def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
 def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
     # The files are checked first: a changed length would make orbax reserve any amount of memory.
     try:
-        changed = sorted(files.items() - _file_checksums(path).items())
+        changed = sorted(files.items() - file_checksums(path, _STATE).items())
         if not changed:
             return read_arrays(path / _STATE)
     except Exception as error:
@@ -328,55 +316,18 @@ def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
     raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
 
 
-def _read_manifest(path: Path) -> _Manifest:
+def _read_manifest(path: Path) -> Manifest:
     if not path.exists():
         raise CheckpointError(f"restore expects a checkpoint, got none at {path}.")
     try:
         text = read_text("restore", path / _MANIFEST, _MOST_BYTES)
-        manifest = json.loads(text)["checkpoint"]
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _broken(path, f"whose {_MANIFEST} is missing, torn or not of funcrl") from error
-    # Writing it again gives the same bytes, unless one of them has changed.
-    if text != _encode(manifest):
-        raise _broken(path, f"whose {_MANIFEST} has changed since it was saved")
-    if version != _FORMAT:
-        raise _broken(path, f"whose format is {brief(version)} and not {_FORMAT!r}")
-    if not is_manifest(manifest):
-        raise _broken(path, f"whose {_MANIFEST} is not one that funcrl writes")
-    return dict(manifest)
-
-
-def _encode(manifest: _Manifest) -> str:
-    checksum = zlib.crc32(json.dumps(manifest).encode())
-    return json.dumps({"checksum": checksum, "checkpoint": manifest}) + "\n"
+    except (OSError, ValueError) as error:
+        raise _broken(path, f"whose {_MANIFEST} is missing or no text") from error
+    try:
+        return decode(text)
+    except ValueError as error:
+        raise _broken(path, f"whose {_MANIFEST} {error}") from error
 
 
 def _broken(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"restore expects a whole checkpoint, got {path}, {what}.")
-
-
-def _check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    ours, theirs = ({leaf["path"]: leaf for leaf in leaves} for leaves in (wanted, saved))
-    for at in [*ours, *theirs]:
-        want, got = ours.get(at), theirs.get(at)
-        if want != got:
-            raise ValueError(
-                f"restore expects {_leaf_words(want)} for {at!r}, got {_leaf_words(got)} in {path}."
-            )
-    if saved != wanted:  # two leaves of one path, or another order
-        raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
-
-
-def _leaf_words(leaf: dict[str, Any] | None) -> str:
-    return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
-
-
-def _checksum(array: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def _file_checksums(path: Path) -> dict[str, int]:
-    """Return the checksum of each file that orbax wrote into a checkpoint."""
-    files = [each for each in (path / _STATE).rglob("*") if each.is_file()]
-    return {str(each.relative_to(path)): file_checksum(each) for each in files}

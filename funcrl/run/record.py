@@ -1,29 +1,21 @@
 """Writes a run's folder: its metrics, completions and checkpoints; and resumes it."""
 
-import fcntl
-import json
-import os
-import platform
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import yaml
-
 from funcrl import config as configs
 from funcrl.config import TrainConfig
-from funcrl.core.files import write_whole
 from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
+from funcrl.run.folder import Claim, environment, write_facts
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
-from funcrl.tasks.watch import ForkedError, Note
+from funcrl.tasks.watch import Note
 
 _REFERENCE = "reference"
 
@@ -36,55 +28,16 @@ class Progress(NamedTuple):
     row: dict[str, Any]  # of metrics.jsonl; those before it are only there
 
 
-class Claim:
-    """The right of one process to write to a run's folder, until it closes this or dies.
-
-    Args:
-        folder: the run's, made when it is missing.
-        title: of the run.
-    """
-
-    def __init__(self, folder: Path, title: str) -> None:
-        self._folder, self._title, self._process = folder, title, os.getpid()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / ".lock"
-        try:  # not through a link, which could make a file anywhere
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"train expects to open a file {path}, got: {error.strerror}."
-            ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise FileExistsError(
-                f"train expects a --run-dir that no other run is writing to, got {folder}."
-            ) from None
-
-    def check(self) -> None:
-        """Raise in a forked child process, which must not compute or write for its parent."""
-        if os.getpid() != self._process:
-            raise ForkedError(
-                f"train expects one process to write to {self._folder}, its own {self._process}, "
-                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
-            )
-
-    def close(self) -> None:
-        """Release the folder for other processes."""
-        os.close(self._file)
-
-
 class Record:
     """The folder of a run and everything that is written to it.
 
     Args:
         config: the run's.
-        folder: as `open_folder` gives it.
+        folder: as `open_folder` returns it.
         title: shown above the run.
         view: shows the run.
-        command: what started the run, for environment.json.
-        facts: what else goes there.
+        command: that started the run, for environment.json.
+        facts: for environment.json, too.
     """
 
     def __init__(
@@ -94,7 +47,7 @@ class Record:
         self.folder, self.note, self._config = folder, view.note, config
         self._display = _Display(view, f"{title} in {config.run_dir}")
         self._progress: Progress | None = None
-        self._facts = _environment(command) | dict(facts or {})
+        self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
         # A run without a checkpoint; a state that an update is overwriting.
@@ -114,7 +67,7 @@ class Record:
         if found is not None:
             _check_goes_on(self._config, self.folder, found)
         # From here on `--resume` finds a run in the folder, even before its first step.
-        _write_facts(self.folder, self._config, self._facts)
+        write_facts(self.folder, self._config, self._facts)
         if found is None:
             self._empty = True
             return None
@@ -230,29 +183,13 @@ class _Display:
 def reference_policy(folder: Path, step: int, params: Params) -> Params:
     """Return the policy of step 0, the reference of a KL penalty: saved then, restored later.
 
-    Args:
-        folder: the run's.
-        step: that `params` are of.
-        params: of the policy.
+    `params` are the policy's after `step` steps.
     """
     if step == 0:
         save(folder / _REFERENCE, params)
         return params
     found, _ = restore(folder / _REFERENCE, like=params)
     return dict(found)
-
-
-def free_folder(parent: Path, name: str) -> Path:
-    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there."""
-    number = 1
-    while True:  # until making one succeeds: another run may be looking too
-        folder = parent / f"{name}-{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
 
 
 def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
@@ -301,50 +238,3 @@ def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
             f"{path} ended at step {last}, before the checkpoint of step {step}: somebody has "
             "changed it. The steps between are missing there."
         )
-
-
-def _write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
-    plain = configs.to_plain(config)
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    write_whole(folder / runs.CONFIG, text)
-    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
-
-
-def open_folder(folder: Path | None, resume: bool) -> Path:
-    """Return a run's folder, which must hold a run to resume, and no run to begin one.
-
-    It is absolute, so that a task that changes the working directory does not move it.
-    """
-    if folder is None:
-        raise ValueError("train expects config.run_dir, got none.")
-    holds_run = (folder / runs.CONFIG).exists()
-    if resume and not holds_run:
-        raise FileNotFoundError(
-            f"train expects --resume to name the folder of a run, got {folder} without a "
-            f"{runs.CONFIG}."
-        )
-    if not resume and (holds_run or (folder / runs.METRICS).exists()):
-        raise FileExistsError(
-            f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
-            f"--resume {folder}, or choose another."
-        )
-    return folder.absolute()
-
-
-def _environment(command: Sequence[str]) -> dict[str, str]:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    facts = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "machine": f"{model}, {torch.get_num_threads()} threads",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join(command),
-    }
-    if torch.cuda.is_available():
-        facts["device"] = torch.cuda.get_device_name()
-    return {name: value for name, value in facts.items() if value}

@@ -18,6 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 from funcrl.core.files import ENCODING, sync, whole_file
 from funcrl.core.reading import brief, open_file, parse_json, read_json
 
+__all__ = [
+    "CHECKPOINTS", "COMPLETIONS", "CONFIG", "ENVIRONMENT", "METRICS", "Completion", "Row",
+    "append_lines", "read_facts", "read_history", "read_lines",
+]  # fmt: skip
+
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
 
 CONFIG = "config.yaml"
@@ -68,25 +73,11 @@ def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
 
 
 def recorded_count(folder: Path, name: str, function: str = "recorded_count") -> int | None:
-    """Return a count that a run recorded about its task, None if it did not.
-
-    Args:
-        folder: the run's.
-        name: of the count.
-        function: the public function that was given the folder, for errors.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"vocab_size": "13"}')
-        >>> runs.recorded_count(folder, "vocab_size"), runs.recorded_count(folder, "max_turns")
-        (13, None)
-    """
+    """Return a count that a run recorded about its task, None if it did not."""
     text = read_facts(folder, function).get(name)
     if text is None:
         return None
-    if not (isinstance(text, str) and text.isascii() and text.isdigit() and 0 < len(text) < 10):
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(
             f"{function} expects a count as {name!r} of {folder / ENVIRONMENT}, got "
             f"{repr(text)[:80]}."
@@ -95,19 +86,7 @@ def recorded_count(folder: Path, name: str, function: str = "recorded_count") ->
 
 
 def check_task_named(function: str, folder: Path) -> None:
-    """Raise if a run was given its task as an object, which its configuration does not name.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / runs.ENVIRONMENT).write_text('{"task_object": "mine"}')
-        >>> try:
-        ...     runs.check_task_named("evaluate", folder)
-        ... except ValueError as error:
-        ...     print(str(error)[:34])
-        evaluate expects task=, the object
-    """
+    """Raise if a run was given its task as an object, which its configuration does not name."""
     name = read_facts(folder, function).get("task_object")
     if name is not None:
         raise ValueError(
@@ -137,15 +116,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sync_lines(folder: Path) -> None:
-    """Return when the lines of a run are on disk.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> runs.append_lines(folder / runs.METRICS, [{"step": 1}])
-        >>> runs.sync_lines(folder)
-    """
+    """Return when the lines of a run are on disk."""
     for path in (folder / METRICS, folder / COMPLETIONS):
         if path.exists():
             sync(path)
@@ -169,21 +140,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows that `read_lines` returns, each with the number of its line.
-
-    Args:
-        function: the public function that was given the file, for errors.
-        path: of the file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> _ = path.write_text('{"step": 1}\\n[2]\\n')
-        >>> list(runs.each_line("report", path))
-        Traceback (most recent call last):
-        ValueError: report expects one JSON object a line, got b'[2]' in line 2 of ...
-    """
+    """Yield the rows that `read_lines` returns, each with the number of its line."""
     if not path.exists():
         return
     with open_file(function, path) as file:
@@ -198,37 +155,19 @@ def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
             if not line.endswith(b"\n"):
                 return
             try:
-                row = parse_json(line.decode("utf-8"))
+                row, reason = parse_json(line.decode("utf-8")), ""
             except ValueError as error:
-                raise ValueError(
-                    f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
-                    f"{number} of {path} ({str(error)[:100]})."
-                ) from error
+                row, reason = None, f" ({str(error)[:100]})"
             if not isinstance(row, dict):
                 raise ValueError(
                     f"{function} expects one JSON object a line, got {line[:60].strip()!r} in line "
-                    f"{number} of {path}."
+                    f"{number} of {path}{reason}."
                 )
             yield number, row
 
 
 def step_of(function: str, path: Path, number: int, row: Mapping[str, Any]) -> int:
-    """Return the step of a row.
-
-    Args:
-        function: the public function that was given the file, for errors.
-        path: of the file.
-        number: of the row's line.
-        row: as `each_line` gives it.
-
-    Example:
-        >>> import pathlib
-        >>> from funcrl import runs
-        >>> runs.step_of("report", pathlib.Path("metrics.jsonl"), 3, {"step": "7"})
-        Traceback (most recent call last):
-        ValueError: report expects step to be an integer from 0 on, got '7' in line 3 of \
-metrics.jsonl.
-    """
+    """Return the step of a row, as `each_line` gives it with the number of its line."""
     step = row.get("step")
     if type(step) is not int or not 0 <= step <= _LAST_STEP:
         raise ValueError(
@@ -257,14 +196,6 @@ def keep_until(path: Path, step: int) -> int | None:
     """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
 
     Returns the step of the last row that is kept, None if there is none.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from funcrl import runs
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> runs.append_lines(path, [{"step": 1}, {"step": 2}])
-        >>> runs.keep_until(path, 1), runs.read_lines(path)
-        (1, [{'step': 1}])
     """
     last = None
     if path.exists() or path.is_symlink():  # a link to nothing would be written through

@@ -20,10 +20,6 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays of at least one element into a new folder.
 
     A failure is an `OSError`, raised when nothing is being written any more.
-
-    Args:
-        folder: to make.
-        arrays: numpy's, by name.
     """
     with _without_logs(), _checkpointer() as checkpointer:
         try:

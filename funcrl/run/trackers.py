@@ -40,15 +40,13 @@ def tracker(
         name: "tensorboard" (writes RUN/tensorboard), "wandb" or "trackio".
         run: the run's folder, which names it.
         config: the resolved configuration.
-        first_step: the steps before it are written already: a resumed run.
+        first_step: of a resumed run; those before it are written already.
         on_error: is called with a line about the first failure.
     """
-    kinds: dict[str, Callable[..., Tracker]] = {
-        "tensorboard": _TensorBoard,
-        "wandb": _Wandb,
-        "trackio": _Trackio,
-    }
     check_trackers([name])
+    kinds: dict[str, Callable[..., Tracker]] = {
+        "tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio,
+    }  # fmt: skip
     return _Careful(name, kinds[name](run, config, first_step), on_error)
 
 

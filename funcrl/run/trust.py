@@ -33,28 +33,20 @@ class Code(NamedTuple):
 
 
 def task_code(task: str) -> Code | None:
-    """Return the code of a task's name, None for a task of funcrl's own.
+    """Return the code that `funcrl.tasks.load` would run for a name, None for funcrl's own tasks.
 
     Nothing of it is run. Of a module it is the module's own file.
-
-    Args:
-        task: as for `funcrl.tasks.load`.
     """
     found = source_file(task)
     if found is None:
         return None
-    option = f"--task {task}"
-    if not found.is_file():  # a module that Python itself was built with
-        return Code(option, found, "", is_task=True)
-    return Code(option, found, hashlib.sha256(found.read_bytes()).hexdigest(), is_task=True)
+    # A module that Python itself was built with is no file.
+    digest = hashlib.sha256(found.read_bytes()).hexdigest() if found.is_file() else ""
+    return Code(f"--task {task}", found, digest, is_task=True)
 
 
 def cache_code(folder: Path | None) -> Code | None:
-    """Return the compiled programs in a folder, None if there are none.
-
-    Args:
-        folder: `compile.cache_dir` of a configuration.
-    """
+    """Return the compiled programs in a `compile.cache_dir`, None if there are none."""
     if folder is None or not folder.is_dir() or not any(folder.iterdir()):
         return None
     return _folder_code(folder)
@@ -62,20 +54,22 @@ def cache_code(folder: Path | None) -> Code | None:
 
 def check_trusted(
     function: str,
-    codes: Sequence[Code],
+    named: Sequence[Code | None],
     file: Path,
-    recorded: Mapping[str, str] | None = None,
+    run: Path | None = None,
     trust: bool = False,
 ) -> list[str]:
     """Return a line about each code that a file names; raise a `TrustError` if one must not run.
 
     Args:
         function: the public function that is to run it, for errors.
-        codes: what the file names.
+        named: what the file names.
         file: the configuration.
-        recorded: what a run's environment.json holds, where the file is a run's configuration.
+        run: the folder of the run whose configuration the file is, if it is one's.
         trust: let all of it run.
     """
+    codes = [code for code in named if code is not None]
+    recorded = runs.read_facts(run, function) if codes and run and not trust else None
     for code in codes:
         reason = "" if trust else _reason(code, recorded)
         if reason:
@@ -83,32 +77,18 @@ def check_trusted(
                 f"{function} expects --trust (trust=True in Python) to run {code.path}, which "
                 f"{file} names as {code.option}: {reason}. It would run as you; read it first."
             )
-    return [describe(code, file) for code in codes]
+    return [_describe(code, file) for code in codes]
 
 
 def check_run(
     function: str, config: TrainConfig, run: Path, task: object = None, trust: bool = False
 ) -> list[str]:
-    """Return a line about each code that a run's configuration names, as `check_trusted` does.
+    """Check the code that a run's configuration names, as `check_trusted` does.
 
-    Args:
-        function: the public function that is to run it, for errors.
-        config: the run's.
-        run: its folder.
-        task: in place of the one that the configuration names.
-        trust: let all of it run.
+    A `task` is in place of the one that the configuration names.
     """
-    named = [None if task is not None else task_code(config.task)]
-    named.append(cache_code(config.compile.cache_dir if config.compile else None))
-    codes = [code for code in named if code is not None]
-    recorded = runs.read_facts(run, function) if codes and not trust else None
-    return check_trusted(function, codes, run / runs.CONFIG, recorded, trust)
-
-
-def describe(code: Code, file: Path) -> str:
-    """Return the line that tells a user which code is run, and which file names it."""
-    digest = f" (SHA-256 {code.digest[:12]})" if code.is_task else ""
-    return f"Runs {code.path}{digest}, which {file} names as {code.option}."
+    named = [None if task is not None else task_code(config.task), cache_code(_cache(config))]
+    return check_trusted(function, named, run / runs.CONFIG, run, trust)
 
 
 def default_store() -> Path:
@@ -116,19 +96,14 @@ def default_store() -> Path:
     return Path.home() / ".local" / "share" / "funcrl" / "trusted"
 
 
-def remember(config: TrainConfig, store: Path | None = None) -> None:
-    """Remember the code that a configuration names, which this account is about to run.
-
-    Args:
-        config: a whole configuration.
-        store: `default_store()` when left out.
-    """
+def remember(config: TrainConfig) -> None:
+    """Remember the code that a configuration names, which this account is about to run."""
     codes = [task_code(config.task)]
-    folder = config.compile.cache_dir if config.compile else None
+    folder = _cache(config)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         codes.append(_folder_code(folder))
-    place = store or default_store()
+    place = default_store()
     for code in codes:
         if code is not None and code.digest:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -136,14 +111,18 @@ def remember(config: TrainConfig, store: Path | None = None) -> None:
             write_whole(place / _name(code), f"{code.option}\n{code.path}\n{code.digest}\n")
 
 
-def is_remembered(code: Code, store: Path | None = None) -> bool:
-    """Return whether this account has run the same object of the same file before.
+def is_remembered(code: Code) -> bool:
+    """Return whether this account has run the same object of the same file before."""
+    return bool(code.digest) and (default_store() / _name(code)).is_file()
 
-    Args:
-        code: from `task_code` or `cache_code`.
-        store: `default_store()` when left out.
-    """
-    return bool(code.digest) and ((store or default_store()) / _name(code)).is_file()
+
+def _describe(code: Code, file: Path) -> str:
+    digest = f" (SHA-256 {code.digest[:12]})" if code.is_task else ""
+    return f"Runs {code.path}{digest}, which {file} names as {code.option}."
+
+
+def _cache(config: TrainConfig) -> Path | None:
+    return config.compile.cache_dir if config.compile else None
 
 
 def _folder_code(folder: Path) -> Code:

@@ -44,7 +44,7 @@ def view_for(stream: TextIO) -> View:
 
 
 class SilentView:
-    """Shows nothing: a run in a notebook or a test."""
+    """A view that shows nothing, for a notebook or a test."""
 
     def start(self, title: str, total: int, done: int) -> None:
         """Show nothing."""
@@ -105,11 +105,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel at the bottom of the terminal: progress, numbers, a sample completion.
-
-    Args:
-        console: rich's, for the terminal to draw on.
-    """
+    """A panel at the bottom of the terminal: progress, numbers, a sample completion."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

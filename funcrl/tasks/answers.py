@@ -24,8 +24,7 @@ def marked_answer(text: str) -> str:
         >>> marked_answer("2 + 3 = 5. #### 5"), marked_answer("It is 5.")
         ('5', '')
     """
-    before, mark, after = text.rpartition(_MARK)
-    del before
+    _, mark, after = text.rpartition(_MARK)
     return after.strip() if mark else ""
 
 
@@ -51,8 +50,7 @@ def boxed_answer(text: str) -> str:
         >>> boxed_answer(r"So \boxed{2}, that is \boxed{\frac{1}{2}}.")
         '\\frac{1}{2}'
     """
-    before, mark, after = text.rpartition("\\boxed{")
-    del before
+    _, mark, after = text.rpartition("\\boxed{")
     depth = 1 if mark else 0
     for place, char in enumerate(after):
         depth += (char == "{") - (char == "}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
 from funcrl.tasks.contracts import Environment, Prompt, Tokenizer
-from funcrl.tasks.split import is_held_out
+from funcrl.tasks.generated import GeneratedTask, is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 
 
@@ -18,7 +18,7 @@ class Desk(NamedTuple):
     called: bool = False  # whether the calculator has understood a call
 
 
-class Calculator(Environment):
+class Calculator(GeneratedTask, Environment):
     """The prompt `38*27=` is answered by `1026`; `[38*27]` calls a calculator first.
 
     A call ends the policy's turn. The calculator's result follows, `1026;`, or `?;` for anything
@@ -56,18 +56,15 @@ class Calculator(Environment):
         self._open, self._close = ("<calc>", "</calc>") if self.in_words else ("[", "]")
         self.stop = (self._close,)
 
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return products that are not held out, drawn evenly."""
-        return [self._draw(False, seed, index) for index in range(start, start + count)]
+    def draw(self, *seed: int) -> tuple[Prompt, tuple[int, int]]:
+        """Return a product and its factors."""
+        lowest, count = 10 ** (self.digits - 1), 9 * 10 ** (self.digits - 1)
+        a, b = (lowest + rng.fold_in(*seed, place) % count for place in (0, 1))
+        return self._prompt(a, b), (a, b)
 
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out products, no two alike."""
-        found: dict[Prompt, None] = {}
-        index = 0
-        while len(found) < count and index < 100 * count:
-            found[self._draw(True, 1, index)] = None
-            index += 1
-        return list(found)
+    def holds_out(self, key: tuple[int, int]) -> bool:
+        """Return whether a product is kept for evaluation, as the one of swapped factors is."""
+        return is_held_out(*sorted(key))
 
     def begin(self, prompt: Prompt) -> Desk:
         """Return an empty desk."""
@@ -109,16 +106,6 @@ class Calculator(Environment):
         if len(factors) != 2 or not plain or max(map(len, factors)) > 2 * self.digits:
             return "?"
         return str(int(factors[0]) * int(factors[1]))
-
-    def _draw(self, held_out: bool, seed: int, index: int) -> Prompt:
-        """Return the first draw that is held out, or the first that is not."""
-        lowest, count = 10 ** (self.digits - 1), 9 * 10 ** (self.digits - 1)
-        attempt = 0
-        while True:
-            a, b = (lowest + rng.fold_in(seed, index, attempt, k) % count for k in (0, 1))
-            if is_held_out(*sorted((a, b))) == held_out:
-                return self._prompt(a, b)
-            attempt += 1
 
     def _prompt(self, a: int, b: int) -> Prompt:
         if not self.in_words:

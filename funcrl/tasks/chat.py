@@ -65,20 +65,15 @@ class ChatTokenizer(Tokenizer):
         messages = [{"role": "user", "content": text}]
         if self._system is not None:
             messages = [{"role": "system", "content": self._system}, *messages]
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
         # The template writes the special tokens itself.
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False))
+        return self.encode_answer(self._render(messages))
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the tokens between an answer's end token and the next answer.
-
-        They are the user's message and the opening of the model's answer.
+        """Return the tokens of a user's message, and of the opening of the answer to it.
 
         Earlier messages are not encoded again, so that sampled tokens do not change.
         """
@@ -89,9 +84,7 @@ class ChatTokenizer(Tokenizer):
             {"role": "assistant", "content": _ANSWER},
             {"role": "user", "content": text},
         ]
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        rendered = self._render(messages)
         tokens = self.encode_answer(rendered.partition(_ANSWER)[2])
         if tokens[:1] != [self.end]:
             raise ValueError(
@@ -104,6 +97,14 @@ class ChatTokenizer(Tokenizer):
         """Return the text of tokens; those that end an answer have none."""
         kept = [token for token in tokens if token not in self.ends]
         return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        """Return a conversation as text, with the opening of the model's next answer."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
 
 
 def _end_of_turn(tokenizer: Any) -> int:

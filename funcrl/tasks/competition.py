@@ -1,13 +1,13 @@
 """MATH: problems of competitions (arXiv:2103.03874), evaluated on MATH-500 (arXiv:2305.20050)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import boxed_answer, number_of
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
+from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.judge import Judge
-from funcrl.tasks.records import check_apart, epochs, read_records, spread
+from funcrl.tasks.records import RecordedTask, read_records
 
 _INSTRUCTION = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
 
@@ -17,7 +17,7 @@ _NOT_WORKED_OUT = re.compile(
 )
 
 
-class Math(Task):
+class Math(RecordedTask):
     r"""Problems to answer with reasoning and `\boxed{ANSWER}`.
 
     Rewards are `correct` (the last boxed answer means the same as the gold one, as math-verify
@@ -33,14 +33,8 @@ class Math(Task):
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, train: Path, test: Path, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._train, self._test = _read(train), _read(test)
-        check_apart("math", self._train, self._test)
+        super().__init__(_read(train), _read(test), tokenizer)
         self._judge = Judge()
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return problems to train on: every epoch is a permutation of them."""
-        return epochs(self._train, seed, start, count)
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the boxed answer is right, and whether there is one."""
@@ -53,14 +47,6 @@ class Math(Task):
     def extract(self, completion: str) -> str:
         """Return the answer that a completion votes for."""
         return boxed_answer(completion)
-
-    def demonstrate(self, prompt: Prompt) -> str:
-        """Return the solution that the data has."""
-        return str(prompt.data)
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out problems, spread over them."""
-        return spread(self._test, count)
 
 
 def _read(path: Path) -> list[Prompt]:

@@ -8,10 +8,9 @@ from fractions import Fraction
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
-from funcrl.tasks.split import is_held_out
+from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.generated import GeneratedTask
 
-_TRIES = 1000
 _SIGNS = "+-*"
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -21,7 +20,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 
 
-class Countdown(Task):
+class Countdown(GeneratedTask):
     """Puzzles such as "make 22 of 3, 5, 7", answered by `<answer>3 * 5 + 7</answer>`.
 
     Every puzzle has a solution. Rewards are `correct` (an expression of exactly these numbers, each
@@ -43,55 +42,32 @@ class Countdown(Task):
         self.tokenizer = tokenizer
         self._count, self._largest = count, largest
 
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return puzzles that are not held out."""
-        return [self._find(False, seed, index) for index in range(start, start + count)]
+    def draw(self, *seed: int) -> tuple[Prompt, tuple[int, ...]] | None:
+        """Return a puzzle with its numbers in order and its target; none below 1 is a target."""
+        draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
+        numbers = [1 + draw % self._largest for draw in draws[: self._count]]
+        target, expression = numbers[0], str(numbers[0])
+        for number, draw in zip(numbers[1:], draws[self._count :], strict=False):
+            target = (target + number, target - number, target * number)[draw % 3]
+            expression = f"({expression}) {_SIGNS[draw % 3]} {number}"
+        if target < 1:
+            return None
+        return _prompt(numbers, target, expression), (*sorted(numbers), target)
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the expression is right, and whether there is one."""
         answer = tagged_answer(completion)
-        numbers, target = _puzzle(prompt.answer)
-        value = evaluate(answer, numbers)
-        return {"correct": float(value == target), "format": float(bool(answer))}
+        numbers, _, target = prompt.answer.partition("=")
+        value = evaluate(answer, [int(number) for number in numbers.split()])
+        return {"correct": float(value == int(target)), "format": float(bool(answer))}
 
     def extract(self, completion: str) -> str:
         """Return the answer that a completion votes for."""
         return tagged_answer(completion)
 
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out puzzles, no two alike."""
-        found: dict[tuple[int, ...], Prompt] = {}
-        for index in range(100 * count):
-            prompt = self._find(True, 1, index)
-            numbers, target = _puzzle(prompt.answer)
-            found.setdefault((*sorted(numbers), target), prompt)
-            if len(found) == count:
-                break
-        return list(found.values())
-
     def demonstrate(self, prompt: Prompt) -> str:
         """Return the expression that the puzzle was made from."""
         return f"<answer>{prompt.data}</answer>"
-
-    def _find(self, held_out: bool, seed: int, index: int) -> Prompt:
-        for attempt in range(_TRIES):
-            numbers, target, expression = self._draw(seed, index, attempt)
-            if target > 0 and is_held_out(*sorted(numbers), target) == held_out:
-                return _prompt(numbers, target, expression)
-        raise ValueError(
-            f"Countdown expects more puzzles than {self._count} numbers up to {self._largest} "
-            f"have, got none to {'hold out' if held_out else 'train on'} in {_TRIES} tries."
-        )
-
-    def _draw(self, *seed: int) -> tuple[list[int], int, str]:
-        """Return numbers, the value of a random expression of them, and the expression."""
-        draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
-        numbers = [1 + draw % self._largest for draw in draws[: self._count]]
-        value, expression = numbers[0], str(numbers[0])
-        for number, draw in zip(numbers[1:], draws[self._count :], strict=False):
-            value = (value + number, value - number, value * number)[draw % 3]
-            expression = f"({expression}) {_SIGNS[draw % 3]} {number}"
-        return numbers, value, expression
 
 
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
@@ -123,8 +99,3 @@ def _prompt(numbers: Sequence[int], target: int, expression: str) -> Prompt:
         f"{target}. Give the expression as <answer>...</answer>."
     )
     return Prompt(text, f"{' '.join(map(str, numbers))} = {target}", expression)
-
-
-def _puzzle(answer: str) -> tuple[list[int], int]:
-    numbers, _, target = answer.partition("=")
-    return [int(number) for number in numbers.split()], int(target)

@@ -1,17 +1,17 @@
 """GSM8K: word problems of grade school (arXiv:2110.14168)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import marked_answer, number_of, same_number
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
-from funcrl.tasks.records import check_apart, epochs, read_records, spread
+from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.records import RecordedTask, read_records
 
 _INSTRUCTION = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 
 
-class Gsm8k(Task):
+class Gsm8k(RecordedTask):
     """Problems to answer with reasoning and `#### NUMBER`.
 
     Rewards are `correct` (the number equals the gold one) and `format` (there is a mark with
@@ -26,13 +26,7 @@ class Gsm8k(Task):
     reward_weights: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._train, self._test = (_read(folder, split) for split in ("train", "test"))
-        check_apart("gsm8k", self._train, self._test)
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return problems of the training split: every epoch is a permutation of them."""
-        return epochs(self._train, seed, start, count)
+        super().__init__(_read(folder, "train"), _read(folder, "test"), tokenizer)
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the marked number is right, and whether there is one."""
@@ -47,14 +41,6 @@ class Gsm8k(Task):
         answer = marked_answer(completion)
         number = number_of(answer)
         return answer if number is None else f"{number.normalize():f}"
-
-    def demonstrate(self, prompt: Prompt) -> str:
-        """Return the solution in the data."""
-        return str(prompt.data)
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return problems of the test split, spread over it."""
-        return spread(self._test, count)
 
 
 def _read(folder: Path, split: str) -> list[Prompt]:

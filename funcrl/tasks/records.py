@@ -6,16 +6,33 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core import checks, rng
-from funcrl.tasks.contracts import Prompt
+from funcrl.tasks.contracts import Prompt, Task, Tokenizer
+
+
+class RecordedTask(Task):
+    """Base class of tasks whose problems are read from files, each with its solution as `data`."""
+
+    def __init__(
+        self, train: Sequence[Prompt], test: Sequence[Prompt], tokenizer: Tokenizer
+    ) -> None:
+        check_apart(self.name, train, test)
+        self._train, self._test, self.tokenizer = train, test, tokenizer
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Return problems to train on: every epoch is a permutation of them."""
+        return epochs(self._train, seed, start, count)
+
+    def eval_prompts(self, count: int) -> Sequence[Prompt]:
+        """Return held-out problems, spread over them."""
+        return spread(self._test, count)
+
+    def demonstrate(self, prompt: Prompt) -> str:
+        """Return the solution that the data has."""
+        return str(prompt.data)
 
 
 def read_records(task: str, path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl or .parquet file.
-
-    Args:
-        task: the name of the task that reads, for errors.
-        path: the file.
-    """
+    """Return the rows of a .jsonl or .parquet file; `task` is the name of the one that reads it."""
     if path.suffix == ".parquet":
         parquet = checks.import_extra(task, "pyarrow.parquet", f"for {path}", "pyarrow")
         table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
-from funcrl.tasks.split import is_held_out
+from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.generated import GeneratedTask
 from funcrl.tasks.tokenizers import CharTokenizer
 
 _MOST_LISTED = 4  # digits
 
 
-class SumDigits(Task):
+class SumDigits(GeneratedTask):
     """Sums such as `4+7+2=`, answered by `13`; with a model's own tokenizer, sums in words.
 
     A tenth of all prompts is held out for evaluation: which ones, is a hash of their digits.
@@ -35,9 +35,10 @@ class SumDigits(Task):
         self.in_words = tokenizer is not None
         self.tokenizer: Tokenizer = tokenizer or CharTokenizer("0123456789+=")
 
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return prompts that are not held out, drawn evenly."""
-        return [self._draw(seed, index) for index in range(start, start + count)]
+    def draw(self, *seed: int) -> tuple[Prompt, tuple[int]]:
+        """Return a sum and the number that its digits make."""
+        number = rng.fold_in(*seed) % 10**self.digits
+        return self._prompt(number), (number,)
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return 1 for the sum and 0 for anything else; in words, the last number counts."""
@@ -53,17 +54,9 @@ class SumDigits(Task):
         if self.digits > _MOST_LISTED:  # too many to hash each of them
             drawn = (rng.fold_in(2, index) for index in range(20 * count + 1000))
             numbers = {number % 10**self.digits for number in drawn}
-        held_out = [number for number in numbers if is_held_out(number)]
+        held_out = [number for number in numbers if self.holds_out((number,))]
         held_out.sort(key=lambda number: rng.fold_in(1, number))
         return [self._prompt(number) for number in held_out[:count]]
-
-    def _draw(self, seed: int, index: int) -> Prompt:
-        attempt = 0
-        while True:
-            number = rng.fold_in(seed, index, attempt) % 10**self.digits
-            if not is_held_out(number):
-                return self._prompt(number)
-            attempt += 1
 
     def _prompt(self, number: int) -> Prompt:
         digits = f"{number:0{self.digits}d}"

@@ -28,6 +28,12 @@ _LONGEST_HEADER, _MOST_METADATA = 1 << 26, 1 << 16
 _LARGEST_ALIGNMENT = 1 << 20
 # Whether the rows of q and k are stored in the order of rotation by neighbours, not by halves.
 BY_NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
+# Fields of `TransformerConfig` and their names.
+SIZES = {
+    "width": "embedding_length", "num_layers": "block_count", "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv", "head_width": "attention.key_length",
+    "mlp_width": "feed_forward_length", "context_length": "context_length",
+}  # fmt: skip
 # Options that change the network, with the values under which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "rope.scaling.type": ("none",),
@@ -70,12 +76,7 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def gguf_config(gguf: GGUF, path: Path) -> tuple[TransformerConfig, bool]:
-    """Return the model's shape, and whether the rows of q and k are in another order.
-
-    Args:
-        gguf: the file's content.
-        path: for errors.
-    """
+    """Return the model's shape, and whether the rows of q and k are in another order."""
     kind, tensors = gguf.metadata.get("general.architecture"), gguf.tensors
     if kind not in tuple(BY_NEIGHBOURS):  # a list is none, and has no hash
         raise ValueError(
@@ -83,36 +84,22 @@ def gguf_config(gguf: GGUF, path: Path) -> tuple[TransformerConfig, bool]:
             f"{brief(kind)} in {path}; funcrl.functional takes any module of transformers."
         )
     fields = Metadata(gguf.metadata, str(path), f"{kind}.")
-    width = fields.size("embedding_length", "width")
-    num_heads = fields.size("attention.head_count", "num_heads")
-    head_width = fields.size("attention.key_length", "head_width", max(width // num_heads, 1))
-    fields.check(_PLAIN | {"rope.dimension_count": (head_width,)})
     embedding = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
     config = fields.shape(
+        SIZES,
         vocab_size=(*embedding, 1)[0],  # a file without an embedding is refused by its name
-        width=width,
-        num_layers=fields.size("block_count", "num_layers"),
-        num_heads=num_heads,
-        num_kv_heads=fields.size("attention.head_count_kv", "num_kv_heads", num_heads),
-        head_width=head_width,
-        mlp_width=fields.size("feed_forward_length", "mlp_width"),
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         rope_theta=fields.get("rope.freq_base", float, 10_000.0),
         norm_eps=fields.get("attention.layer_norm_rms_epsilon", float),
         tied="output.weight" not in tensors,
-        context_length=fields.size("context_length", "context_length"),
     )
+    fields.check(_PLAIN | {"rope.dimension_count": (config.head_width,)})
     return config, BY_NEIGHBOURS[kind]
 
 
 class _Header:
-    """A file's first bytes, read in order, and never more than it holds or a header may have.
-
-    Args:
-        file: open to read.
-        size: its bytes.
-    """
+    """A file's first bytes, read in order, and never more than it holds or a header may have."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._end, self.size = file, min(size, _LONGEST_HEADER), size

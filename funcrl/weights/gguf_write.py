@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcrl.core.files import whole_file
 from funcrl.models import TransformerConfig
-from funcrl.weights.gguf import BY_NEIGHBOURS
+from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES
 from funcrl.weights.hugging_face import architecture
 from funcrl.weights.load import is_rotated, regrouped
 from funcrl.weights.names import translate
@@ -29,13 +29,8 @@ def write_gguf(
 ) -> None:
     """Write a model to a GGUF file that is there whole or not at all.
 
-    Vectors are always float32, as llama.cpp wants them.
-
-    Args:
-        path: of the file.
-        config: the shape.
-        params: of one dtype among `GGUF_DTYPES`.
-        tokenizer: metadata to go along, as they are in another file.
+    The parameters are of one dtype among `GGUF_DTYPES`; vectors are always written in float32, as
+    llama.cpp wants them. `tokenizer` are metadata as they are in another file.
     """
     dtype = next(iter(params.values())).dtype
     metadata = [
@@ -61,13 +56,7 @@ def write_gguf(
 def _metadata(path: Path, config: TransformerConfig, dtype: torch.dtype) -> dict[str, Any]:
     kind = architecture(config)
     described = {
-        "block_count": config.num_layers,
-        "context_length": config.context_length,
-        "embedding_length": config.width,
-        "feed_forward_length": config.mlp_width,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_width,
+        **{name: getattr(config, field) for field, name in SIZES.items()},
         "attention.value_length": config.head_width,
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "rope.freq_base": float(config.rope_theta),

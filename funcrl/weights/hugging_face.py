@@ -11,6 +11,12 @@ from funcrl.weights.metadata import Metadata
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
 }  # fmt: skip
+# Fields of `TransformerConfig` and their names.
+_SIZES = {
+    "vocab_size": "vocab_size", "width": "hidden_size", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_width": "head_dim", "mlp_width": "intermediate_size",
+}  # fmt: skip
 # Options that change the network, with the values under which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -59,20 +65,12 @@ got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformer
     fields = Metadata(
         {key: each for key, each in values.items() if (key, each) not in left_out}, place
     )
-    num_layers = fields.size("num_hidden_layers", "num_layers")
+    num_layers = fields.size(_SIZES["num_layers"], "num_layers")
     fields.check(
         _PLAIN | {"model_type": (kind,), "layer_types": (None, ["full_attention"] * num_layers)}
     )
-    width = fields.size("hidden_size", "width")
-    num_heads = fields.size("num_attention_heads", "num_heads")
     return fields.shape(
-        vocab_size=fields.size("vocab_size", "vocab_size"),
-        width=width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", num_heads),
-        head_width=fields.size("head_dim", "head_width", max(width // num_heads, 1)),
-        mlp_width=fields.size("intermediate_size", "mlp_width"),
+        _SIZES,
         qk_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
         rope_theta=_rope_theta(fields),
@@ -102,13 +100,7 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [name],
         "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.mlp_width,
+        **{name: getattr(config, field) for field, name in _SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,

@@ -59,10 +59,15 @@ class Metadata(NamedTuple):
                     f"{brief(found)} in {self.place}."
                 )
 
-    def shape(self, **fields: Any) -> TransformerConfig:
-        """Return a shape of these fields."""
+    def shape(self, sizes: Mapping[str, str], **others: Any) -> TransformerConfig:
+        """Return a shape: its sizes by their names here, and its other fields as they are given."""
+        width, num_heads = (self.size(sizes[field], field) for field in ("width", "num_heads"))
+        defaults = {"num_kv_heads": num_heads, "head_width": max(width // num_heads, 1)}
+        fields: dict[str, Any] = {
+            field: self.size(name, field, defaults.get(field)) for field, name in sizes.items()
+        }
         try:
-            return TransformerConfig(**fields)
+            return TransformerConfig(**fields, **others)
         except ValueError as error:
             raise ValueError(
                 f"load_params expects the shape of a model in {self.place}, got: {error}"

@@ -46,11 +46,7 @@ def check_number(path: Path, count: int) -> None:
 def check_entry(path: Path, name: str, num_dimensions: int, shape: tuple[int, ...]) -> None:
     """Raise unless a tensor has a name and dimensions that a parameter may have.
 
-    Args:
-        path: of the file, for errors.
-        name: of the tensor.
-        num_dimensions: as the file says; more than four are not read, and `shape` is then empty.
-        shape: integers.
+    `num_dimensions` is what the file says: more than four are not read, and `shape` is then empty.
     """
     if len(name) > _LONGEST_NAME:
         raise ValueError(

@@ -40,9 +40,7 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
 def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
     """Return a GGUF file's metadata of its tokenizer, as they are in the file.
 
-    Args:
-        source: the file, or a folder with one.
-        vocab_size: of the model that they go along with.
+    `source` is the file or a folder with one, and `vocab_size` that of the model to be written.
     """
     found = list(source.rglob("*.gguf")) if source.is_dir() else [source]
     if len(found) != 1 or found[0].suffix != ".gguf":

@@ -9,11 +9,15 @@ import funcrl
 
 
 def functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The functions that a module, or one in it, defines and that it does not hide, by name."""
+    """The functions that a module, or one in it, defines and that it does not hide, by name.
+
+    A module may say what it shows in `__all__`.
+    """
     return {
         name: value
         for name, value in vars(module).items()
-        if inspect.isfunction(value)
+        if name in getattr(module, "__all__", vars(module))
+        and inspect.isfunction(value)
         and value.__module__.startswith(module.__name__)  # and not only imported there
         and not name.startswith("_")
     }

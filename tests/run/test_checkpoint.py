@@ -19,6 +19,7 @@ import funcrl
 from funcrl import tree
 from funcrl.run import checkpoint
 from funcrl.run.checkpoint import CheckpointError, Checkpoints
+from funcrl.run.manifest import encode
 
 
 class Moments(NamedTuple):
@@ -103,10 +104,10 @@ def test_every_dtype_of_torch_comes_back_to_the_bit(tmp_path):
     lambda: torch.eye(2).to_sparse(), lambda: torch.ones(2, device="meta"),
 ], ids=["quantized", "sparse", "meta"])  # fmt: skip
 def test_a_tensor_whose_bytes_are_not_all_of_it_is_refused(tmp_path, make):
-    with pytest.raises(TypeError, match=r"save expects a\.w to be a dense tensor"):
+    with pytest.raises(TypeError, match=r"^save expects a\.w "):
         checkpoint.save(tmp_path / "one", {"a": {"w": make()}})
     checkpoint.save(tmp_path / "one", {"w": torch.ones(2)})
-    with pytest.raises(TypeError, match="restore expects w to be a dense tensor"):
+    with pytest.raises(TypeError, match="^restore expects w "):
         checkpoint.restore(tmp_path / "one", {"w": make()})
 
 
@@ -119,18 +120,17 @@ def test_a_tree_without_elements_is_kept_too(tmp_path):
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        ({"w": torch.zeros(2)}, "float32 of shape [2] for 'w', got torch.float32 of shape [3]"),
-        ({"w": torch.zeros(3).double()}, r"torch.float64 of shape [3] for 'w', got torch.float32"),
-        ({**number(0), "v": torch.zeros(1)}, "torch.float32 of shape [1] for 'v', got nothing"),
-        ({}, "expects nothing for 'w', got torch.float32 of shape [3]"),
+        ({"w": torch.zeros(2)}, r"float32 .*\[2\] for 'w', .*float32 .*\[3\]"),
+        ({"w": torch.zeros(3).double()}, r"float64 .*\[3\] for 'w', .*float32 .*\[3\]"),
+        ({**number(0), "v": torch.zeros(1)}, r"float32 .*\[1\] for 'v', .*nothing"),
+        ({}, r"nothing for 'w', .*float32 .*\[3\]"),
     ],
-)  # fmt: skip
+)
 def test_another_tree_is_refused_before_a_tensor_is_read(tmp_path, like, message):
     checkpoint.save(tmp_path / "x", number(1))
     shutil.rmtree(tmp_path / "x" / "state")  # so that a read would fail in another way
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared below)
+    with pytest.raises(ValueError, match=f"^restore expects .*{message}") as caught:
         checkpoint.restore(tmp_path / "x", like)
-    assert message in str(caught.value)
     assert not isinstance(caught.value, CheckpointError)
 
 
@@ -162,16 +162,16 @@ def test_any_torn_changed_or_missing_file_is_told(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": 3}', "[" * 10**5, "\xff"])
 def test_a_foreign_folder_is_told(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"manifest.json is missing, torn or not of funcrl"):
+    with pytest.raises(CheckpointError, match=r"^restore .*manifest.json"):
         checkpoint.restore(tmp_path, {})
 
 
 def test_another_format_is_told_by_its_name(tmp_path):
     checkpoint.save(tmp_path / "x", {})
     manifest = json.loads((tmp_path / "x" / "manifest.json").read_text())["checkpoint"]
-    text = checkpoint._encode(manifest | {"format": "funcrl checkpoint 99"})
+    text = encode(manifest | {"format": "funcrl checkpoint 99"})
     (tmp_path / "x" / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"whose format is 'funcrl checkpoint 99' and not"):
+    with pytest.raises(CheckpointError, match="^restore .*'funcrl checkpoint 99'"):
         checkpoint.restore(tmp_path / "x", {})
 
 
@@ -187,13 +187,13 @@ def test_the_newest_good_one_is_read_and_the_broken_ones_are_told(tmp_path):
     found = folder.restore_latest(number(0), told.append)
     assert (found.step, found.extra, bits(found.state)) == (9, {"step": 9}, bits(number(9)))
     assert [str(tmp_path / "77") in told[0], str(tmp_path / "10") in told[1]] == [True, True]
-    with pytest.warns(UserWarning, match="whole checkpoint") as warned:
+    with pytest.warns(UserWarning, match=f"^restore .*{tmp_path}") as warned:
         state, _ = checkpoint.restore(tmp_path, number(0))
     assert len(warned) == 2
     assert bits(state) == bits(number(9))
     for step in (2, 9):
         shutil.rmtree(tmp_path / str(step) / "state")
-    with pytest.raises(CheckpointError, match="a good checkpoint") as caught:
+    with pytest.raises(CheckpointError, match=f"^restore .*{tmp_path}") as caught:
         folder.restore_latest(number(0))
     assert all(f"{tmp_path / str(step)}," in str(caught.value) for step in (2, 9, 10, 77))
 
@@ -252,19 +252,19 @@ def test_only_our_own_leftovers_are_removed(tmp_path):
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("years")
-    with pytest.raises(OSError, match="could not write .*thesis: a folder with other things"):
+    with pytest.raises(OSError, match="^save .*thesis: a folder"):
         checkpoint.save(tmp_path / "thesis", number(1))
     assert (tmp_path / "thesis" / "chapter").read_text() == "years"
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     folder = Checkpoints(tmp_path)
-    with pytest.raises(TypeError, match="save expects w to be a tensor, got float"):
+    with pytest.raises(TypeError, match="^save expects w .*float"):
         folder.save(1, {"w": 3.0})
     with pytest.raises(TypeError, match="not JSON serializable"):
         folder.save(1, number(1), {"f": torch.ones(1)})
     for step in (-1, 2.5):
-        with pytest.raises(ValueError, match="Checkpoints.save expects step to be an integer >= 0"):
+        with pytest.raises(ValueError, match=r"^Checkpoints\.save expects step "):
             folder.save(step, number(1))
     folder.close()
     assert not list(tmp_path.iterdir())
@@ -272,7 +272,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 
 def test_an_impossible_folder_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="a folder that it can write to, got .*file/below"):
+    with pytest.raises(OSError, match="^Checkpoints .*file/below"):
         Checkpoints(tmp_path / "file" / "below")
 
 
@@ -415,7 +415,7 @@ def test_a_manifest_of_other_fields_is_refused_though_its_checksum_is_right(tmp_
     inner = json.loads(path.read_text())["checkpoint"] | FORGED[row]
     sum_of_it = zlib.crc32(json.dumps(inner).encode())
     path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
-    with pytest.raises(CheckpointError, match=r"manifest.json is not one that funcrl writes"):
+    with pytest.raises(CheckpointError, match=r"^restore .*manifest.json has other fields"):
         checkpoint.restore(tmp_path / "1", number(0))
 
 
@@ -426,7 +426,7 @@ def test_a_leaf_of_another_kind_is_a_short_error(tmp_path):
     inner["leaves"][0] |= {"dtype": "x" * 5000, "shape": [1] * 5000}
     sum_of_it = zlib.crc32(json.dumps(inner).encode())
     path.write_text(json.dumps({"checksum": sum_of_it, "checkpoint": inner}) + "\n")
-    with pytest.raises(ValueError, match="restore expects torch.float32") as caught:
+    with pytest.raises(ValueError, match="^restore .* for 'w'") as caught:
         checkpoint.restore(tmp_path / "1", number(0))
     assert len(str(caught.value)) < 1000
 
@@ -435,5 +435,5 @@ def test_a_manifest_that_is_a_pipe_is_refused(tmp_path):
     checkpoint.save(tmp_path / "1", number(1))
     (tmp_path / "1" / "manifest.json").unlink()
     os.mkfifo(tmp_path / "1" / "manifest.json")
-    with bounded(5.0), pytest.raises(CheckpointError, match=r"manifest.json is missing, torn"):
+    with bounded(5.0), pytest.raises(CheckpointError, match=r"^restore .*manifest.json"):
         checkpoint.restore(tmp_path / "1", number(0))

@@ -122,9 +122,9 @@ def test_a_comparison_shows_both_and_only_what_differs(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"got {tmp_path} without a metrics.jsonl"):
+    with pytest.raises(FileNotFoundError, match=f"^report .*{tmp_path} .*metrics.jsonl"):
         report.write_report(tmp_path)
-    with pytest.raises(ValueError, match="at least two runs, got 1"):
+    with pytest.raises(ValueError, match="^write_comparison .*runs"):
         report.write_comparison([tmp_path], tmp_path)
 
 

