@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from funcrl.config import Sampling, VLLMConfig
-from funcrl.core import checks, rng
-from funcrl.core.arguments import check_fields, checked
+from funcrl.core import rng
+from funcrl.core.arguments import Count, Natural, NotNegative, check_fields, checked
 from funcrl.core.types import Params, Sample, Samples
 from funcrl.generators import VLLM, Generator, Sampler
 from funcrl.loop.build import find_weights
@@ -29,32 +29,27 @@ class ParityConfig:
     generator: Literal["sampler", "vllm"] = "sampler"
     """The generator whose log-probabilities are checked."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    num_prompts: int = 8
+    num_prompts: Count = 8
     """The number of prompts, of random tokens."""
-    num_samples: int = 4
+    num_samples: Count = 4
     """The number of completions of each prompt."""
-    prompt_tokens: int = 16
+    prompt_tokens: Count = 16
     """The number of tokens of each prompt."""
-    max_tokens: int = 32
+    max_tokens: Count = 32
     """The number of tokens of each completion."""
-    seed: int = 0
+    seed: Natural = 0
     """The seed of the weights, the prompts and the draws."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in."""
-    tolerance: float | None = None
+    tolerance: NotNegative | None = None
     """The largest difference that passes; 1e-3 in float32 and 0.5 in bfloat16 when left out."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("num_prompts", "num_samples", "prompt_tokens", "max_tokens"):
-            checks.check_count("parity", f"--{name.replace('_', '-')}", getattr(self, name))
-        checks.check_range("parity", "--seed", self.seed, 0, 2**63 - 1)
-        if self.tolerance is not None:
-            checks.check_range("parity", "--tolerance", self.tolerance, 0.0, float("inf"))
+        check_fields(self, "parity")
 
     @property
     def limit(self) -> float:

@@ -9,8 +9,8 @@ import torch
 from funcrl.cli.bench.inputs import with_vocabulary
 from funcrl.cli.bench.measure import Variants, measure, num_bytes, seconds_of
 from funcrl.cli.bench.rows import Row, finish
-from funcrl.core import checks, rng
-from funcrl.core.arguments import check_fields
+from funcrl.core import rng
+from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
 from funcrl.loop.memory import num_params
@@ -26,33 +26,27 @@ class GenerateBenchConfig:
 
     shapes: tuple[str, ...] = ("tiny", "smollm2-135m")
     """The names of the models; "tiny" has 4 layers."""
-    batches: tuple[int, ...] = (1, 8, 32)
+    batches: tuple[Count, ...] = (1, 8, 32)
     """The numbers of samples that are generated at a time."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """The dtypes to compute in."""
-    prompt_tokens: int = 32
+    prompt_tokens: Count = 32
     """The number of tokens of a prompt."""
-    max_tokens: int = 64
+    max_tokens: Count = 64
     """The number of tokens of a completion; none ends earlier."""
-    repeats: int = 3
+    repeats: Count = 3
     """The number of measured runs of each variant, which take turns."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
-    threads: int | None = None
+    threads: Count | None = None
     """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("prompt_tokens", "max_tokens", "repeats"):
-            checks.check_count("bench generate", name, getattr(self, name))
+        check_fields(self, "bench generate")
         for name in self.shapes:
             with_vocabulary(name)
-        for batch in self.batches:
-            checks.check_count("bench generate", "batches", batch)
-        if self.threads is not None:
-            checks.check_count("bench generate", "threads", self.threads)
 
 
 def bench_generate(config: GenerateBenchConfig) -> list[Row]:

@@ -13,8 +13,8 @@ from funcrl.cli.bench.measure import Variants, measure
 from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss, with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
-from funcrl.core import checks, rng, tree
-from funcrl.core.arguments import check_fields
+from funcrl.core import rng, tree
+from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Tree
 from funcrl.graph.remat.recompute import RematName
 from funcrl.loop.memory import num_params
@@ -35,25 +35,25 @@ class StepBenchConfig:
     """Time and peak memory of one GRPO step and its parts, eager and compiled, beside
     torch.autograd."""
 
-    num_layers: tuple[int, ...] = (2, 12)
+    num_layers: tuple[Count, ...] = (2, 12)
     """The numbers of layers, each of which has a table of its own."""
-    width: int = 128
+    width: Count = 128
     """The width of the residual stream; the MLP is three times as wide, a head a quarter."""
     model: str | None = None
     """A shape by name, such as qwen3-0.6b, instead of num_layers and width."""
-    vocab_size: int = 512
+    vocab_size: Count = 512
     """The number of tokens in the vocabulary."""
-    rows: int = 32
+    rows: Count = 32
     """The number of samples in the batch."""
-    length: int = 128
+    length: Count = 128
     """The number of tokens in a row; the first quarter is the prompt."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and the optimizer's moments."""
-    chunk: int = 4
+    chunk: Count = 4
     """The number of samples at a time in the chunked variants."""
-    logprob_chunk: int | None = None
+    logprob_chunk: Count | None = None
     """The number of tokens whose logits are alive at a time; all when left out."""
     attend: Literal["native", "flash"] = "native"
     """How both sides attend: by products and a softmax, or by one kernel that keeps no scores."""
@@ -73,43 +73,36 @@ class StepBenchConfig:
     profile: Path | None = None
     """The folder for a profile of the compiled step: a Chrome trace, a table of time by layer and
     kind of op, and a picture of memory."""
-    repeats: int = 20
+    repeats: Count = 20
     """The number of measured runs of each variant, which take turns."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
-    threads: int | None = None
+    threads: Count | None = None
     """The number of CPU threads, torch's default when left out."""
     json: Path | None = None
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("width", "vocab_size", "rows", "length", "chunk", "repeats"):
-            checks.check_count("bench step", name, getattr(self, name))
-        for name in ("logprob_chunk", "threads"):
-            if getattr(self, name) is not None:
-                checks.check_count("bench step", name, getattr(self, name))
-        for depth in self.num_layers:
-            checks.check_count("bench step", "num_layers", depth)
+        check_fields(self, "bench step")
         if self.model is not None:
             shape(self.model, self.vocab_size)
             if (self.num_layers, self.width) != ((2, 12), 128):
                 raise ValueError(
-                    f"bench step expects model or num_layers and width, got model {self.model}, "
-                    f"num_layers {self.num_layers} and width {self.width}."
+                    f"bench step expects --model or --num-layers and --width, got model "
+                    f"{self.model}, layers {self.num_layers} and width {self.width}."
                 )
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
-                "bench step expects dtype bfloat16 with attend flash on cuda, got float32."
+                "bench step expects --dtype bfloat16 with --attend flash on cuda, got float32."
             )
         compiles = self.profile is not None or set(self.parts) & set(get_args(CompiledPart))
         if not compiles and (self.compile != CompileConfig() or self.remats):
             raise ValueError(
-                f"bench step expects a profile, or compiled-gradient or compiled-step among parts, "
-                f"with options of compile and remats, got parts {self.parts}."
+                f"bench step expects --profile, or compiled-gradient or compiled-step among "
+                f"--parts, with --compile.* and --remats, got parts {self.parts}."
             )
         if compiles and not self.variants:
-            raise ValueError("bench step expects at least one of variants, got none.")
+            raise ValueError("bench step expects at least one of --variants, got none.")
 
 
 class Case(NamedTuple):

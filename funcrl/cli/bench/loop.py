@@ -9,8 +9,7 @@ import torch
 from funcrl.cli.bench.measure import summarize
 from funcrl.cli.bench.rows import Row, finish
 from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
-from funcrl.core import checks
-from funcrl.core.arguments import check_fields
+from funcrl.core.arguments import Count, check_fields
 from funcrl.loop.train import train
 
 _PARTS = ("time/generate", "time/reward", "time/train", "time/push")
@@ -20,7 +19,7 @@ _PARTS = ("time/generate", "time/reward", "time/train", "time/push")
 class LoopBenchConfig:
     """Time of a training step and of its parts, and of the start."""
 
-    steps: int = 20
+    steps: Count = 20
     """The number of measured steps, after two that warm up."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The run, as for `funcrl train`; its folder, steps, warm start and evaluation are the
@@ -29,8 +28,7 @@ class LoopBenchConfig:
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        checks.check_count("bench loop", "steps", self.steps)
+        check_fields(self, "bench loop")
 
 
 def bench_loop(config: LoopBenchConfig) -> list[Row]:

@@ -17,8 +17,8 @@ from funcrl.cli.bench.measure import num_bytes, seconds_of, summarize, timed
 from funcrl.cli.bench.rows import Row, finish
 from funcrl.config import Sampling, ServerConfig, VLLMCompileConfig, VLLMConfig
 from funcrl.config.generation import Form
-from funcrl.core import checks, rng
-from funcrl.core.arguments import check_fields
+from funcrl.core import rng
+from funcrl.core.arguments import Count, Natural, check_fields
 from funcrl.generators import VLLM
 from funcrl.models import Transformer, init_params
 from funcrl.weights import to_hugging_face
@@ -37,11 +37,11 @@ class VLLMBenchConfig:
 
     model: str = "qwen3-0.6b"
     """The name of a shape; its weights are random."""
-    sequences: int = 256
+    sequences: Count = 256
     """The number of prompts that are completed at a time; no two are alike."""
-    prompt_tokens: int = 32
+    prompt_tokens: Count = 32
     """The number of tokens of each prompt."""
-    max_tokens: int = 256
+    max_tokens: Count = 256
     """The number of tokens that are drawn for each prompt, no fewer and no more."""
     modes: tuple[Literal["eager", "graphs", "inductor", "inductor, graphs"], ...] = (
         "eager",
@@ -52,22 +52,18 @@ class VLLMBenchConfig:
     """The dtype of the engines; the pushed parameters are float32."""
     forms: tuple[Form, ...] = ("native", "unified")
     """The forms that are measured beside plain vLLM; a server runs vLLM's own class."""
-    server_devices: tuple[int, ...] = ()
+    server_devices: tuple[Natural, ...] = ()
     """The GPUs that have a server each; with none there is one server, where the parameters are."""
     device: Literal["cpu", "cuda"] = "cuda"
     """The device of the parameters."""
-    repeats: int = 3
+    repeats: Count = 3
     """The number of measured generations, after one that warms up."""
     json: Path | None = None
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("sequences", "prompt_tokens", "max_tokens", "repeats"):
-            checks.check_count("bench vllm", name, getattr(self, name))
+        check_fields(self, "bench vllm")
         with_vocabulary(self.model)
-        for device in self.server_devices:
-            checks.check_range("bench vllm", "server_devices", device, 0, float("inf"))
 
 
 def bench_vllm(config: VLLMBenchConfig) -> list[Row]:

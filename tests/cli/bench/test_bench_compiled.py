@@ -122,11 +122,11 @@ def test_a_model_by_name_is_its_shape():
     ("options", "message"),
     [
         ({"model": "huge"}, "shape expects --model"),
-        ({"model": "micro", "width": 64}, "bench step expects model or num_layers and width"),
-        ({"remats": ("full",)}, "bench step expects.*remats.*parts"),
-        ({"compile": CompileConfig(remat="full")}, "bench step expects.*compile.*parts"),
-        ({"parts": ("compiled-step",), "variants": ()}, "bench step expects.*variants"),
-        ({"repeats": 0}, "bench step expects repeats"),
+        ({"model": "micro", "width": 64}, "bench step expects --model or --num-layers and --width"),
+        ({"remats": ("full",)}, "bench step expects.*--parts.*--remats"),
+        ({"compile": CompileConfig(remat="full")}, r"bench step expects.*--parts.*--compile\."),
+        ({"parts": ("compiled-step",), "variants": ()}, "bench step expects.*--variants"),
+        ({"repeats": 0}, "bench step expects --repeats"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, message):
