@@ -152,7 +152,6 @@ def grade(
         tensor([1., 0.])
     """
     task = check_task("grade", task)
-    checks.check_choice("grade", "on_error", on_error, ("stop", "skip"))
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
@@ -164,7 +163,8 @@ def grade(
         rows.append(row)
     good = [row for row in rows if row]
     if not good:
-        raise RewardError(f"grade expects at least one reward, got only errors: {errors[0]}")
+        found = f"only errors: {errors[0]}" if errors else "no completions"
+        raise RewardError(f"grade expects at least one reward, got {found}")
     names = list(good[0])
     for row in good:
         if set(row) != set(names):

@@ -214,6 +214,11 @@ def test_an_environment_that_raises_is_an_outcome():
     assert graded.total.isnan().tolist() == [True, False]
 
 
+def test_no_completion_has_no_reward():
+    with pytest.raises(RewardError, match="grade expects at least one reward"):
+        grade(Calculator(), [], [])
+
+
 class Mute(Calculator):
     def observe(self, state):
         return "what no tokenizer of its own has" if state.display else None
