@@ -343,7 +343,7 @@ def test_a_demonstration_is_what_a_policy_would_have_said():
     assert row.tokens[0].tolist() == tokens
     assert row.mask[0].tolist() == mask
     with pytest.raises(ValueError, match="warm_start expects.*'guess'.*demonstrate"):
-        demonstration(Guess(), Prompt("?", "5"))
+        demonstration(funcrl.tasks.check_task("warm_start", Guess()), Prompt("?", "5"))
 
 
 def test_an_environment_without_all_of_its_parts_is_refused():
