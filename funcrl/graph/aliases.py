@@ -7,6 +7,7 @@ here, and nowhere else.
 
 import operator
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ def is_view(node: Node) -> bool:
     return node.target is operator.getitem or gives_view(node.target)
 
 
+@cache
 def gives_view(target: Any) -> bool:
     """Return whether an operator's result is a view of an argument, without writing into it."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:

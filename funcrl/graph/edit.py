@@ -4,7 +4,8 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from torch._guards import detect_fake_mode
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 
@@ -15,6 +16,18 @@ def copied(graph: Graph) -> Graph:
     new.output(result).meta = dict(graph.output_node().meta)
     new.set_codegen(graph._codegen)
     return new
+
+
+def as_module(graph: Graph, owner: GraphModule) -> GraphModule:
+    """Return a checked graph as a module with what its owner holds, such as constants.
+
+    Its code is written when it is first run or read: passes follow one another, and nobody needs
+    the code of those in between.
+    """
+    graph.lint()
+    module = _LazyGraphModule(owner, graph)
+    module.meta.update(owner.meta)
+    return module
 
 
 def arguments(node: Node) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
@@ -303,7 +304,8 @@ def _functionalized(module: GraphModule) -> GraphModule:
         return run.run(*leaves, enable_io_processing=False)
 
     try:
-        result = make_fx(torch.func.functionalize(flat), _allow_non_fake_inputs=True)(*inputs)
+        with _use_lazy_graph_module(True):
+            result = make_fx(torch.func.functionalize(flat), _allow_non_fake_inputs=True)(*inputs)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"trace expects in-place operations that torch can write out of place: {error}"

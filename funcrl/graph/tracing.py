@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,8 +63,15 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
             return fn(*inputs)
 
     try:
-        with torch.no_grad():
-            traced = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        # No code is written for a graph that passes go on to change (`edit.as_module`), and the
+        # names of Python functions, which torch would collect, are not read.
+        with torch.no_grad(), _use_lazy_graph_module(True):
+            traced = make_fx(
+                recorded,
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,
+            )(*args)
     except RuntimeError as error:
         if reads_a_value(error):
             raise ValueError(f"{_READS_NOTHING}, got one that does: {error}") from error

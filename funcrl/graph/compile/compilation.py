@@ -23,7 +23,7 @@ from funcrl.graph.compile.capture import Program, capture
 from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
 from funcrl.graph.donation import check_own_memory
-from funcrl.graph.edit import copied
+from funcrl.graph.edit import as_module, copied
 from funcrl.graph.layers.labels import is_gathering
 from funcrl.graph.layers.regions import split_repeated
 from funcrl.graph.per_sample.fuse import fuse_per_sample
@@ -216,7 +216,7 @@ def _flat(module: GraphModule) -> GraphModule:
     """Return the graph as a function from leaves to a list of leaves."""
     graph = copied(module.graph)
     graph.set_codegen(CodeGen())
-    return GraphModule(module, graph)
+    return as_module(graph, module)
 
 
 def _written(module: GraphModule) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
+from funcrl.graph.edit import as_module
 from funcrl.graph.origin import is_late, origin_of, set_origin
 
 
@@ -61,10 +62,7 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
                 fence.meta["val"] = None
                 set_origin(fence, origin_of(node))
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.lint()
-    fenced = fx.GraphModule(gm, graph)
-    fenced.meta.update(gm.meta)
-    return fenced
+    return as_module(graph, gm)
 
 
 def _gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from funcrl.graph.edit import arguments, copied
+from funcrl.graph.edit import arguments, as_module, copied
 from funcrl.graph.per_sample.outer import Writer, shape_of
 
 aten = torch.ops.aten
@@ -31,8 +31,7 @@ def select_for_scatter(module: GraphModule) -> GraphModule:
             added = write(aten.add.Tensor, x, source)
             node.replace_all_uses_with(write(aten.where.self, chosen, added, x))
             graph.erase_node(node)
-    graph.lint()
-    return GraphModule(module, graph)
+    return as_module(graph, module)
 
 
 def _is_one_a_row(node: Node) -> bool:

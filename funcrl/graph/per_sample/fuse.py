@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.core.arguments import checked
-from funcrl.graph.edit import copied, hoist
+from funcrl.graph.edit import as_module, copied, hoist
 from funcrl.graph.per_sample import recognise
 from funcrl.graph.per_sample.outer import Writer, shape_of, write_norm, write_sum
 from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
@@ -74,8 +74,7 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     graph.eliminate_dead_code()
     # As soon as it can be computed: the operands of each gradient are freed one after the other.
     hoist(graph, {node for node in graph.nodes if node in moved or node not in before})
-    graph.lint()
-    return GraphModule(module, graph)
+    return as_module(graph, module)
 
 
 def _blocked(

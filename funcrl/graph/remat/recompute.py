@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages, is_view
+from funcrl.graph.edit import as_module
 from funcrl.graph.operators import count_flops, draws, has_flops
 from funcrl.graph.origin import is_late, origin_of, set_origin
 from funcrl.graph.remat.liveness import predict_peak
@@ -223,10 +224,7 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
             second[again] = copy
         first[node] = graph.node_copy(node, latest.__getitem__)
     graph.eliminate_dead_code()
-    graph.lint()
-    rewritten = fx.GraphModule(step.gm, graph)
-    rewritten.meta.update(step.gm.meta)
-    return rewritten
+    return as_module(graph, step.gm)
 
 
 def _needed(node: fx.Node, tagged: Collection[fx.Node], done: Collection[fx.Node]) -> set[fx.Node]:
