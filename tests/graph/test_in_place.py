@@ -189,14 +189,14 @@ def test_a_write_into_an_argument_stays_one_and_comes_last(part):
 
 def test_a_write_into_a_tensor_of_the_function_s_own_is_refused():
     held = torch.ones(3, 4, dtype=X.dtype)
-    with pytest.raises(ValueError, match=r"trace expects .* got aten.add_.Tensor.* itself"):
+    with pytest.raises(ValueError, match=r"trace.*aten\.add_.*itself"):
         funcrl.trace(lambda x: held.add_(x), X)
     assert equal(funcrl.trace(lambda x: held + x, X)(X), 1 + X)
 
 
 def test_a_write_into_an_argument_that_shares_memory_is_refused():
     row = X.clone()
-    with pytest.raises(ValueError, match=r"trace expects arguments .* '0' and '1'"):
+    with pytest.raises(ValueError, match="trace.*'0'.*'1'"):
         funcrl.trace(lambda x, y: x.add_(1) + y, row, row[0])
     assert equal(funcrl.trace(lambda x, y: x + y, row, row[0])(row, row[0]), row + row[0])
 
@@ -239,7 +239,7 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("fn", DOUBTFUL, ids=lambda fn: fn.__name__)
 def test_a_write_whose_result_is_in_doubt_is_refused(fn):
-    with pytest.raises(ValueError, match=rf"trace expects .* got aten\.\w*{DOUBTFUL[fn]}"):
+    with pytest.raises(ValueError, match=rf"trace.*aten\.\w*{DOUBTFUL[fn]}"):
         funcrl.trace(fn, X)
 
 

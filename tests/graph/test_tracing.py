@@ -116,14 +116,14 @@ def test_module_hooks_are_gone_after_an_error():
 
 @pytest.mark.parametrize("read", [float, bool, lambda x: x.item()])
 def test_a_value_read_in_python_is_refused(read):
-    with pytest.raises(ValueError, match=r"trace expects a function that reads no tensor's value"):
+    with pytest.raises(ValueError, match="trace.*reads"):
         funcrl.trace(lambda x: x * read(x.sum()), torch.ones(2))
 
 
 def test_a_number_among_the_arguments_is_refused():
-    with pytest.raises(TypeError, match=r"trace expects tensors in its arguments, got 0.1 at '1."):
+    with pytest.raises(TypeError, match=r"trace.*0\.1.*'1\.lr'"):
         funcrl.trace(lambda x, o: x * o["lr"], torch.ones(2), {"lr": 0.1})
-    with pytest.raises(TypeError, match="trace expects fn to be a function"):
+    with pytest.raises(TypeError, match="trace.*fn"):
         funcrl.trace(3, torch.ones(2))
 
 

@@ -176,7 +176,7 @@ def test_another_shape_is_compiled_with_a_warning_and_counted():
     fast = funcrl.compile_step(step, state, BATCH, CompileConfig(max_shapes=2))
     assert without_count(fast(state, BATCH)[1])[1] == 0
     longer = tiny_batch(length=8)
-    with pytest.warns(UserWarning, match=r"compiles again: batch.tokens .*\(6, 8\).*\(6, 7\)"):
+    with pytest.warns(UserWarning, match=r"compile_step.*batch\.tokens.*\(6, 8\).*\(6, 7\)"):
         new, metrics = fast(state, longer)
     metrics, count = without_count(metrics)
     assert count == 1
@@ -184,7 +184,7 @@ def test_another_shape_is_compiled_with_a_warning_and_counted():
     assert without_count(fast(state, BATCH)[1])[1] == 1  # both are known now: no warning
     assert without_count(fast(state, longer)[1])[1] == 1
     longest = tiny_batch(length=9)
-    with pytest.warns(UserWarning, match=r"runs a step uncompiled.*2 shapes .*max_shapes"):
+    with pytest.warns(UserWarning, match="compile_step.*2.*max_shapes"):
         new, metrics = fast(state, longest)
     assert equal((new, without_count(metrics)[0]), step(state, longest))
 
@@ -216,7 +216,7 @@ def test_a_program_reads_its_arguments_by_name():
     assert equal(fast(turned, BATCH)[0], step(state, BATCH)[0])
     named = state._replace(params={**state.params, "extra": torch.ones(1)})
     with (
-        pytest.warns(UserWarning, match=r"again: there is state.params.extra, which was not"),
+        pytest.warns(UserWarning, match=r"compile_step.*state\.params\.extra"),
         pytest.raises(ValueError, match="extra"),
     ):
         fast(named, BATCH)
@@ -262,7 +262,7 @@ def test_a_graph_of_another_shape_is_refused():
     step = funcrl.grpo_step(MODEL_FN)
     state, config = step.init(PARAMS), CompileConfig()
     graph = funcrl.graph.step_graph(step, state, tiny_batch(length=8), config)
-    with pytest.raises(ValueError, match=r"a graph of this .* here batch.tokens .*7\).*8\)"):
+    with pytest.raises(ValueError, match=r"compile_step.*graph.*batch\.tokens.*7\).*8\)"):
         funcrl.compile_step(step, state, BATCH, config, graph)
 
 
@@ -348,15 +348,15 @@ def test_states_that_cannot_be_written_are_refused():
     shared = state._replace(seed=state.step)
     fast = funcrl.compile_step(step, state, BATCH)
     for made in (step, fast):
-        with pytest.raises(ValueError, match="memory of their own.*'step' and 'seed'"):
+        with pytest.raises(ValueError, match="donate.*'step'.*'seed'"):
             made(shared, BATCH)
 
     def narrower(state, batch):
         return tree.cast(state, torch.float32), funcrl.Metrics({}, {}, {}, {})
 
-    with pytest.raises(ValueError, match="donate expects a step that keeps shapes and dtypes"):
+    with pytest.raises(ValueError, match="donate.*dtypes"):
         funcrl.donate(funcrl.Step(step.init, narrower))(state, BATCH)
-    with pytest.raises(TypeError, match="donate expects step to be a Step"):
+    with pytest.raises(TypeError, match="donate.*step"):
         funcrl.donate(step.update)
 
 
@@ -365,10 +365,10 @@ def test_states_that_cannot_be_written_are_refused():
 
 def test_combinations_that_cannot_work_are_refused(tmp_path):
     for options, message in [
-        ({"remat": "budget"}, "remat_budget > 0 with remat budget.*got remat_budget 0"),
-        ({"remat_budget": 5}, "got remat_budget 5 with remat none"),
-        ({"cache_dir": tmp_path}, "inductor with cache_dir.*got backend eager"),
-        ({"max_shapes": 0}, "CompileConfig expects max_shapes"),
+        ({"remat": "budget"}, "CompileConfig.*remat_budget 0"),
+        ({"remat_budget": 5}, "CompileConfig.*remat_budget 5"),
+        ({"cache_dir": tmp_path}, "CompileConfig.*cache_dir"),
+        ({"max_shapes": 0}, "CompileConfig.*max_shapes"),
     ]:
         with pytest.raises(ValueError, match=message):
             CompileConfig(**options)
@@ -377,11 +377,11 @@ def test_combinations_that_cannot_work_are_refused(tmp_path):
 def test_what_a_step_cannot_do_is_refused():
     step = funcrl.grpo_step(MODEL_FN)
     state = step.init(PARAMS)
-    with pytest.raises(TypeError, match="CompileConfig expects cudagraph"):
+    with pytest.raises(TypeError, match="CompileConfig.*cudagraph"):
         CompileConfig(cudagraph="piecewise")
-    with pytest.raises(ValueError, match="compile_step expects a state on a CUDA device .* cpu"):
+    with pytest.raises(ValueError, match="compile_step.*cudagraph.*cpu"):
         funcrl.compile_step(step, state, BATCH, CompileConfig(cudagraph="full"))
-    with pytest.raises(TypeError, match="compile_step expects step to be a Step"):
+    with pytest.raises(TypeError, match="compile_step expects step"):
         funcrl.compile_step(step.update, state, BATCH)
 
 

@@ -106,7 +106,7 @@ def test_constants_of_the_graph_are_always_there():
 def test_a_node_without_an_example_value_is_refused_by_name():
     gm = flatten_as_written(lambda x: x.sin().cos(), X).gm
     del next(node for node in gm.graph.nodes if node.name == "sin").meta["val"]
-    with pytest.raises(ValueError, match="predict_peak expects node.meta.* got none on 'sin'"):
+    with pytest.raises(ValueError, match="predict_peak.*'sin'"):
         predict_peak(gm)
 
 

@@ -208,7 +208,7 @@ def test_a_smaller_budget_costs_more_work_and_is_kept(flats):
 @pytest.mark.slow
 def test_an_impossible_budget_names_the_least_which_is_possible(flats):
     flat = flats["float32"]
-    with pytest.raises(ValueError, match="remat expects a budget of at least") as caught:
+    with pytest.raises(ValueError, match="remat.*budget.*bytes") as caught:
         funcrl.remat(flat.gm, "budget", flat.input_bytes)
     least = int(str(caught.value).split(" bytes")[0].split()[-1])
     assert predict_peak(funcrl.remat(flat.gm, "budget", least)) == least
@@ -217,10 +217,10 @@ def test_an_impossible_budget_names_the_least_which_is_possible(flats):
 @pytest.mark.parametrize(
     ("policy", "budget", "message"),
     [
-        ("most", None, "remat expects policy to be 'none' or"),
-        ("full", 5, "remat expects a budget with policy 'budget', and only with it"),
-        ("budget", None, "remat expects a budget with policy 'budget', and only with it"),
-        ("budget", -1, "remat expects budget"),
+        ("most", None, "remat.*policy.*'most'"),
+        ("full", 5, "remat.*policy 'full'.*budget 5"),
+        ("budget", None, "remat.*policy 'budget'.*budget None"),
+        ("budget", -1, "remat.*budget.*-1"),
     ],
 )
 def test_bad_arguments(flats, policy, budget, message):
@@ -230,10 +230,10 @@ def test_bad_arguments(flats, policy, budget, message):
 
 def test_a_graph_without_a_backward_pass_or_layers_is_refused():
     x = torch.randn(3)
-    with pytest.raises(ValueError, match="remat expects a graph with a backward pass"):
+    with pytest.raises(ValueError, match="remat.*backward"):
         funcrl.remat(flatten(lambda x: x.exp().sum(), x).gm, "full")
     gradient = flatten(torch.func.grad(lambda x: x.exp().sin().sum()), x).gm
-    with pytest.raises(ValueError, match="remat expects repeated layers for policy 'full'"):
+    with pytest.raises(ValueError, match="remat.*layers.*policy 'full'"):
         funcrl.remat(gradient, "full")
 
 
@@ -242,7 +242,7 @@ def test_random_ops_refuse_by_name():
         return (x * torch.rand_like(x)).sin().sum()
 
     gm = flatten(torch.func.grad(loss), torch.randn(3)).gm
-    with pytest.raises(ValueError, match="deterministic ops .* got 'rand_like', aten.rand_like"):
+    with pytest.raises(ValueError, match="remat.*'rand_like'"):
         funcrl.remat(gm, lambda node: True)
     # Kept, it hinders nobody.
     funcrl.remat(gm, lambda node: "rand" not in node.name)
@@ -259,7 +259,7 @@ def test_what_is_overwritten_is_not_computed_again():
     for node in flat.gm.graph.nodes:
         phase = "backward" if node.target is torch.ops.aten.ones_like.default else phase
         set_origin(node, Origin(phase))
-    with pytest.raises(ValueError, match="tags nothing that is written in place, got"):
+    with pytest.raises(ValueError, match="remat.*policy.*in place"):
         funcrl.remat(flat.gm, lambda node: True)
     again = funcrl.remat(flat.gm, lambda node: node.name == "exp")
     assert same(flat.run(), flat.run(again))
