@@ -54,11 +54,7 @@ class Sharing:
 
 
 def find_storages(gm: fx.GraphModule) -> Storages:
-    """Return the storages of a graph's values, as the schemas of its operators say.
-
-    Args:
-        gm: a flat graph of ATen and custom ops with `node.meta["val"]`.
-    """
+    """Return the storages of a graph's values, as the schemas of its operators say."""
     sharing = Sharing()
     num_bytes: list[int] = []
     written: set[int] = set()
@@ -80,17 +76,20 @@ def is_view(node: Node) -> bool:
     return node.target is operator.getitem or gives_view(node.target)
 
 
-@cache
 def gives_view(target: Any) -> bool:
     """Return whether an operator's result is a view of an argument, without writing into it."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    return isinstance(target, torch._ops.OpOverload) and _schema_gives_view(target)
+
+
+@cache  # of a hundred operators, each of which is asked about for thousands of nodes
+def _schema_gives_view(target: torch._ops.OpOverload[Any, Any]) -> bool:
+    if target._schema.is_mutable:
         return False
     # A result that may be new memory, such as that of `aten.to`, is one that may be a view.
-    schema = target._schema
     return target in SILENT_VIEWS or any(
         _may_share(argument.alias_info, result.alias_info)
-        for argument in schema.arguments
-        for result in schema.returns
+        for argument in target._schema.arguments
+        for result in target._schema.returns
     )
 
 
@@ -111,17 +110,34 @@ def written_by(node: Node) -> list[Node]:
     ]
 
 
+def written_inputs(graph: fx.Graph) -> set[int]:
+    """Return the indices of the inputs that a graph writes into."""
+    targets = {target for node in graph.nodes for target in written_by(node)}
+    inputs = graph.find_nodes(op="placeholder")
+    return {index for index, node in enumerate(inputs) if node in targets}
+
+
 def overlap(first: Tensor, second: Tensor) -> bool:
     """Return whether two views of one storage share some bytes.
 
-    Args:
-        first: a tensor; only its shape, strides and place in the storage are read.
-        second: another view of the same storage.
+    An axis along which both step alike, by more than all that the others span, is left out: it
+    cannot make bytes meet that do not meet within one step. Few bytes are left of slices of one
+    tensor.
     """
     if not (first.numel() and second.numel()):
         return False
-    layouts = [_byte_layout(each) for each in (first, second)]
-    return not _bytes_of(layouts, 0).isdisjoint(_bytes_of(layouts, 1))
+    starts = [int(each.storage_offset()) * each.element_size() for each in (first, second)]
+    axes = [_byte_axes(each) for each in (first, second)]
+    while axes[0] and axes[1] and axes[0][0] == axes[1][0]:
+        inner = [each[1:] for each in axes]
+        ends = [
+            start + sum(stride * (size - 1) for stride, size in rest)
+            for start, rest in zip(starts, inner, strict=True)
+        ]
+        if axes[0][0][0] <= max(ends) - min(starts):
+            break
+        axes = inner
+    return not _places(starts[0], axes[0]).isdisjoint(_places(starts[1], axes[1]))
 
 
 def looks_alike(first: Tensor, second: Tensor) -> bool:
@@ -146,41 +162,16 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-class _Layout(NamedTuple):
-    """Where a tensor's bytes are: from `start`, `size` numbers `stride` bytes apart, nested."""
-
-    start: int
-    axes: tuple[tuple[int, int], ...]  # (stride, size), largest stride first
-
-
-def _byte_layout(tensor: Tensor) -> _Layout:
+def _byte_axes(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return each axis' stride in bytes and its size, the largest stride first."""
     width = tensor.element_size()
     steps = [stride * width for stride in tensor.stride()]
     axes = [*zip(steps, tensor.shape, strict=True), (1, width)]
-    kept = sorted(((step, size) for step, size in axes if step and size > 1), reverse=True)
-    return _Layout(int(tensor.storage_offset()) * width, tuple(kept))
-
-
-def _bytes_of(layouts: list[_Layout], which: int) -> set[int]:
-    """Return a tensor's bytes, but for axes along which both tensors step alike.
-
-    Such an axis, when a step is larger than all that the others span, cannot make bytes meet that
-    do not meet within one step. Without these axes few bytes are left of slices of one tensor.
-    """
-    axes = [list(layout.axes) for layout in layouts]
-    while axes[0] and axes[1] and axes[0][0] == axes[1][0]:
-        low = min(layout.start for layout in layouts)
-        ends = [
-            layout.start + sum(stride * (size - 1) for stride, size in rest[1:])
-            for layout, rest in zip(layouts, axes, strict=True)
-        ]
-        if axes[0][0][0] <= max(ends) - low:
-            break
-        axes = [rest[1:] for rest in axes]
-    return _places(layouts[which].start, axes[which])
+    return sorted(((step, size) for step, size in axes if step and size > 1), reverse=True)
 
 
 def _places(start: int, axes: Sequence[tuple[int, int]]) -> set[int]:
+    """Return the places that nested axes (stride, size) reach from a start."""
     places = {start}
     for stride, size in axes:
         places = {place + stride * index for place in places for index in range(size)}

@@ -30,20 +30,21 @@ def as_module(graph: Graph, owner: GraphModule) -> GraphModule:
     return module
 
 
+def nodes_after(node: Node) -> list[Node]:
+    """Return the nodes of a graph that stand after one of them, or all of them after its root."""
+    found: list[Node] = []
+    while (node := node.next).op != "root":
+        found.append(node)
+    return found
+
+
 def arguments(node: Node) -> tuple[Any, ...]:
     """Return a node's arguments, without torch's union type of them."""
     return node.args
 
 
 def example_of(operation: Callable[..., Any], args: Any, kwargs: Any, like: Node) -> Any:
-    """Return an operation's result for nodes, as tensors without data like `node.meta["val"]`.
-
-    Args:
-        operation: of the arguments.
-        args: of the operation, nodes among them.
-        kwargs: likewise, by name.
-        like: a node of the same trace.
-    """
+    """Return an operation's result for nodes, without data, as those of the trace of `like` are."""
     mode: Any = detect_fake_mode(like.meta["val"])
     with mode:
         values, options = map_arg((args, kwargs), lambda node: node.meta["val"])
@@ -51,12 +52,7 @@ def example_of(operation: Callable[..., Any], args: Any, kwargs: Any, like: Node
 
 
 def hoist(graph: Graph, nodes: Container[Node]) -> None:
-    """Move each of the nodes to directly after the last of its inputs.
-
-    Args:
-        graph: is changed.
-        nodes: which ones.
-    """
+    """Move each of the nodes to directly after the last of its inputs."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     position: dict[Node, tuple[int, int]] = {}
     anchor: dict[Node, Node] = {}  # of a moved node: the unmoved one that it follows

@@ -26,7 +26,7 @@ from funcrl.graph.aliases import (
     writes,
     written_by,
 )
-from funcrl.graph.edit import arguments, example_of
+from funcrl.graph.edit import arguments, example_of, nodes_after
 from funcrl.graph.origin import copy_origin, origin_of, set_origin
 
 aten = torch.ops.aten
@@ -38,10 +38,8 @@ def without_writes(module: GraphModule) -> GraphModule:
     """Return the traced graph with no write but copies into inputs that nothing reads afterwards.
 
     A write whose value is read under one name alone becomes the operator without the underscore. In
-    a graph where a value is read through several views of it, torch makes each view anew.
-
-    Args:
-        module: a graph from `make_fx`, with `node.meta["val"]`; it is changed, not recompiled.
+    a graph where a value is read through several views of it, torch makes each view anew. The
+    module is changed.
     """
     _check_writes(module)
     if _rewrite(module.graph):
@@ -131,15 +129,11 @@ def _rewrite(graph: Graph) -> bool:
             continue
         if writes(node) and not _replace_write(node, sharing):
             return False
-        _add(sharing, node)
+        value = node.meta.get("val")
+        sharing.add(node, len(value) if isinstance(value, list | tuple) else 1)
         if node.target in _SPLITS:
             _replace_written_parts(node, sharing)
     return True
-
-
-def _add(sharing: Sharing, node: Node) -> None:
-    value = node.meta.get("val")
-    sharing.add(node, len(value) if isinstance(value, list | tuple) else 1)
 
 
 def _replace_write(node: Node, sharing: Sharing) -> bool:
@@ -250,7 +244,7 @@ def _written_in_turn(part: Node) -> list[Node]:
 # -- all writes at once -----------------------------------------------------------------------
 
 
-class _Described(Interpreter):
+class _OriginCopier(Interpreter):
     """Runs a graph node by node, and gives each new node the origin of the old one."""
 
     def __init__(self, module: GraphModule) -> None:
@@ -260,15 +254,11 @@ class _Described(Interpreter):
     def run_node(self, node: Node) -> Any:
         """Run one node."""
         mode: Any = get_proxy_mode()
-        root: Node = mode.tracer.graph._root
-        last = root.prev
+        last: Node = mode.tracer.graph._root.prev
         result = super().run_node(node)
-        if root.prev is not last:
-            self.names[node.name] = root.prev.name
-        new = root.prev
-        while new is not last:
+        for new in nodes_after(last):
             copy_origin(new, node)
-            new = new.prev
+            self.names[node.name] = new.name
         return result
 
 
@@ -298,7 +288,7 @@ def _spell_out_views(graph: Graph) -> None:
 def _functionalized(module: GraphModule) -> GraphModule:
     """Let torch write all operations out of place, views of what they write included."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    run = _Described(module)
+    run = _OriginCopier(module)
 
     def flat(*leaves: Tensor) -> Any:
         return run.run(*leaves, enable_io_processing=False)
@@ -316,18 +306,14 @@ def _functionalized(module: GraphModule) -> GraphModule:
             set_origin(node, origin._replace(forward=run.names.get(origin.forward, "")))
     _return_inputs(module.graph, result.graph)
     for node in result.graph.nodes:
-        if writes(node) and not _is_copy_into_input(node):
+        into_input = node.target is aten.copy_.default and arguments(node)[0].op == "placeholder"
+        if writes(node) and not into_input:
             raise ValueError(
                 f"trace expects in-place operations that torch can write out of place, got "
                 f"{node.target}."
             )
     result.graph.set_codegen(module.graph._codegen)
     return result
-
-
-def _is_copy_into_input(node: Node) -> bool:
-    target = arguments(node)[0]
-    return node.target is aten.copy_.default and target.op == "placeholder"
 
 
 def _return_inputs(old: Graph, new: Graph) -> None:

@@ -21,21 +21,13 @@ _ATTENTION = {
 
 
 def has_flops(node: fx.Node) -> bool:
-    """Return whether a node is a product, as torch's flop counter says, or attention.
-
-    Args:
-        node: of a flat graph.
-    """
+    """Return whether a node is a product, as torch's flop counter says, or attention."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return packet in flop_registry or packet in _ATTENTION
 
 
 def count_flops(node: fx.Node) -> int:
-    """Return the operations of a product, a causal one counted in full, and 0 for other nodes.
-
-    Args:
-        node: of a flat graph, with `node.meta["val"]`.
-    """
+    """Return the operations of a product, a causal one counted in full, and 0 for other nodes."""
     if not has_flops(node):
         return 0
     values: Any = fx.node.map_arg((node.args, node.kwargs, node), lambda read: read.meta["val"])
@@ -48,11 +40,7 @@ def count_flops(node: fx.Node) -> int:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether an op draws numbers; attention without dropout draws none, despite its tag.
-
-    Args:
-        node: of a flat graph.
-    """
+    """Return whether an op draws numbers; attention without dropout draws none, despite its tag."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     target: Any = node.target

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
-from funcrl.graph.aliases import is_view, written_by
+from funcrl.graph.aliases import is_view, written_inputs
 from funcrl.graph.cleaning import clean, look_through
+from funcrl.graph.edit import nodes_after
 from funcrl.graph.origin import (
     Origin,
     Phase,
@@ -129,9 +130,7 @@ class _Recorder(TorchDispatchMode):
         """Run the operation and set the origin of the nodes that it adds."""
         last = self._graph._root.prev
         result = func(*args, **(kwargs or {}))
-        added: list[Node] = []  # the latest first
-        while (node := (added[-1] if added else self._graph._root).prev) is not last:
-            added.append(node)
+        added = nodes_after(last)
         origin = self._origin(added)
         for node in added:
             set_origin(node, origin)
@@ -147,10 +146,10 @@ class _Recorder(TorchDispatchMode):
         if current is not None:
             forward = self._forward.get(current._sequence_nr())
             if added:
-                self._mark_seed(added[-1])
-                self._last_backward = added[0]
+                self._mark_seed(added[0])
+                self._last_backward = added[-1]
             return Origin("backward", self._turn, forward=forward.name if forward else "")
-        for node in added:
+        for node in reversed(added):
             # One record may be of several operations, such as a view and a product: the product
             # says more.
             if number not in self._forward or is_view(self._forward[number]):
@@ -165,10 +164,10 @@ class _Recorder(TorchDispatchMode):
         if self._last_backward is None and first.prev in first.all_input_nodes:
             set_origin(first.prev, Origin("backward", self._turn, is_seed=True))
 
-    def _begin_turn(self, node: Node) -> None:
+    def _begin_turn(self, last_backward: Node) -> None:
         """Begin the next turn, with what has been prepared for it since the last backward pass."""
         self._turn, self._last_backward = self._turn + 1, None
-        while (node := node.next).op != "root":
+        for node in nodes_after(last_backward):
             if not any(is_late(read) for read in node.all_input_nodes):
                 set_origin(node, origin_of(node)._replace(phase="forward", turn=self._turn))
 
@@ -189,13 +188,12 @@ def _input_paths(args: tuple[Any, ...]) -> list[str]:
 
 def _check_own_memory(graph: GraphModule, args: tuple[Any, ...], paths: list[str]) -> None:
     """Refuse a function that writes into an argument whose memory another argument shares."""
-    inputs = graph.graph.find_nodes(op="placeholder")
-    written = {target for node in graph.graph.nodes for target in written_by(node)}
+    written = written_inputs(graph.graph)
     owners: dict[int, list[int]] = {}
     for place, leaf in enumerate(pytree.tree_leaves(args)):
         owners.setdefault(leaf.untyped_storage()._cdata, []).append(place)
     for places in owners.values():
-        if len(places) > 1 and any(inputs[place] in written for place in places):
+        if len(places) > 1 and not written.isdisjoint(places):
             first, second = (paths[place] for place in places[:2])
             raise ValueError(
                 f"trace expects arguments with memory of their own where the function writes into "

@@ -18,7 +18,7 @@ from funcrl.config.generation import CompileConfig
 from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, Rows, Step, TrainState
-from funcrl.graph.aliases import written_by
+from funcrl.graph.aliases import written_inputs
 from funcrl.graph.compile.capture import Program, capture
 from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
@@ -193,7 +193,7 @@ def _in_spec(graph: GraphModule) -> Any:
 def _program(graph: GraphModule, config: CompileConfig, pool: Any) -> Update:
     """Return the compiled step of a graph's shapes; the first call compiles."""
     flat = _flat(graph)
-    written = _written(flat)
+    written = sorted(written_inputs(flat.graph))
     program = _compiled(flat, config)
     if config.cudagraph == "full":
         program = _captured_at_first(program, written, pool)
@@ -217,13 +217,6 @@ def _flat(module: GraphModule) -> GraphModule:
     graph = copied(module.graph)
     graph.set_codegen(CodeGen())
     return as_module(graph, module)
-
-
-def _written(module: GraphModule) -> list[int]:
-    """Return the indices of the inputs that the graph writes into."""
-    inputs = module.graph.find_nodes(op="placeholder")
-    targets = {target for node in module.graph.nodes for target in written_by(node)}
-    return [index for index, node in enumerate(inputs) if node in targets]
 
 
 def _compiled(flat: GraphModule, config: CompileConfig) -> Program:

@@ -17,9 +17,6 @@ def select_for_scatter(module: GraphModule) -> GraphModule:
 
     The first is a kernel of its own that reads and writes all of x, logits for instance; the second
     is computed with what comes before and after it. The values are the same.
-
-    Args:
-        module: a flat graph from `funcrl.trace`; it is not changed.
     """
     graph = copied(module.graph)
     for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
@@ -48,9 +45,6 @@ def scalars_as_elements(module: GraphModule) -> list[int]:
     out what is written into it, a learning rate for instance, and traces the program twice. One
     element of a vector is a tensor to it. The caller passes `leaf.view(1)`, which is the same
     memory; the graph's first nodes view it as it was.
-
-    Args:
-        module: a flat graph with `node.meta["val"]`; it is changed.
     """
     found = []
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):

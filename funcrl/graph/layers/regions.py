@@ -8,6 +8,7 @@ pieces that are equal but for their tensors become one module.
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -101,20 +102,17 @@ def _pieces(graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label
     ]
 
 
+@dataclass
 class _Reader:
     """Collects the nodes of a piece, those that it computes again, and its inputs."""
 
-    def __init__(
-        self,
-        place: Mapping[Node, int],
-        labels: Mapping[Node, Label],
-        written: Mapping[Node, int],
-        here: int,
-    ) -> None:
-        self.place, self.labels, self.written, self.here = place, labels, written, here
-        self.again: dict[Node, None] = {}  # first in the piece, before it writes into anything
-        self.nodes: dict[Node, None] = {}
-        self.inputs: dict[Node, None] = {}
+    place: Mapping[Node, int]  # of each node: the number of its piece
+    labels: Mapping[Node, Label]
+    written: Mapping[Node, int]  # from `_written`
+    here: int  # the number of this piece
+    again: dict[Node, None] = field(default_factory=dict)  # before the piece writes into anything
+    nodes: dict[Node, None] = field(default_factory=dict)
+    inputs: dict[Node, None] = field(default_factory=dict)
 
     def take(self, node: Node) -> None:
         """Add a node of the piece's own, after what it reads."""
@@ -162,18 +160,8 @@ def _form(piece: _Piece) -> str:
     names = {node: f"%{number}" for number, node in enumerate([*piece.inputs, *piece.nodes])}
     lines = [_described(node.meta.get("val")) for node in piece.inputs]
     for node in piece.nodes:
-        lines.append(f"{node.target} {_text(node.args, names)} {_text(node.kwargs, names)}")
+        lines.append(f"{node.target} {map_arg((node.args, node.kwargs), names.__getitem__)}")
     return "\n".join([*lines, str([names[node] for node in piece.outputs])])
-
-
-def _text(value: Any, names: Mapping[Node, str]) -> str:
-    if isinstance(value, Node):
-        return names[value]
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_text(item, names) for item in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_text(item, names)}' for key, item in value.items())}}}"
-    return repr(value)
 
 
 def _described(value: Any) -> str:

@@ -13,10 +13,6 @@ def runs_of(graph: Graph, labels: Mapping[Node, Label]) -> list[list[Node]]:
     """Return the labelled nodes in runs of one label, in an order with few runs.
 
     The first node that can run chooses the label, and all that can run of that label follow.
-
-    Args:
-        graph: is not changed.
-        labels: from `funcrl.graph.layers.labels.find_labels`.
     """
     waits = _waits(labels)
     followers: dict[Node, list[Node]] = {node: [] for node in labels}

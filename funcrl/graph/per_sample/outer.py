@@ -9,8 +9,9 @@ same with a one-hot `left`, of which only the index is kept. What a step wants o
     f[b] times it        the same with f[b] right
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -60,6 +61,10 @@ class Writer:
         set_origin(node, origin._replace(phase=phase))
         return node
 
+    def sum(self, parts: Iterable[Node]) -> Node:
+        """Return the sum of nodes, each of which is added as soon as it is written."""
+        return reduce(lambda total, part: self(aten.add.Tensor, total, part), parts)
+
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """Return the node in a dtype."""
         if shape_of(node).dtype == dtype:
@@ -101,12 +106,7 @@ def on_dense(term: Outer, fn: Callable[[Node], Node]) -> Outer:
 
 def write_sum(write: Writer, terms: tuple[Outer, ...], dtype: torch.dtype) -> Node:
     """Write the sum over samples [P, Q]: a matmul for each dense term, added in `dtype`."""
-    total: Node | None = None
-    for term in terms:
-        part = write.cast(_sum_term(write, term), dtype)
-        total = part if total is None else write(aten.add.Tensor, total, part)
-    assert total is not None
-    return total
+    return write.sum(write.cast(_sum_term(write, term), dtype) for term in terms)
 
 
 def _sum_term(write: Writer, term: Outer) -> Node:
@@ -133,21 +133,18 @@ def write_norm(write: Writer, terms: tuple[Outer, ...], root: bool, dtype: torch
 
 def _square_norm(write: Writer, terms: list[Outer]) -> Node:
     """Write the squared norm of each sample's [P, Q] by Gram matrices, [B] in at least float32."""
-    total: Node | None = None
-    for i, first in enumerate(terms):
-        for second in terms[i:]:
-            product = write(
-                aten.mul.Tensor,
-                _gram(write, first.left, second.left),
-                _gram(write, first.right, second.right),
-            )
-            part = write(aten.sum.dim_IntList, product, [1, 2])
-            if second is not first:  # both orders
-                part = write(aten.mul.Tensor, part, 2)
-            total = part if total is None else write(aten.add.Tensor, total, part)
-    assert total is not None
+    pairs = ((first, second) for i, first in enumerate(terms) for second in terms[i:])
+    total = write.sum(_inner_product(write, first, second) for first, second in pairs)
     # A sum of products of both signs may round to just below 0.
     return write(aten.clamp.default, total, 0)
+
+
+def _inner_product(write: Writer, first: Outer, second: Outer) -> Node:
+    """Write the sum of the products of two terms' entries, twice if they are two terms."""
+    lefts = _gram(write, first.left, second.left)
+    product = write(aten.mul.Tensor, lefts, _gram(write, first.right, second.right))
+    total = write(aten.sum.dim_IntList, product, [1, 2])
+    return total if second is first else write(aten.mul.Tensor, total, 2)
 
 
 def _merge_dense(write: Writer, terms: tuple[Outer, ...]) -> list[Outer]:

@@ -75,7 +75,7 @@ def remat(gm: fx.GraphModule, policy: RematPolicy, budget: int | None = None) ->
             f"remat expects a budget with policy 'budget', and only with it, got policy "
             f"{policy!r} and budget {budget!r}."
         )
-    step = _look_at(gm)
+    step = _analyse(gm)
     if policy == "none":
         return _rewrite(step, set())
     if callable(policy):
@@ -111,7 +111,7 @@ def recomputed_cost(gm: fx.GraphModule) -> int:
     return sum(_cost(node) for node in gm.graph.nodes if node.meta.get("recomputed"))
 
 
-def _look_at(gm: fx.GraphModule) -> _Step:
+def _analyse(gm: fx.GraphModule) -> _Step:
     late = {node for node in gm.graph.nodes if is_late(node)}
     if not late:
         raise ValueError(
