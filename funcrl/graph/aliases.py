@@ -117,6 +117,14 @@ def written_inputs(graph: fx.Graph) -> set[int]:
     return {index for index, node in enumerate(inputs) if node in targets}
 
 
+def sharing_places(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors that share memory, a list for each piece of memory."""
+    places: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    return [group for group in places.values() if len(group) > 1]
+
+
 def overlap(first: Tensor, second: Tensor) -> bool:
     """Return whether two views of one storage share some bytes.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, Rows, Step, TrainState, Tree
+from funcrl.graph.aliases import sharing_places
 
 
 @checked
@@ -72,17 +73,12 @@ def _write(state: TrainState, new: TrainState, metrics: Metrics) -> tuple[TrainS
 
 def check_own_memory(state: Tree) -> None:
     """Refuse a state in which two leaves share memory."""
-    leaves = tree.leaves(state)
-    if len({_storage(leaf) for leaf in leaves}) == len(leaves):
-        return
-    storages: dict[Any, str] = {}
-    for path, leaf in zip(tree.paths(state), leaves, strict=True):
-        other = storages.setdefault(_storage(leaf), path)
-        if other != path:
-            raise ValueError(
-                f"donate expects a state whose leaves have memory of their own, got one piece "
-                f"for {other!r} and {path!r}; init copies."
-            )
+    for first, second, *_ in sharing_places(tree.leaves(state)):
+        paths = tree.paths(state)
+        raise ValueError(
+            f"donate expects a state whose leaves have memory of their own, got one piece "
+            f"for {paths[first]!r} and {paths[second]!r}; init copies."
+        )
 
 
 def _storage(leaf: Tensor) -> Any:

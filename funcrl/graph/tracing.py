@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
-from funcrl.graph.aliases import is_view, written_inputs
+from funcrl.graph.aliases import is_view, sharing_places, written_inputs
 from funcrl.graph.cleaning import clean, look_through
 from funcrl.graph.edit import nodes_after
 from funcrl.graph.origin import (
@@ -189,11 +189,8 @@ def _input_paths(args: tuple[Any, ...]) -> list[str]:
 def _check_own_memory(graph: GraphModule, args: tuple[Any, ...], paths: list[str]) -> None:
     """Refuse a function that writes into an argument whose memory another argument shares."""
     written = written_inputs(graph.graph)
-    owners: dict[int, list[int]] = {}
-    for place, leaf in enumerate(pytree.tree_leaves(args)):
-        owners.setdefault(leaf.untyped_storage()._cdata, []).append(place)
-    for places in owners.values():
-        if len(places) > 1 and not written.isdisjoint(places):
+    for places in sharing_places(pytree.tree_leaves(args)):
+        if not written.isdisjoint(places):
             first, second = (paths[place] for place in places[:2])
             raise ValueError(
                 f"trace expects arguments with memory of their own where the function writes into "

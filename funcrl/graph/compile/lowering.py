@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from funcrl.graph.edit import arguments, as_module, copied
-from funcrl.graph.per_sample.outer import Writer, shape_of
+from funcrl.graph.edit import Writer, arguments, as_module, copied, shape_of
 
 aten = torch.ops.aten
 

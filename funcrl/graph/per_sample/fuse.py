@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.core.arguments import checked
-from funcrl.graph.edit import as_module, copied, hoist
+from funcrl.graph.edit import Writer, as_module, copied, hoist, shape_of
 from funcrl.graph.per_sample import recognise
-from funcrl.graph.per_sample.outer import Writer, shape_of, write_norm, write_sum
+from funcrl.graph.per_sample.outer import write_norm, write_sum
 from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
 from funcrl.graph.per_sample.spelling import spell
 

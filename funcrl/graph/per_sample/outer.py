@@ -9,20 +9,17 @@ same with a one-hot `left`, of which only the index is kept. What a step wants o
     f[b] times it        the same with f[b] right
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from funcrl.core import numerics
-from funcrl.graph.edit import example_of
-from funcrl.graph.origin import Phase, origin_of, set_origin
+from funcrl.graph.edit import Writer, shape_of
 
 aten = torch.ops.aten
-_PHASES: tuple[Phase, ...] = ("optimizer", "backward", "forward")  # the latest first
 
 
 @dataclass(frozen=True)
@@ -41,47 +38,6 @@ class Outer(NamedTuple):
 
     left: Side  # [B, T, P]
     right: Side  # [B, T, Q]
-
-
-class Writer:
-    """Adds nodes before a place in a graph, with the origin of the node they are made for."""
-
-    def __init__(self, graph: Graph, place: Node, source: Node) -> None:
-        self.graph, self.place, self.source = graph, place, source
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """Return a new node that computes `op(*args)`."""
-        with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(op, args, kwargs)
-        node.meta["val"] = example_of(op, args, kwargs, like=self.source)
-        origin = origin_of(self.source)
-        # Gram products of what a forward pass computed are computed in it.
-        phases = {origin_of(read).phase for read in node.all_input_nodes}
-        phase = next((each for each in _PHASES if each in phases), origin.phase)
-        set_origin(node, origin._replace(phase=phase))
-        return node
-
-    def sum(self, parts: Iterable[Node]) -> Node:
-        """Return the sum of nodes, each of which is added as soon as it is written."""
-        return reduce(lambda total, part: self(aten.add.Tensor, total, part), parts)
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return the node in a dtype."""
-        if shape_of(node).dtype == dtype:
-            return node
-        return self(aten._to_copy.default, node, dtype=dtype)
-
-    def rows(self, node: Node) -> Node:
-        """Return [B, T, ...] as [B T, ...]."""
-        value = shape_of(node)
-        if not value.is_contiguous():
-            node = self(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self(aten.view.default, node, [-1, *value.shape[2:]])
-
-
-def shape_of(node: Node) -> torch.Tensor:
-    """Return the tensor without data that says what shape, dtype and device a node has."""
-    return node.meta["val"]
 
 
 def width(side: Side) -> int:

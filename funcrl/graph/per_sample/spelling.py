@@ -23,8 +23,7 @@ import torch
 from torch.fx import Node
 
 from funcrl.graph.cleaning import look_through
-from funcrl.graph.edit import arguments
-from funcrl.graph.per_sample.outer import shape_of
+from funcrl.graph.edit import arguments, shape_of
 
 aten = torch.ops.aten
 _ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
