@@ -6,7 +6,7 @@ claims to write into the kept values that are read, once a gradient is there. It
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 from torch import Tensor, fx
@@ -49,13 +49,14 @@ def add_fences(gm: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     gradient: fx.Node | None = None
     nodes, storages = list(gm.graph.nodes), find_storages(gm)
+    wholes = _wholes(nodes, storages)
     gradients = _gradients(gm.graph)
     for place, node in enumerate(nodes):
         if not node.meta.get("recomputed"):
             if node in gradients and isinstance(node.meta.get("val"), Tensor):
                 gradient = node
         elif gradient is not None and not nodes[place - 1].meta.get("recomputed"):
-            kept = _kept(nodes, place, storages)
+            kept = _kept(nodes, place, storages, wholes)
             if kept:
                 arguments = ([copies[read] for read in kept], copies[gradient])
                 fence = graph.call_function(torch.ops.funcrl.fence.default, arguments)
@@ -74,22 +75,35 @@ def _gradients(graph: fx.Graph) -> set[fx.Node]:
     return found or {node for node in graph.nodes if is_late(node)}
 
 
-def _kept(nodes: list[fx.Node], start: int, storages: Storages) -> list[fx.Node]:
+def _wholes(nodes: list[fx.Node], storages: Storages) -> dict[int, fx.Node]:
+    """Return, for each storage, the tensor that was allocated with it."""
+    wholes: dict[int, fx.Node] = {}
+    for node in nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            for storage in storages.of[node]:
+                wholes.setdefault(storage, node)
+    return wholes
+
+
+def _kept(
+    nodes: list[fx.Node], start: int, storages: Storages, wholes: dict[int, fx.Node]
+) -> list[fx.Node]:
     """Return what the run of recomputed nodes reads of the forward pass's own values.
 
     Of a view the whole that it looks at: a part may have elements that share a place.
     """
-    found: set[int] = set()
-    for node in takewhile(lambda node: node.meta.get("recomputed"), nodes[start:]):
-        for read in node.all_input_nodes:
-            if not read.meta.get("recomputed"):
-                found.update(storages.of[read])
-    kept = []
-    for node in nodes[:start]:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not found.isdisjoint(storages.of[node]):
-            found.difference_update(storages.of[node])
-            # The caller's tensors must not be written into, not even by claim.
-            if node.op == "call_function" and not node.meta.get("recomputed"):
-                kept.append(node)
-    return kept
+    again = takewhile(lambda node: node.meta.get("recomputed"), islice(nodes, start, None))
+    reads = {read for node in again for read in node.all_input_nodes}
+    found = {
+        wholes[storage]
+        for read in reads
+        if not read.meta.get("recomputed")
+        for storage in storages.of[read]
+        if storage in wholes
+    }
+    # The caller's tensors must not be written into, not even by claim.
+    return sorted(
+        node
+        for node in found
+        if node.op == "call_function" and not node.meta.get("recomputed") and node < nodes[start]
+    )
