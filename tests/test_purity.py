@@ -434,7 +434,6 @@ TABLE_OF_CALLS = {
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),
     "checks.check_dtype": (lambda x: checks.check_dtype("f", "x", x, torch.float64), (T[0],)),
     "checks.check_floating": (lambda x: checks.check_floating("f", "x", x), (T[0],)),
-    "checks.check_finite": (lambda: checks.check_finite("f", "x", 1.0), ()),
     "checks.check_count": (lambda: checks.check_count("f", "x", 1), ()),
     "checks.import_extra": (lambda: checks.import_extra("f", "math", "", "").pi, ()),
     "config.read_config": (lambda: config.to_plain(written_config()), ()),
@@ -442,10 +441,8 @@ TABLE_OF_CALLS = {
     "rollouts.named_rewards": (lambda: rollouts.named_rewards(TASK, PROMPT, "3"), ()),
     "rollouts.to_completions": (lambda: rollouts.to_completions(*roll(), 1, 1)[0][:5], ()),
     "checks.check_callable": (lambda: checks.check_callable("f", "x", abs, "a function"), ()),
-    "checks.check_positive": (lambda: checks.check_positive("f", "x", 1.0), ()),
     "checks.check_range": (lambda: checks.check_range("f", "x", 1.0, 0.0, 2.0), ()),
     "checks.check_choice": (lambda: checks.check_choice("f", "x", 1, (1, 2)), ()),
-    "checks.choose": (lambda: checks.choose("f", "x", "a", {"a": 1}), ()),
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     code = inspect.unwrap(fn).__code__
     names, rest, options = inspect.getargs(code)
     kinds = {argument: _kind(hint) for argument, hint in fn.__annotations__.items()}
-    of_options = _kinds_of_options(fn.__annotations__.get(options))
+    of_options = _kinds_of_options(fn.__annotations__.get(options)) if options else {}
     kinds |= of_options
     allowed = ", ".join(each for each in kinds if each not in (options, "return"))
     if all(kind is _ANYTHING for argument, kind in kinds.items() if argument != "return"):

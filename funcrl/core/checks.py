@@ -1,20 +1,18 @@
 """Checks of arguments: each raises `f"{function} expects {what}, got {value}."` before any work.
 
 They read shapes, dtypes and Python numbers, never a tensor's values, so that they also run while
-a function is traced, vmapped or compiled.
+a function is traced, vmapped or compiled. Bounds that do not depend on other arguments are in an
+argument's annotation instead (`funcrl.core.arguments`).
 """
 
 import importlib
-import math
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcrl.core.arguments import checked, is_integer, is_number
-
-Choice = TypeVar("Choice")
 
 
 @checked
@@ -101,26 +99,6 @@ def check_floating(function: str, name: str, value: Any) -> None:
 
 
 @checked
-def check_finite(function: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number.
-
-    Example:
-        >>> from funcrl import checks
-        >>> checks.check_finite("penalty", "entropy", float("nan"))
-        Traceback (most recent call last):
-        ValueError: penalty expects a finite entropy, got nan.
-    """
-    _check_number(function, name, value)
-    if not math.isfinite(value):
-        raise ValueError(f"{function} expects a finite {name}, got {value}.")
-
-
-def _check_number(function: str, name: str, value: Any) -> None:
-    if not is_number(value):
-        raise TypeError(f"{function} expects {name} to be a number, got {value!r}.")
-
-
-@checked
 def check_count(function: str, name: str, value: Any) -> None:
     """Raise unless `value` is an integer above 0.
 
@@ -169,21 +147,6 @@ def check_callable(function: str, name: str, value: Any, kind: str) -> None:
 
 
 @checked
-def check_positive(function: str, name: str, value: Any) -> None:
-    """Raise unless `value > 0`.
-
-    Example:
-        >>> from funcrl import checks
-        >>> checks.check_positive("clip_by_global_norm", "max_norm", 0.0)
-        Traceback (most recent call last):
-        ValueError: clip_by_global_norm expects max_norm > 0, got 0.0.
-    """
-    _check_number(function, name, value)
-    if not value > 0:
-        raise ValueError(f"{function} expects {name} > 0, got {value}.")
-
-
-@checked
 def check_range(function: str, name: str, value: Any, low: float, high: float) -> None:
     """Raise unless `low <= value <= high`.
 
@@ -193,7 +156,8 @@ def check_range(function: str, name: str, value: Any, low: float, high: float) -
         Traceback (most recent call last):
         ValueError: top_entropy expects 0.0 <= fraction <= 1.0, got 1.5.
     """
-    _check_number(function, name, value)
+    if not is_number(value):
+        raise TypeError(f"{function} expects {name} to be a number, got {value!r}.")
     if not low <= value <= high:
         raise ValueError(f"{function} expects {low} <= {name} <= {high}, got {value}.")
 
@@ -212,18 +176,3 @@ def check_choice(function: str, name: str, value: Any, choices: Collection[Any])
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{function} expects {name} to be one of {listed}, got {value!r}.")
-
-
-@checked
-def choose(function: str, name: str, value: Any, choices: Mapping[str, Choice]) -> Choice:
-    """Return `choices[value]`, or `value` itself if it is a function.
-
-    Example:
-        >>> from funcrl import checks
-        >>> checks.choose("grpo", "kl_estimator", "k2", {"k1": abs, "k2": round})
-        <built-in function round>
-    """
-    if callable(value):
-        return value
-    check_choice(function, name, value, choices)
-    return choices[value]

@@ -157,7 +157,7 @@ def reads_a_value(error: RuntimeError) -> bool:
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return True
     # vmap's errors have no type of their own: this one is compared with those that it raises now.
-    return str(error) in map(_refusal_by_vmap, (Tensor.item, bool))
+    return str(error) in [_refusal_by_vmap(read) for read in (Tensor.item, bool)]
 
 
 def _refusal_by_vmap(read: Callable[[Tensor], Any]) -> str:

@@ -594,7 +594,9 @@ def test_a_rollout_without_any_behavior_logprob_is_refused(bad):
     rollout = random_case().rollout
     none = rollout._replace(behavior_logprobs=torch.full_like(rollout.behavior_logprobs, bad))
     for make in (funcrl.collate, lambda *args: funcrl.pack(*args, length=20)):
-        with pytest.raises(ValueError, match=rr"collate .*behavior_logprobs.*Samples\.policy_logprobs"):
+        with pytest.raises(
+            ValueError, match=r"collate .*behavior_logprobs.*Samples\.policy_logprobs"
+        ):
             make(none, funcrl.grpo())
     # Nothing was sampled, or all of it is masked: there is nothing that could be finite.
     nothing = none._replace(mask=torch.zeros_like(rollout.mask))
@@ -617,7 +619,7 @@ def test_groups_that_teach_nothing_are_counted_and_dropped():
     assert kept.tokens.shape[0] == 8
     assert funcrl.metrics.describe_rollout(kept)["frac_reward_zero_std"] == 0
     empty = funcrl.drop_zero_variance(rollout._replace(rewards=rewards * 0))
-    with pytest.raises(ValueError, match="collate .*rollout.tokens"):
+    with pytest.raises(ValueError, match=r"collate .*rollout.tokens.* \[0, "):
         funcrl.collate(empty, funcrl.grpo())
 
 

@@ -494,7 +494,7 @@ class TestArguments:
 
     def test_bad_arguments_are_refused_before_an_engine_starts(self):
         model, params = make("narrow")
-        with pytest.raises(TypeError, match="VLLMConfig expects form to be .*, got 'own'"):
+        with pytest.raises(ValueError, match="VLLMConfig .*form.* 'own'"):
             VLLM(model, "own")
         with pytest.raises(ValueError, match="VLLM expects dtype float32 or bfloat16, got"):
             VLLM(model, dtype=torch.float64)

@@ -586,5 +586,5 @@ def test_combinations_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="ServerConfig expects devices, GPUs besides"):
         ServerConfig(transfer="nccl")
     for devices in ((1, 1), (-1,)):
-        with pytest.raises(ValueError, match="ServerConfig expects devices to be different GPUs"):
+        with pytest.raises(ValueError, match="ServerConfig .*devices"):
             ServerConfig(devices=devices)
