@@ -7,6 +7,7 @@ from typing import Literal
 from funcrl.config.generation import CompileConfig, Sampling, Temperature, TopP, VLLMConfig
 from funcrl.core import checks
 from funcrl.core.arguments import (
+    CheckedFields,
     Count,
     Finite,
     FiniteNotNegative,
@@ -19,7 +20,7 @@ from funcrl.core.arguments import (
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(CheckedFields):
     """The policy gradient; see docs/algorithms.md."""
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
@@ -36,12 +37,9 @@ class AlgorithmConfig:
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """AdamW after clipping to a global norm."""
 
     learning_rate: FinitePositive = 2e-3
@@ -55,9 +53,6 @@ class OptimizerConfig:
     """AdamW's weight decay."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(CheckedFields):
     """Supervised steps on the task's own answers first, since a random policy earns no reward."""
 
     steps: Natural = 400
@@ -96,12 +91,9 @@ class WarmStartConfig:
     learning_rate: FinitePositive = 1e-3
     """AdamW's learning rate in these steps."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(CheckedFields):
     """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
 
     every: Natural = 25
@@ -111,12 +103,9 @@ class EvaluationConfig:
     temperature: Temperature = 0.0
     """The sampling temperature; 0 takes the most likely tokens."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedFields):
     """What is kept to resume from; the last step is always saved."""
 
     every: Count = 50
@@ -126,12 +115,9 @@ class CheckpointConfig:
     keep_best: Natural = 1
     """The number of checkpoints with the highest accuracy to keep besides."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(CheckedFields):
     """What is written down besides metrics.jsonl."""
 
     completions_every: Count = 25
@@ -140,9 +126,6 @@ class LogConfig:
     """The number of completions that are written down at such a step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the metrics go besides the run's own files; each of these must be installed."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)

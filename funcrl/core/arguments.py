@@ -98,6 +98,13 @@ def check_fields(config: Any, command: str = "") -> None:
             _refuse(command or type(config).__name__, option, kind, value)
 
 
+class CheckedFields:
+    """A dataclass whose fields are compared with their annotations when it is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
     """Raise an error that names the argument, or the part of it that is wrong."""
     for key, part, of_part in kind.parts(value):
