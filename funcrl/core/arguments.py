@@ -47,8 +47,10 @@ class Kind(NamedTuple):
 
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return `fn` that raises a TypeError for an argument that its annotation does not allow.
+    """Return `fn` that refuses an argument which its annotation does not allow.
 
+    A wrong type is a TypeError, and a wrong value of the right type, such as -1 for a `Count`, a
+    ValueError.
     No tensor's values are read, so that a checked function can be traced, vmapped and
     differentiated. torch.compile sees `fn` alone, as it would break its graph at the checks.
     """
