@@ -30,15 +30,15 @@ def check_task(function: str, task: object) -> Task:
     """
     if isinstance(task, type):
         raise TypeError(f"{function} expects a task, got the class {task.__name__}.")
-    acts = isinstance(task, Environment) or hasattr(task, "act")
-    kind = Environment if acts else Task
-    words = "an environment" if acts else "a task"
-    _check_members(function, words, task, kind, _NEEDED + (_NEEDED_TO_ACT if acts else ()))
+    if _acts(task):
+        _check_members(function, "an environment", task, Environment, _NEEDED + _NEEDED_TO_ACT)
+    else:
+        _check_members(function, "a task", task, Task, _NEEDED)
     own: object = getattr(task, "tokenizer", None)
     tokenizer = check_tokenizer(function, own)
     if tokenizer is not own:
-        return _stand_in(task, acts, tokenizer=tokenizer)
-    return task if isinstance(task, kind) else _stand_in(task, acts)
+        return changed(task, tokenizer=tokenizer)
+    return task if isinstance(task, Environment if _acts(task) else Task) else changed(task)
 
 
 def check_tokenizer(function: str, tokenizer: object) -> Tokenizer:
@@ -47,9 +47,13 @@ def check_tokenizer(function: str, tokenizer: object) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else TokenizerStandIn(tokenizer)
 
 
-def changed(task: Task, **members: Any) -> Task:
+def changed(task: object, **members: Any) -> Task:
     """Return a task that has the given members, and all others of `task`."""
-    return _stand_in(task, isinstance(task, Environment), **members)
+    return (_EnvironmentStandIn if _acts(task) else _TaskStandIn)(task, **members)
+
+
+def _acts(task: object) -> bool:
+    return isinstance(task, Environment) or hasattr(task, "act")
 
 
 class _StandIn:
@@ -86,11 +90,6 @@ class _TaskStandIn(_StandIn, Task):
 
 class _EnvironmentStandIn(_StandIn, Environment):
     """An `Environment` with the members of another object."""
-
-
-def _stand_in(inner: object, acts: bool, **members: Any) -> Task:
-    kind = _EnvironmentStandIn if acts else _TaskStandIn
-    return kind(inner, **members)
 
 
 def _member(value: object, name: str) -> Any:

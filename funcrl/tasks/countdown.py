@@ -43,7 +43,7 @@ class Countdown(GeneratedTask):
         self._count, self._largest = count, largest
 
     def draw(self, *seed: int) -> tuple[Prompt, tuple[int, ...]] | None:
-        """Return a puzzle with its numbers in order and its target; none below 1 is a target."""
+        """Return a puzzle, its key the sorted numbers and the target; None for a target below 1."""
         draws = [rng.fold_in(*seed, place) for place in range(2 * self._count)]
         numbers = [1 + draw % self._largest for draw in draws[: self._count]]
         target, expression = numbers[0], str(numbers[0])
