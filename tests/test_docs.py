@@ -41,3 +41,10 @@ def test_every_algorithm_is_in_the_table():
         value = getattr(funcrl, name)
         if getattr(value, "__module__", "") == "funcrl.rl.algorithms":
             assert f"`{name}()`" in table
+
+
+def test_what_imports_vllm_has_no_examples():
+    """They would not run: pyproject.toml leaves these modules out."""
+    folder = ROOT / "funcrl" / "generators" / "vllm"
+    for path in (folder / "engine.py", *(folder / "inside").glob("*.py")):
+        assert ">>>" not in path.read_text(), path

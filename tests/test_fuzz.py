@@ -4,6 +4,7 @@ Each case is made from a number, so a failure names it: `program(17)`, `policy(1
 """
 
 import zlib
+from functools import lru_cache
 from random import Random
 
 import pytest
@@ -117,11 +118,10 @@ def test_inductor_has_the_numbers_of_the_policy(seed):
     check_numbers(seed, "inductor")
 
 
-def check_numbers(seed, backend):
-    """Sums in another order: 1e-12 of the largest number of each leaf, in float64, after 3 steps.
-
-    Without Adam, which makes a step of any gradient, however small.
-    """
+@lru_cache
+def traced_policy(seed):
+    """A step without Adam, which makes a step of any gradient, however small; its parameters, its
+    batches, its graph and what it returns."""
     draw = Random(seed)
     model_fn, params = policy(seed, mixed=False)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(schedule(draw), momentum=0.9))
@@ -130,9 +130,17 @@ def check_numbers(seed, backend):
     source = draw.choice([step, funcrl.donate(step)])
     batches = [batch(seed + index) for index in range(3)]
     state = step.init(params)
-    compiled = funcrl.compile_step(source, state, batches[0], funcrl.CompileConfig(backend=backend))
+    graph = step_graph(source, state, batches[0], funcrl.CompileConfig())
+    return source, params, batches, graph, run(step, state, batches)
+
+
+def check_numbers(seed, backend):
+    """Sums in another order: 1e-12 of the largest number of each leaf, in float64, in 3 steps."""
+    source, params, batches, graph, expected = traced_policy(seed)
+    config = funcrl.CompileConfig(backend=backend)
+    compiled = funcrl.compile_step(source, source.init(params), batches[0], config, graph)
     mine = run(compiled, source.init(params), batches)
-    for (got, _), (wanted, _) in zip(mine, run(step, state, batches), strict=True):
+    for (got, _), (wanted, _) in zip(mine, expected, strict=True):
         paths = funcrl.tree.paths(wanted)
         for path, x, y in zip(paths, *map(funcrl.tree.leaves, (got, wanted)), strict=True):
             assert (x.dtype, x.shape) == (y.dtype, y.shape), path

@@ -54,6 +54,11 @@ BATCH = tiny_batch()
 MODEL = tiny_model()
 MODEL_FN = funcrl.logprob_fn(MODEL)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
+# A policy of few operations for what is done to graphs: each takes a millisecond to trace.
+NET = torch.nn.Sequential(
+    torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 11)
+)
+NET_PARAMS = {name: leaf.detach().double() for name, leaf in NET.named_parameters()}
 MATRICES = {"a": torch.randn(3, 4), "b": torch.randn(4, 2)}
 GRADS = tree.map(torch.randn_like, MATRICES)
 ROWS = tree.map(lambda leaf: torch.randn(5, *leaf.shape), MATRICES)
@@ -94,6 +99,11 @@ def spell(tokens):
     return "".join(map(chr, tokens))
 
 
+def net_fn(params, sample):
+    logits = funcrl.functional(NET)(params, sample.tokens)
+    return funcrl.token_scores(logits, sample.tokens)
+
+
 def aux_loss_fn(params, sample):
     return funcrl.policy_loss(funcrl.grpo(), MODEL_FN(params, sample), sample)
 
@@ -132,20 +142,21 @@ def stepped(rewrite):
     """From parameters, which `init` copies: `donate` consumes its state, and says so."""
 
     def run(params, batch):
-        step = funcrl.grpo_step(MODEL_FN)
+        step = funcrl.grpo_step(net_fn, optimizer=optim.sgd(0.1))
         state = step.init(params)
         return rewrite(step, state, batch)(state, batch)
 
-    return run, (PARAMS, BATCH)
+    return run, (NET_PARAMS, BATCH)
 
 
-def traced(rewrite):
+def traced(rewrite, model_fn=net_fn, params=NET_PARAMS):
     def run(params, batch):
-        step = funcrl.grpo_step(MODEL_FN, per_sample=funcrl.clip_per_sample(0.1))
+        options = {"optimizer": optim.sgd(0.1), "per_sample": funcrl.clip_per_sample(0.1)}
+        step = funcrl.grpo_step(model_fn, **options)
         state = step.init(params)
         return rewrite(funcrl.trace(step.update, state, batch))(state, batch)
 
-    return run
+    return run, (params, BATCH)
 
 
 def written_config():
@@ -418,12 +429,12 @@ TABLE_OF_CALLS = {
     "weights.load_config": (save_and_load, (MICRO_PARAMS,)),
     "weights.to_hugging_face": (lambda: weights.to_hugging_face(MICRO.config, "float32"), ()),
     "weights.translate": (lambda: weights.translate("norm.weight"), ()),
-    "trace": (traced(lambda graph: graph), (PARAMS, BATCH)),
-    "fuse_per_sample": (traced(funcrl.fuse_per_sample), (PARAMS, BATCH)),
+    "trace": traced(lambda graph: graph, MODEL_FN, PARAMS),
+    "fuse_per_sample": traced(funcrl.fuse_per_sample),
     "compile_step": stepped(lambda *args: funcrl.compile_step(*args)),
     "graph.compile_at_first": stepped(
         lambda step, *_: graph.compile_at_first(step, funcrl.CompileConfig())),
-    "graph.split_repeated": (traced(graph.split_repeated), (PARAMS, BATCH)),
+    "graph.split_repeated": traced(graph.split_repeated),
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),

@@ -1,5 +1,7 @@
 """Where the nodes of a graph come from: written by the tracer, kept by the passes."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from cases import tiny_batch, tiny_model
@@ -12,12 +14,14 @@ from funcrl.graph.origin import Origin, is_late, layer_of, origin_of
 OPTIONS = {
     "one turn": (1, {}),
     "three turns": (3, {"microbatch": 2}),
-    "clipped": (3, {"microbatch": 2, "per_sample": funcrl.clip_per_sample(0.1)}),
+    "clipped": (2, {"microbatch": 3, "per_sample": funcrl.clip_per_sample(0.1)}),
     "prepared": (2, {"microbatch": 3, "prepare": funcrl.top_entropy(0.5)}),
 }
 
 
-def traced(chunk=None, **options):
+@lru_cache
+def traced(name, chunk=None):
+    _, options = OPTIONS[name]
     model = tiny_model()
     model_fn = funcrl.logprob_fn(model, chunk=chunk)
     step = funcrl.grpo_step(model_fn, optimizer=optim.sgd(0.1, momentum=0.9), **options)
@@ -30,11 +34,13 @@ def origins(graph):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "chunk"),  # each with chunks and without, and micro-batches of several kinds
+    [*((name, None) for name in OPTIONS), ("one turn", 3), ("clipped", 3), ("prepared", 3)],
+)
 def test_each_micro_batch_is_a_turn_with_every_layer_forward_and_backward(name, chunk):
-    turns, options = OPTIONS[name]
-    found = origins(traced(chunk, **options))
+    turns, _ = OPTIONS[name]
+    found = origins(traced(name, chunk))
     for phase in ("forward", "backward"):
         places = {(each.turn, each.layer) for each in found.values() if each.phase == phase}
         assert places == {
@@ -54,7 +60,7 @@ def test_each_micro_batch_is_a_turn_with_every_layer_forward_and_backward(name, 
 
 @pytest.mark.slow
 def test_moments_are_of_the_layer_of_their_parameter():
-    inputs = [origin_of(node) for node in traced().graph.find_nodes(op="placeholder")]
+    inputs = [origin_of(node) for node in traced("one turn").graph.find_nodes(op="placeholder")]
     moments = {each.path: each.layer for each in inputs if "opt_state" in each.path}
     assert sum(layer == "blocks.1" for layer in moments.values()) == 11
     assert all(("blocks.1" in path) == (layer == "blocks.1") for path, layer in moments.items())
@@ -73,7 +79,7 @@ def test_a_second_gradient_of_a_function_without_modules_is_a_second_turn():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one turn", "clipped"])
 def test_passes_keep_the_origins(name):
-    graph = traced(3, **OPTIONS[name][1])
+    graph = traced(name, 3)
     before = {node.name: origin for node, origin in origins(graph).items()}
     for again in (
         funcrl.fuse_per_sample(graph),

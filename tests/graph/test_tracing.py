@@ -12,17 +12,19 @@ from funcrl.graph.origin import origin_of
 MODEL = tiny_model(qkv_bias=True)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
 BATCH = tiny_batch()
+ONE_LAYER = tiny_model(qkv_bias=True, num_layers=1)
 
 
 def nodes(graph, target):
     return [node for node in graph.graph.nodes if str(node.target) == f"aten.{target}"]
 
 
+SGD = {"optimizer": optim.sgd(0.1)}  # few operations, where the optimizer is not looked at
 OPTIONS = {
     "plain": {},
-    "micro-batches": {"microbatch": 4},
-    "clipped": {"per_sample": funcrl.clip_per_sample(0.1)},
-    "prepared": {"prepare": funcrl.top_entropy(0.5)},
+    "micro-batches": {**SGD, "microbatch": 4},
+    "clipped": {**SGD, "per_sample": funcrl.clip_per_sample(0.1)},
+    "prepared": {**SGD, "prepare": funcrl.top_entropy(0.5)},
     "muon": {"optimizer": optim.chain(
         optim.masked(optim.muon(0.1), lambda path, leaf: leaf.ndim == 2),
         optim.masked(optim.adamw(0.1), lambda path, leaf: leaf.ndim < 2))},
@@ -30,11 +32,13 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "chunk"),  # each choice with chunks and without, but for optimizers
+    [*((name, None) for name in OPTIONS), ("micro-batches", 3), ("clipped", 3), ("prepared", 3)],
+)
 def test_a_traced_step_is_the_step(name, chunk):
-    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL, chunk=chunk), **OPTIONS[name])
-    state = step.init(PARAMS)
+    step = funcrl.grpo_step(funcrl.logprob_fn(ONE_LAYER, chunk=chunk), **OPTIONS[name])
+    state = step.init(funcrl.init_params(ONE_LAYER, seed=0, dtype=torch.float64))
     graph = funcrl.trace(step.update, state, BATCH)
     new, metrics = graph(state, BATCH)
     assert isinstance(new, funcrl.TrainState)
@@ -58,15 +62,15 @@ def test_a_tensor_that_comes_twice_is_two_inputs():
 
 @pytest.mark.slow
 def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
-    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=funcrl.clip_per_sample(0.1))
-    state = step.init(PARAMS)
+    step = funcrl.grpo_step(funcrl.logprob_fn(ONE_LAYER), **OPTIONS["clipped"])
+    state = step.init(funcrl.init_params(ONE_LAYER, seed=0, dtype=torch.float64))
     graphs = [funcrl.trace(step.update, state, tiny_batch(rows=rows)) for rows in (2, 6)]
     assert len({len(graph.graph.nodes) for graph in graphs}) == 1
 
 
 @pytest.mark.slow
 def test_nodes_know_their_phase_and_module():
-    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=lambda grads: grads)
+    step = funcrl.grpo_step(funcrl.logprob_fn(MODEL), per_sample=lambda grads: grads, **SGD)
     graph = funcrl.trace(step.update, step.init(PARAMS), BATCH)
     origins = {node: origin_of(node) for node in graph.graph.nodes}
     phases = {origin.phase for origin in origins.values()}

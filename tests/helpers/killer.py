@@ -29,7 +29,7 @@ def config(folder: Path) -> TrainConfig:
     """A run of a few seconds that uses every part of the state."""
     return TrainConfig(
         run_dir=folder,
-        steps=150,
+        steps=80,
         seed=7,
         threads=1,
         num_prompts=4,

@@ -154,7 +154,9 @@ def test_twenty_kills_end_in_the_same_bits(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     assert "killed 22" in run.stdout
     threads = torch.get_num_threads()
-    whole = funcrl.train(killer.config(tmp_path / "whole"))
+    config = killer.config(tmp_path / "whole")  # which is not taken up again: it saves once
+    saves = dataclasses.replace(config.checkpoint, every=config.steps)
+    whole = funcrl.train(dataclasses.replace(config, checkpoint=saves))
     torch.set_num_threads(threads)
     state, _ = funcrl.restore(tmp_path / "killed" / "checkpoints", like=whole.state)
     assert equal(state, whole.state)
@@ -674,6 +676,8 @@ def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
     counts = [row.pop("num_recompilations") for row in compiled.history[1:]]
     assert counts == [0] * 4  # of all prompts and completions, at most 8 tokens
     assert untimed(compiled.history) == untimed(plain.history)
+    if backend == "aot_eager":
+        return  # to take a run up again is to call the same program with another state
     resumed = funcrl.train(
         small(tmp_path / "compiled", compile=config, steps=6, **options), resume=True
     )

@@ -1,6 +1,7 @@
 """The compiled step: its bits, its buckets, its donated memory, its refusals."""
 
 import copy
+import itertools
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from cases import equal, tiny_batch, tiny_model
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
-from funcrl.graph import predict_peak, step_graph
+from funcrl.graph import predict_peak
 from funcrl.graph.compile import compilation
 from funcrl.graph.compile.capture import capture
 
@@ -18,7 +19,10 @@ MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
 BATCH = tiny_batch()
-OPTIONS = {"plain": {}, "clipped": {"per_sample": funcrl.clip_per_sample(0.1)}}
+# AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
+# entries near 0 into anything; SGD leaves it as it is.
+SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
+OPTIONS = {"plain": {}, "clipped": SGD}
 
 
 def relative(got, expected):
@@ -42,6 +46,24 @@ def twice(step, batch=BATCH):
     return results
 
 
+@lru_cache
+def traced(name, donated, num_layers=1):
+    """A step, its parameters, and its graph, which is traced once for all tests."""
+    model = tiny_model(num_layers=num_layers)
+    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    step = funcrl.grpo_step(funcrl.logprob_fn(model), **OPTIONS[name])
+    step = funcrl.donate(step) if donated else step
+    return step, params, funcrl.trace(step.update, step.init(params), BATCH)
+
+
+def compiled(name, donated, config, num_layers=1):
+    """The step of that graph, after the passes of a configuration."""
+    step, params, graph = traced(name, donated, num_layers)
+    graph = funcrl.fuse_per_sample(graph) if config.fuse == "per_sample" else graph
+    graph = funcrl.remat(graph, config.remat, config.remat_budget or None)
+    return funcrl.compile_step(step, step.init(params), BATCH, config, graph)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "donated"),  # every pair of choices
@@ -54,9 +76,7 @@ def twice(step, batch=BATCH):
 )
 def test_every_bit_is_kept_without_fusion(name, backend, donated):
     step = funcrl.grpo_step(MODEL_FN, **OPTIONS[name])
-    config = CompileConfig(backend=backend, fuse="none")
-    made = funcrl.donate(step) if donated else step
-    fast = funcrl.compile_step(made, step.init(PARAMS), BATCH, config)
+    fast = compiled(name, donated, CompileConfig(backend=backend, fuse="none"))
     assert equal(twice(fast), twice(step))
 
 
@@ -74,9 +94,13 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", RATES)
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+    ("backend", "name"),
+    [
+        *itertools.product(["eager", "aot_eager"], RATES),
+        # With Inductor test_inductor.py has constant rates, test_fuzz.py those of `linear`.
+        pytest.param("inductor", "warmup", marks=pytest.mark.slow),
+    ],
 )
 def test_a_donated_step_follows_its_schedule(backend, name):
     """Also a parameter without dimensions moves: torch.compile drops writes into such leaves."""
@@ -102,32 +126,23 @@ def test_a_donated_step_follows_its_schedule(backend, name):
     assert state.params["gate"] != params["gate"]
 
 
-# AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
-# entries near 0 into anything; SGD leaves it as it is.
-SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_fusion_changes_rounding_alone(backend, donated):
     step = funcrl.grpo_step(MODEL_FN, **SGD)
-    made = funcrl.donate(step) if donated else step
-    fast = funcrl.compile_step(made, step.init(PARAMS), BATCH, CompileConfig(backend=backend))
+    fast = compiled("clipped", donated, CompileConfig(backend=backend))
     assert relative(twice(fast), twice(step)) <= 1e-12
 
 
 @lru_cache
 def without_remat(fuse, donated):
-    """A step of a model of two layers, its parameters, its results, and its predicted peak."""
-    model = tiny_model(num_layers=2)
-    params = funcrl.init_params(model, seed=0, dtype=torch.float64)
-    step = funcrl.grpo_step(funcrl.logprob_fn(model), **SGD)
-    step = funcrl.donate(step) if donated else step
-    config = CompileConfig(fuse=fuse)
-    graph = step_graph(step, step.init(params), BATCH, config)
-    fast = funcrl.compile_step(step, step.init(params), BATCH, config, graph)
-    return step, params, copy.deepcopy(fast(step.init(params), BATCH)), predict_peak(graph)
+    """A state of a step of two layers, its results, and its predicted peak."""
+    step, params, graph = traced("clipped", donated, 2)
+    fast = compiled("clipped", donated, CompileConfig(fuse=fuse), 2)
+    graph = funcrl.fuse_per_sample(graph) if fuse == "per_sample" else graph
+    state = step.init(params)
+    return state, copy.deepcopy(fast(copy.deepcopy(state), BATCH)), predict_peak(graph)
 
 
 @pytest.mark.slow
@@ -144,29 +159,11 @@ def without_remat(fuse, donated):
 )
 def test_remat_keeps_every_bit_with_all_the_rest(remat, fuse, donated):
     """Beside the same program without it."""
-    step, params, expected, peak = without_remat(fuse, donated)
+    state, expected, peak = without_remat(fuse, donated)
     budget = int(0.95 * peak) if remat == "budget" else 0
     config = CompileConfig(fuse=fuse, remat=remat, remat_budget=budget)
-    fast = funcrl.compile_step(step, step.init(params), BATCH, config)
-    assert equal(fast(step.init(params), BATCH), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("donated", [False, True])
-def test_inductor_changes_rounding_alone(tmp_path, donated):
-    """At position 0: other rotations are float32 whatever the parameters are, and Inductor's exp,
-    cos and sin differ from torch's in the last bit of that (1.9e-8 of a gradient, measured)."""
-    batch = BATCH._replace(positions=torch.zeros_like(BATCH.positions))
-    step = funcrl.grpo_step(MODEL_FN, **SGD)
-    made = funcrl.donate(step) if donated else step
-    config = CompileConfig(backend="inductor", cache_dir=tmp_path / "cache")
-    fast = funcrl.compile_step(made, step.init(PARAMS), batch, config)
-    assert relative(twice(fast, batch), twice(step, batch)) <= 1e-12
-    (kept,) = (tmp_path / "cache").iterdir()
-    torch._dynamo.reset()
-    again = funcrl.compile_step(made, step.init(PARAMS), batch, config)
-    assert equal(twice(again, batch), twice(fast, batch))
-    assert [kept] == list((tmp_path / "cache").iterdir())
+    fast = compiled("clipped", donated, config, 2)
+    assert equal(fast(copy.deepcopy(state), BATCH), expected)
 
 
 @pytest.mark.slow
@@ -314,12 +311,12 @@ def copies_alive(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-def test_one_copy_of_the_state_is_alive_instead_of_two(compiled):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_copy_of_the_state_is_alive_instead_of_two(is_compiled):
     step = funcrl.grpo_step(MODEL_FN)
     for made, copies in ((step, 2), (funcrl.donate(step), 1)):
-        if compiled:
-            made = funcrl.compile_step(made, step.init(PARAMS), BATCH)
+        if is_compiled:
+            made = compiled("plain", copies == 1, CompileConfig())
         assert copies_alive(made) == pytest.approx(copies, abs=0.01)
 
 
@@ -346,7 +343,7 @@ def test_states_that_cannot_be_written_are_refused():
     step = funcrl.donate(funcrl.grpo_step(MODEL_FN))
     state = step.init(PARAMS)
     shared = state._replace(seed=state.step)
-    fast = funcrl.compile_step(step, state, BATCH)
+    fast = compiled("plain", True, CompileConfig())
     for made in (step, fast):
         with pytest.raises(ValueError, match="donate.*'step'.*'seed'"):
             made(shared, BATCH)

@@ -10,7 +10,8 @@ from funcrl import optim, tree
 
 BATCH = tiny_batch()
 SHAPES = {
-    "tied": {}, "untied": {"tied": False}, "biases": {"qkv_bias": True, "qk_norm": False},
+    "tied": {}, "untied": {"tied": False, "num_layers": 1},
+    "biases": {"qkv_bias": True, "qk_norm": False, "num_layers": 1},
 }  # fmt: skip
 
 
@@ -37,11 +38,15 @@ def relative(got, expected):
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
-def traced_step(batch, model, chunk=None, dtype=torch.float64, compute=None, **options):
+def stepped(model, chunk=None, dtype=torch.float64, compute=None, **options):
     """SGD: AdamW divides a gradient by its own size and blows rounding up."""
     model_fn = funcrl.logprob_fn(model, chunk=chunk, dtype=compute)
     step = funcrl.grpo_step(model_fn, optimizer=optim.sgd(1.0), **options)
-    state = step.init(funcrl.init_params(model, seed=0, dtype=dtype))
+    return step, step.init(funcrl.init_params(model, seed=0, dtype=dtype))
+
+
+def traced_step(batch, model, chunk=None, **options):
+    step, state = stepped(model, chunk, **options)
     return step, state, funcrl.trace(step.update, state, batch)
 
 
@@ -71,7 +76,7 @@ def test_clipping_makes_no_per_sample_gradient(shape, chunk):
     expected = step(state, batch)
     assert relative(fused(state, batch), expected) <= 1e-12
     # Clipping took place, or the test would test the sum again.
-    free = traced_step(batch, model, per_sample=lambda grads: grads)[0]
+    free, _ = stepped(model, per_sample=lambda grads: grads)
     assert expected[1].maxes["grad_norm"] < free(state, batch)[1].maxes["grad_norm"] / 2
     wide = [
         leaf.numel() for leaf in state.params.values() if leaf.ndim == 2 and min(leaf.shape) >= 40
@@ -89,7 +94,9 @@ def test_clipping_makes_no_per_sample_gradient(shape, chunk):
 def test_the_number_of_nodes_does_not_depend_on_the_number_of_rows():
     clip = funcrl.clip_per_sample(0.01)
     graphs = [
-        funcrl.fuse_per_sample(traced_step(tiny_batch(rows=rows), tiny_model(), per_sample=clip)[2])
+        funcrl.fuse_per_sample(
+            traced_step(tiny_batch(rows=rows), tiny_model(num_layers=1), per_sample=clip)[2]
+        )
         for rows in (2, 6)
     ]
     assert len({len(graph.graph.nodes) for graph in graphs}) == 1
@@ -191,7 +198,7 @@ def test_the_noise_scale_makes_no_per_sample_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_adapters_never_make_a_gradient_of_the_base(clip):
-    model = tiny_model(width=40, mlp_width=104, num_heads=5)
+    model = tiny_model(width=40, mlp_width=104, num_heads=5, num_layers=1)
     base = funcrl.init_params(model, seed=0, dtype=torch.float64)
     lora = funcrl.lora(funcrl.logprob_fn(model), base, rank=2)
     adapters = tree.map(lambda leaf: torch.full_like(leaf, 0.01) + leaf, lora.init(0))
@@ -296,7 +303,7 @@ def test_what_is_not_understood_is_left_as_it_is():
 
 @pytest.mark.slow
 def test_the_graph_that_was_given_is_unchanged():
-    _, state, graph = traced_step(BATCH, tiny_model(), per_sample=lambda grads: grads)
+    _, state, graph = traced_step(BATCH, tiny_model(num_layers=1), per_sample=lambda grads: grads)
     before = graph.code
     funcrl.fuse_per_sample(graph)
     assert graph.code == before
@@ -310,10 +317,10 @@ def test_bfloat16_compute_is_within_its_own_rounding(clip):
     product with a row. Both are compared with the same step in float32."""
     transform = funcrl.clip_per_sample(clip) if clip else lambda grads: grads
     options = {"dtype": torch.float32, "per_sample": transform}
-    model, batch = tiny_model(), tiny_batch(dtype=torch.float32)
+    model, batch = tiny_model(num_layers=1), tiny_batch(dtype=torch.float32)
     step, state, graph = traced_step(batch, model, compute=torch.bfloat16, **options)
     fused = funcrl.fuse_per_sample(graph)
-    exact = traced_step(batch, model, **options)[0](state, batch)[0].params
+    exact = stepped(model, **options)[0](state, batch)[0].params
 
     def error(params):
         changes = [tree.map(torch.sub, new, state.params) for new in (params, exact)]

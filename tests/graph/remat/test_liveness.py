@@ -12,7 +12,7 @@ from funcrl.graph.remat.liveness import live_bytes, predict_peak
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.zeros(100)  # 400 bytes
-SGD = {"optimizer": funcrl.optim.sgd(0.1)}
+TWO_LAYERS = {"optimizer": funcrl.optim.sgd(0.1), "num_layers": 2}
 
 
 def names(gm):
@@ -115,10 +115,10 @@ def test_a_node_without_an_example_value_is_refused_by_name():
     "options",
     [
         {},
-        {"dtype": torch.bfloat16, **SGD},
-        {"microbatch": 2, **SGD},
-        {"per_sample": funcrl.clip_per_sample(1.0), **SGD},
-        {"chunk": 16, **SGD},
+        {"dtype": torch.bfloat16, **TWO_LAYERS, "num_layers": 3},
+        {"microbatch": 2, **TWO_LAYERS},
+        {"per_sample": funcrl.clip_per_sample(1.0), **TWO_LAYERS},
+        {"chunk": 16, **TWO_LAYERS},
     ],
     ids=["float32", "bfloat16", "microbatches", "per sample", "chunked head"],
 )
