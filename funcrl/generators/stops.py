@@ -25,11 +25,6 @@ def find_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | N
         text: of a completion.
         start: how many characters at its front are too early for a stop string to end in.
         stop: the strings; of those that end together the first one counts.
-
-    Example:
-        >>> from funcrl.generators.stops import find_stop
-        >>> find_stop("aaab", 2, ("ab", "aa")), find_stop("aaab", 4, ("ab", "aa"))
-        ((1, 'aa'), None)
     """
     found = []
     for order, string in enumerate(stop):
@@ -44,18 +39,9 @@ def find_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | N
 
 @checked
 def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | None) -> bool:
-    """Return whether the last token finished a stop string.
+    """Return whether the last token finishes a stop string of a completion without any before.
 
-    Args:
-        tokens: of a completion that no stop string has ended before.
-        sampling: with the stop strings, and `min_tokens`.
-        decode: from tokens to text; None finds nothing.
-
-    Example:
-        >>> from funcrl.config import Sampling
-        >>> from funcrl.generators.stops import has_stop_string
-        >>> has_stop_string([1, 2], Sampling(stop=("b",)), lambda tokens: "ab"[: len(tokens)])
-        True
+    Without a decode function there is none.
     """
     if decode is None or not sampling.stop or len(tokens) <= sampling.min_tokens:
         return False
@@ -73,19 +59,7 @@ def has_stop_string(tokens: list[int], sampling: Sampling, decode: DecodeFn | No
 def cut_at_stop(tokens: list[int], sampling: Sampling, decode: DecodeFn) -> tuple[str, str]:
     """Return a completion's text before the stop string that ends it, and that string.
 
-    It is the whole text, and "", where no stop string does.
-
-    Args:
-        tokens: of the completion, without a stop token.
-        sampling: with the stop strings, and `min_tokens`.
-        decode: from tokens to text.
-
-    Example:
-        >>> from funcrl.config import Sampling
-        >>> from funcrl.generators.stops import cut_at_stop
-        >>> spell = lambda tokens: "".join("ab"[token] for token in tokens)
-        >>> cut_at_stop([0, 0, 1, 1], Sampling(stop=("b",)), spell)
-        ('aa', 'b')
+    It is the whole text, and "", where no stop string does. The tokens are without a stop token.
     """
     text = decode(tokens)
     if not sampling.stop:

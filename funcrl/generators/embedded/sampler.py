@@ -121,7 +121,7 @@ class Sampler:
             return
         check_params(self._model, params)
         self.pushed, self._network = pushed(params, version), None
-        self._lifecycle.enter(State.READY)
+        self._lifecycle.state = State.READY
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, as `sample` does."""
@@ -129,9 +129,10 @@ class Sampler:
         check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
         with torch.inference_mode():
             if self._network is None or held.is_written():
-                self._network = pack_weights(self._model, self._cast(held.params))
+                params = held.params if self._dtype is None else tree.cast(held.params, self._dtype)
+                self._network = pack_weights(self._model, params)
                 self.pushed = pushed(held.params, held.version)
-                self._lifecycle.enter(State.READY)
+                self._lifecycle.state = State.READY
             batch = Batch(self._network, prompts, sampling, seed, self._decode, self._slots)
             batch.run()
         return _collect(batch, held.version)
@@ -154,20 +155,17 @@ class Sampler:
         """Give up the copies of the weights that are laid out for decoding."""
         self._held("sleep")
         self._network = None
-        self._lifecycle.enter(State.ASLEEP)
+        self._lifecycle.state = State.ASLEEP
 
     def close(self) -> None:
         """Let go of the parameters."""
         self.pushed = self._network = None
-        self._lifecycle.enter(State.CLOSED)
+        self._lifecycle.state = State.CLOSED
 
     def _held(self, method: str) -> Pushed:
         self._lifecycle.check_pushed(f"Sampler.{method}")
         assert self.pushed is not None
         return self.pushed
-
-    def _cast(self, params: Params) -> Params:
-        return params if self._dtype is None else tree.cast(params, self._dtype)
 
 
 def _collect(batch: Batch, version: int) -> Samples:

@@ -33,13 +33,9 @@ def check_logprobs(logprobs: Sequence[float]) -> list[float]:
 def to_samples(
     completions: Sequence[Completion], sampling: Sampling, config: VLLMConfig, policy: Pushed
 ) -> Samples:
-    """Return completions as samples, where the parameters of the trainer are.
+    """Return completions, group-major, as samples of the policy on the device of its parameters.
 
-    Args:
-        completions: group-major.
-        sampling: how they were drawn.
-        config: says which log-probabilities the engine keeps.
-        policy: what they were drawn from.
+    The configuration says which log-probabilities the engine keeps.
     """
     device = next(iter(policy.params.values())).device
     kept = pad_rows([each.logprobs for each in completions], torch.float32, device)

@@ -15,12 +15,7 @@ class EngineError(RuntimeError):
 
 
 def out_of_memory(method: str, error: BaseException) -> MemoryError | None:
-    """Return the error that names the options to lower, if memory has run out.
-
-    Args:
-        method: of `VLLM`, that was called.
-        error: what vLLM raised.
-    """
+    """Return the error of a method of `VLLM` that names the options to lower, if memory ran out."""
     typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not typed and not any(words in str(error).lower() for words in _NO_MEMORY):
         return None
@@ -32,12 +27,7 @@ def out_of_memory(method: str, error: BaseException) -> MemoryError | None:
 
 
 def died(method: str, error: BaseException) -> EngineError:
-    """Return the error that says what to do about one that has ended an engine.
-
-    Args:
-        method: of `VLLM`, that was called.
-        error: what vLLM raised.
-    """
+    """Return the error of a method of `VLLM` that says what to do when another ended the engine."""
     return EngineError(
         f"VLLM.{method} expects an engine that answers, got one that has died of "
         f"{type(error).__name__}: {error}. It is closed: go on with a run by --resume, or make "

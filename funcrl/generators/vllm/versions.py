@@ -37,12 +37,8 @@ def supported(version: str) -> int | None:
 def architectures(name: str, minor: int) -> list[str]:
     """Return what a config says of a model that funcrl has registered under a name.
 
-    vLLM takes the first that it knows. Before 0.27 it chose its second, faster runner by the
-    names: there one of its own stands behind.
-
-    Args:
-        name: of the registered class.
-        minor: of the version.
+    vLLM takes the first that it knows. Before version 0.27 it chose its second, faster runner by
+    the names: there one of its own follows.
     """
     return [name] if minor >= _RUNNER_FOR_ALL else [name, "Qwen3ForCausalLM"]
 

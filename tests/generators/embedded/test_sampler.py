@@ -346,7 +346,7 @@ def test_a_samplers_states_and_its_sleep():
     sampler = Sampler(model)
     assert sampler.state is State.EMPTY
     for call in (lambda: sampler.score(PROMPTS), sampler.sleep):
-        with pytest.raises(RuntimeError, match="call push first"):
+        with pytest.raises(RuntimeError, match=r"Sampler\.(score|sleep) .*call push"):
             call()
     sampler.push(params)
     assert sampler.state is State.READY
@@ -358,7 +358,7 @@ def test_a_samplers_states_and_its_sleep():
     assert torch.equal(again.logprobs, first.logprobs)
     sampler.close()
     assert sampler.state is State.CLOSED
-    with pytest.raises(RuntimeError, match="Sampler.generate expects .* closed"):
+    with pytest.raises(RuntimeError, match=r"Sampler\.generate .* one that is closed"):
         sampler.generate(PROMPTS, Sampling(), seed=0)
 
 
@@ -397,12 +397,12 @@ def test_samples_can_be_trained_on():
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
-        ([], Sampling(), "generate expects at least one prompt, got none"),
-        ([[]], Sampling(), r"prompts of 1 to 4095 tokens.*got 0 in prompt 0"),
-        ([[1], [11]], Sampling(), "tokens below vocab_size=11, got 11 in prompt 1"),
-        ([[1]], Sampling(stop=("x",)), "a decode function for stop strings"),
-        ([[1]], Sampling(stop_tokens=(11,)), "stop_tokens"),
-        ([[1] * 4096], Sampling(), "got 4096 in prompt 0"),
+        ([], Sampling(), "generate .*at least one prompt"),
+        ([[]], Sampling(), "generate .*prompts .*4095.* got 0 in prompt 0"),
+        ([[1], [11]], Sampling(), "generate .*tokens .*vocab_size=11, got 11 in prompt 1"),
+        ([[1]], Sampling(stop=("x",)), "generate .*decode.*stop="),
+        ([[1]], Sampling(stop_tokens=(11,)), "generate .*stop_tokens"),
+        ([[1] * 4096], Sampling(), "generate .*prompts .*got 4096 in prompt 0"),
     ],
 )
 def test_bad_requests_are_refused(prompts, sampling, message):
@@ -416,11 +416,12 @@ def test_bad_sampling_is_refused():
         {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"top_k": -1},
         {"max_tokens": 0}, {"num_samples": 0}, {"min_tokens": 65}, {"stop": ("",)},
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="Sampling expects"):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"Sampling .*{name}"):
             Sampling(**options)
-    with pytest.raises(RuntimeError, match="call push first"):
+    with pytest.raises(RuntimeError, match=r"Sampler\.generate .*call push"):
         Sampler(tiny_model()).generate([[1]], Sampling(), seed=0)
-    with pytest.raises(TypeError, match="Sampler expects a funcrl.models.Transformer, got Linear"):
+    with pytest.raises(TypeError, match="Sampler .*Transformer, got Linear"):
         Sampler(torch.nn.Linear(2, 2))
 
 
@@ -493,7 +494,7 @@ def test_parameters_that_were_written_into_are_read_again():
 def test_a_diverged_policy_is_an_error(temperature):
     model, params = make()
     params = {**params, "norm.weight": params["norm.weight"] * torch.nan}
-    with pytest.raises(FloatingPointError, match="have the parameters diverged"):
+    with pytest.raises(FloatingPointError, match="generate .*logits"):
         sample(model, params, PROMPTS, Sampling(max_tokens=3, temperature=temperature), seed=0)
 
 

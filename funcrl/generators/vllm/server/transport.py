@@ -41,13 +41,7 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(params: Params, dtype: torch.dtype, most: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return what travels together: as much as `most` bytes hold, and at least one matrix.
-
-    Args:
-        params: what will travel.
-        dtype: that it travels in.
-        most: bytes of a bucket.
-    """
+    """Return what travels together: as much as `most` bytes hold, and at least one matrix."""
     parts: dict[str, list[str]] = {}
     for name in params:
         parts.setdefault(fused_name(name)[0], []).append(name)
@@ -180,13 +174,7 @@ class Broadcast:
 def open_memory(run: str, count: int, dtype: str, device: torch.device) -> Callable[[int], Tensor]:
     """Return a function that reads the next numbers of shared memory; after the last, the first.
 
-    The memory is the run's, of this user, and of the size that is given; it is only read.
-
-    Args:
-        run: whose memory it is.
-        count: how many numbers it holds.
-        dtype: of them.
-        device: to give them on.
+    The memory is the run's, of this user, and of `count` numbers; it is only read.
     """
     flat, start = _read_only(_meeting_place(run), count, getattr(torch, dtype)), 0
 
@@ -205,12 +193,6 @@ def join_group(run: str, rank: int, world: int, device: torch.device) -> Any:
 
     They meet by a file of this user's, and not by a port: what vLLM reads there it unpickles, so
     whoever could write to it could run code.
-
-    Args:
-        run: whose group it is.
-        rank: of this process.
-        world: how many processes there are.
-        device: the GPU of this process.
     """
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
@@ -225,11 +207,8 @@ def join_group(run: str, rank: int, world: int, device: torch.device) -> Any:
 def fingerprint(flat: Tensor, key: int) -> int:
     """Return a number of 64 bits that another content, or the same in another order, changes.
 
-    Every eight bytes are mixed with the key and their place, and the results are added.
-
-    Args:
-        flat: one dimension, contiguous.
-        key: another one gives other fingerprints.
+    Every eight bytes of the contiguous tensor are mixed with the key and their place, and the
+    results are added.
     """
     content = flat.view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
