@@ -102,10 +102,6 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = State.EMPTY
 
-    def enter(self, state: State) -> None:
-        """Change the state."""
-        self.state = state
-
     @contextmanager
     def transition_to(self, state: State) -> Iterator[None]:
         """Run what leads to a state; any error in it, an interrupt too, is a failed engine."""

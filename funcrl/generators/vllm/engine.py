@@ -18,59 +18,27 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from funcrl.config import Sampling
-from funcrl.config.generation import VLLMConfig
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
+from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
-from funcrl.generators.stops import DecodeFn, has_stop_string
+from funcrl.generators.stops import has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.inside.native import write_params
 from funcrl.generators.vllm.inside.unified import FuncrlForCausalLM
-from funcrl.generators.vllm.settings import engine_settings, sample_fields
+from funcrl.generators.vllm.settings import EngineSetup, engine_settings, sample_fields
 from funcrl.generators.vllm.versions import allow_capture, release_pools
-from funcrl.models import TransformerConfig
 
 
 class InProcess:
-    """vLLM's engine for a model of a shape; its weights mean nothing until they are pushed.
-
-    Args:
-        shape: of the model.
-        config: how large, and how to compile.
-        dtype: "float32" or "bfloat16", of weights and cache.
-        overrides: arguments of vLLM's `EngineArgs` besides.
-        hf_config: the config.json that vLLM is to read, if it needs one.
-        lifecycle: the engine's state.
-        decode: from tokens to text, for stop strings.
-    """
+    """vLLM's engine in this process; its weights mean nothing until they are pushed."""
 
     addresses: tuple[str, ...] = ()  # only servers have some
 
-    def __init__(
-        self,
-        shape: TransformerConfig,
-        config: VLLMConfig,
-        dtype: str,
-        overrides: dict[str, Any],
-        hf_config: dict[str, Any] | None,
-        lifecycle: Lifecycle,
-        decode: DecodeFn | None,
-    ) -> None:
-        self._config, self._lifecycle, self._decode = config, lifecycle, decode
+    def __init__(self, setup: EngineSetup) -> None:
+        self._config, self._lifecycle, self._decode = setup.config, setup.lifecycle, setup.decode
         self.pushed: Pushed | None = None
-        with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
-            if hf_config is not None:
-                (Path(folder) / "config.json").write_text(json.dumps(hf_config))
-            arguments = engine_settings(shape, config, dtype) | overrides
-            settings = EngineArgs(model=folder, **arguments).create_engine_config()
-            # On a CPU vLLM takes a process of its own, unless an environment variable says other.
-            settings.parallel_config.distributed_executor_backend = "uni"
-            allow_capture()
-            try:
-                self._llm = LLMEngine(settings, UniProcExecutor, log_stats=False)
-            except BaseException:
-                cleanup_dist_env_and_memory()  # what it has begun would be in the next one's way
-                raise
+        self._llm = _start(setup)
+        settings = self._llm.vllm_config
         self._block = int(settings.cache_config.block_size)
         self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
         self.context_length = int(settings.model_config.max_model_len)
@@ -201,6 +169,20 @@ class InProcess:
                     self._step()
                 if isinstance(error, FloatingPointError):
                     self._llm.collective_rpc(_clear)
+            raise
+
+
+def _start(setup: EngineSetup) -> LLMEngine:
+    """Return vLLM's engine."""
+    with tempfile.TemporaryDirectory(prefix="funcrl-vllm-") as folder:
+        if setup.hf_config is not None:
+            (Path(folder) / "config.json").write_text(json.dumps(setup.hf_config))
+        settings = EngineArgs(model=folder, **engine_settings(setup)).create_engine_config()
+        allow_capture()
+        try:
+            return LLMEngine(settings, UniProcExecutor, log_stats=False)
+        except BaseException:
+            cleanup_dist_env_and_memory()  # what it has begun would be in the next one's way
             raise
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -19,20 +20,28 @@ from funcrl.generators.vllm.failures import died, out_of_memory
 from funcrl.generators.vllm.memory import with_cache
 from funcrl.generators.vllm.probe import check_finite, check_probe
 from funcrl.generators.vllm.server.processes import check_plugin
-from funcrl.generators.vllm.settings import cache_bytes, compile_arguments, sleep_arguments
+from funcrl.generators.vllm.settings import (
+    EngineSetup,
+    cache_bytes,
+    compile_arguments,
+    sleep_arguments,
+)
 from funcrl.generators.vllm.versions import check_version
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
 from funcrl.weights import load_params, to_hugging_face
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LEAST_CONTEXT = 3
 _Result = TypeVar("_Result")
 
 
 class _Started(Engine, Protocol):
     """vLLM that runs: `InProcess` or `Remote`."""
 
-    addresses: tuple[str, ...]
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the OpenAI-compatible APIs of servers are."""
 
 
 class VLLM:
@@ -78,14 +87,23 @@ class VLLM:
         loaded: Params | None = None
         if not isinstance(model, Transformer):
             model, loaded = load_params(model, dtype)
+        self.context_length = min(config.context_length, model.config.context_length)
+        if self.context_length < _LEAST_CONTEXT:
+            raise ValueError(
+                f"VLLM expects --vllm.context-length of at least {_LEAST_CONTEXT}, for two tokens "
+                f"that a probe scores and one of a completion, got {self.context_length}."
+            )
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
-        self._overrides = _overrides(model, config.network, config, _DTYPES[dtype])
+        self._lifecycle = Lifecycle()
+        overrides, hf_config = _overrides(model, config, _DTYPES[dtype])
+        self._setup = EngineSetup(
+            model.config, config, _DTYPES[dtype], overrides, hf_config, self._lifecycle, decode
+        )
+        self._model, self._config, self._dtype = model, config, dtype
         self._trainer_bytes = trainer_bytes
-        self._model, self._config, self._dtype, self._decode = model, config, dtype, decode
         self._engine: _Started | None = None  # started by the first push
-        self._lifecycle, self._probed = Lifecycle(), False
-        self.context_length = min(config.context_length, model.config.context_length)
+        self._probed = False
         if loaded is not None:
             self.push(loaded)
 
@@ -121,13 +139,14 @@ class VLLM:
         check_finite(params)
         self._push(params, version)
         if not self._probed:
-            check_probe(self._model, tree.cast(params, self._dtype), self.score)
+            cast = tree.cast(params, self._dtype)
+            check_probe(self._model, cast, self.score, self.context_length)
             self._probed = True
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
-        check_prompts(prompts, sampling, self._model, self._decode, self.context_length)
+        check_prompts(prompts, sampling, self._model, self._setup.decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         self.wake()
         samples = self._guarded("generate", lambda: engine.generate(prompts, sampling, seed))
@@ -138,7 +157,7 @@ class VLLM:
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
         engine = self._running("score")
-        check_prompts(prompts, Sampling(), self._model, self._decode, self.context_length)
+        check_prompts(prompts, Sampling(), self._model, None, self.context_length)
         self.wake()
         return self._guarded("score", lambda: engine.score(prompts))
 
@@ -166,13 +185,14 @@ class VLLM:
             if engine is not None:
                 engine.close()
         finally:
-            self._lifecycle.enter(State.CLOSED)
+            self._lifecycle.state = State.CLOSED
 
     def _push(self, params: Params, version: int | None) -> None:
         if self.state is State.CLOSED:
             raise RuntimeError(f"VLLM.push expects an engine, got one {self.state.value}.")
         if self._engine is None:
-            self._engine = self._guarded("push", self._start)
+            start = partial(_start, self._model, self._setup, self._trainer_bytes)
+            self._engine = self._guarded("push", start)
         engine = self._engine
         self._guarded("push", lambda: engine.push(params, version))
 
@@ -198,28 +218,33 @@ class VLLM:
                 raise
             raise explained from error
 
-    def _start(self) -> _Started:
-        config, dtype = self._config, _DTYPES[self._dtype]
-        if not (config.form == "server" and config.server.devices):  # which share no GPU
-            config = with_cache(self._model, config.network, config, dtype, self._trainer_bytes)
-        kind: Any
-        if config.form == "server":
-            from funcrl.generators.vllm.server.remote import Remote as kind
-        else:
-            from funcrl.generators.vllm.engine import InProcess as kind
-        engine: _Started = kind(
-            self._model.config, config, dtype, *self._overrides, self._lifecycle, self._decode
-        )
-        return engine
+
+def _start(model: Transformer, setup: EngineSetup, trainer_bytes: int) -> _Started:
+    """Return an engine that runs, with a cache of what the trainer leaves of the GPU."""
+    config = setup.config
+    if not (config.form == "server" and config.server.devices):  # which share no GPU
+        setup = setup._replace(config=with_cache(model, config, setup.dtype, trainer_bytes))
+    if config.form == "server":
+        from funcrl.generators.vllm.server.remote import Remote
+
+        return Remote(setup)
+    from funcrl.generators.vllm.engine import InProcess
+
+    return InProcess(setup)
 
 
-def _overrides(model: Transformer, network: str, config: VLLMConfig, dtype: str) -> tuple[Any, Any]:
-    """Return an engine's last arguments, after checking that vLLM has what it needs for them."""
+def _overrides(
+    model: Transformer, config: VLLMConfig, dtype: str
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return an engine's arguments of its network, and the config.json that vLLM is to read.
+
+    Raise if vLLM has not what it needs for them.
+    """
     if config.form == "server":
         check_plugin()
     shape = model.config
     has_kernel = _has_kernel(shape.head_width)
-    if network == "unified":
+    if config.network == "unified":
         from funcrl.generators.vllm.inside.unified import overrides
 
         own = config.attention == "funcrl" or (config.attention == "auto" and not has_kernel)

@@ -39,29 +39,20 @@ def left_for_cache(device: int, trainer: int, weights: int, work: int, least: in
     return left
 
 
-def own_weights(model: Transformer, form: str, config: VLLMConfig, dtype: str) -> int:
+def own_weights(model: Transformer, config: VLLMConfig, dtype: str) -> int:
     """Return the bytes of an engine's own weights at most: none where it refers to the trainer's.
 
-    Args:
-        model: what the engine generates with.
-        form: "native" or "unified".
-        config: how it is compiled.
-        dtype: of the engine; the trainer's is float32.
+    The trainer's are float32.
     """
+    is_unified = config.network == "unified"
     own = FLOAT_BYTES[dtype] * sum(leaf.numel() for leaf in model.parameters())
     if config.form == "server":  # nothing is shared, and the next ones arrive beside the old ones
-        return own + (own if form == "unified" else min(own, BUCKET_BYTES))
-    return 0 if form == "unified" and config.compile.is_eager and dtype == "float32" else own
+        return own + (own if is_unified else min(own, BUCKET_BYTES))
+    return 0 if is_unified and config.compile.is_eager and dtype == "float32" else own
 
 
 def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
-    """Return the bytes that an engine computes in: one layer of a batch, and its logits.
-
-    Args:
-        shape: of the model.
-        config: how many tokens and samples there are at a time.
-        dtype: of the engine.
-    """
+    """Return the bytes that an engine computes in: one layer of a batch, and its logits."""
     c, tokens = shape, max(config.batched_tokens, min(config.context_length, shape.context_length))
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width
     # Norms widen to float32; a projection and what rotation makes of it; the gated MLP.
@@ -70,17 +61,10 @@ def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
     return tokens * token + 4 * 4 * config.slots * c.vocab_size
 
 
-def with_cache(
-    model: Transformer, form: str, config: VLLMConfig, dtype: str, trainer: int
-) -> VLLMConfig:
+def with_cache(model: Transformer, config: VLLMConfig, dtype: str, trainer: int) -> VLLMConfig:
     """Return the configuration with its cache's size, if that is to be what is left of a GPU.
 
-    Args:
-        model: what the engine generates with.
-        form: "native" or "unified".
-        config: its `cache_bytes` may be 0.
-        dtype: of the engine.
-        trainer: bytes that it will need at most while the engine holds its cache.
+    The trainer will need so many bytes at most while the engine holds its cache.
     """
     if config.cache_bytes or not torch.cuda.is_available():
         return config
@@ -90,7 +74,7 @@ def with_cache(
     left = left_for_cache(
         device,
         max(trainer, torch.cuda.memory_allocated()),
-        own_weights(model, form, config, dtype),
+        own_weights(model, config, dtype),
         work_bytes(model.config, config, dtype),
         least,
     )

@@ -17,11 +17,7 @@ _FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
 
 
 def check_finite(params: Params) -> None:
-    """Raise if a parameter is no number: on a GPU vLLM's kernels would end the process.
-
-    Args:
-        params: that are pushed.
-    """
+    """Raise if a parameter is not finite: on a GPU vLLM's kernels would end the process."""
     norms = torch.stack(torch._foreach_norm(list(params.values()), float("inf")))
     named = zip(params, norms.isfinite().tolist(), strict=True)
     broken = [name for name, is_finite in named if not is_finite]
@@ -36,6 +32,7 @@ def check_probe(
     model: Transformer,
     params: Params,
     engine_scores: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+    context_length: int,
 ) -> None:
     """Raise if an engine's log-probabilities of a few tokens are not the model's, but for rounding.
 
@@ -45,8 +42,9 @@ def check_probe(
         model: the trainer's.
         params: in the engine's dtype.
         engine_scores: of rows of tokens, the log-probabilities from the second token on.
+        context_length: of the engine; one of its tokens is left for a completion.
     """
-    count = min(_TOKENS, model.config.context_length - 1)
+    count = min(_TOKENS, context_length - 1)
     like = next(iter(params.values()))
     positions = torch.arange(count, device=like.device)[None]
     tokens = positions * 7919 % model.config.vocab_size

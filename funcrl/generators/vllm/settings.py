@@ -1,10 +1,12 @@
 """vLLM's arguments: for an engine's size, for compilation, and for one sample."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funcrl.config.generation import Sampling, VLLMConfig
+from funcrl.generators.contracts import Lifecycle
+from funcrl.generators.stops import DecodeFn
 from funcrl.models import TransformerConfig
 
 _BLOCK = 128  # tokens; the largest block of the cache that vLLM takes by itself
@@ -12,18 +14,28 @@ _CPU_CACHE = 1 << 30
 # The cache's size is given: all that is left of this is a check that so much of the GPU is free,
 # which it need not be with a trainer beside the engine.
 _UTILISATION = 0.01
+# The engine computes in its own process. On a CPU vLLM takes "uni" for a wish, and starts a process
+# that only computes; by its path it takes the same class as it is.
+_EXECUTORS = {"cuda": "uni", "cpu": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine of this size, by the names of its `EngineArgs`.
+class EngineSetup(NamedTuple):
+    """All that an engine is started with, in this process or as servers."""
 
-    Args:
-        shape: of the model.
-        config: how large, and how to compile.
-        dtype: "float32" or "bfloat16", of weights and cache.
-    """
+    shape: TransformerConfig  # of the model
+    config: VLLMConfig  # how large, how to compile, and how many servers
+    dtype: str  # "float32" or "bfloat16", of weights and cache
+    overrides: dict[str, Any]  # arguments of vLLM's `EngineArgs` besides
+    hf_config: dict[str, Any] | None  # the config.json that vLLM is to read, if it needs one
+    lifecycle: Lifecycle  # the state of the engine
+    decode: DecodeFn | None  # from tokens to text, for stop strings
+
+
+def engine_settings(setup: EngineSetup) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine, by the names of its `EngineArgs`."""
+    shape, config, dtype = setup[:3]
     context = min(config.context_length, shape.context_length)
     return {
         "skip_tokenizer_init": True,
@@ -40,19 +52,15 @@ def engine_settings(shape: TransformerConfig, config: VLLMConfig, dtype: str) ->
         "enable_chunked_prefill": torch.cuda.is_available(),
         "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
         "disable_log_stats": True,
+        "distributed_executor_backend": _EXECUTORS["cuda" if torch.cuda.is_available() else "cpu"],
         **compile_arguments(config),
         **sleep_arguments(config),
+        **setup.overrides,
     }
 
 
 def sample_fields(sampling: Sampling, seed: int, max_tokens: int) -> dict[str, Any]:
-    """Return vLLM's description of one sample, as its API and its `SamplingParams` have it.
-
-    Args:
-        sampling: how it is drawn.
-        seed: its own.
-        max_tokens: the largest number of tokens of the sample.
-    """
+    """Return vLLM's description of one sample, as its API and its `SamplingParams` have it."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -93,14 +101,7 @@ def sleep_arguments(config: VLLMConfig) -> dict[str, Any]:
 def samples_at_a_time(
     shape: TransformerConfig, config: VLLMConfig, dtype: str, longest: int
 ) -> int:
-    """Return how many samples of a length the cache has room for, at least one.
-
-    Args:
-        shape: of the model.
-        config: the engine's size.
-        dtype: of the cache.
-        longest: tokens of a prompt and its completion.
-    """
+    """Return how many samples of `longest` tokens the cache has room for, at least one."""
     blocks = cache_bytes(shape, config, dtype) // (_BLOCK * _token_bytes(shape, dtype)) - 1
     return max(1, min(config.slots, blocks // -(-longest // _BLOCK)))
 

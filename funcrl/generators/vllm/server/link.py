@@ -35,15 +35,13 @@ class Link:
     def push(self, params: Params, clear: bool = False) -> None:
         """Send parameters to all servers, between two answers: none is of both policies.
 
-        Args:
-            params: what is sent.
-            clear: whether a policy has left NaN in the cache, which is to go.
+        With `clear` they empty their caches, where a policy has left NaN.
         """
         servers = self._servers
         sender = self._sender or self._open(params)
         buckets = plan_buckets(params, self._dtype)
         sent = {"buckets": buckets, "clear": clear} | self._fingerprints(params, buckets)
-        servers.pause()
+        servers.all("/pause?mode=wait")  # what is under way is finished, what comes is held back
         # As they are, not as a checkpoint has them: the receiver has the names.
         servers.all("/start_weight_update", {"is_checkpoint_format": False})
         content = {"update_info": sent}
@@ -51,7 +49,7 @@ class Link:
         servers.all("/finish_weight_update", {})
         # Keys and values of the old policy would answer for the new one.
         servers.all("/reset_prefix_cache")
-        servers.resume()
+        servers.all("/resume")
 
     def close(self) -> None:
         """Free what parameters were sent through."""

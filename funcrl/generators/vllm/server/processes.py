@@ -121,12 +121,6 @@ class Server:
         answer: dict[str, Any] = json.loads(body) if body else {}
         return answer
 
-    def complete(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first choice of OpenAI's /v1/completions."""
-        answer = self.post("/v1/completions", {"model": self.model} | dict(content))
-        choice: dict[str, Any] = answer["choices"][0]
-        return choice
-
     def close(self) -> None:
         """End the server and all of its processes."""
         if self._closed:
@@ -225,14 +219,6 @@ class Servers:
     def all(self, path: str, content: Mapping[str, Any] | None = None) -> None:
         """Post the same to all of them."""
         self.each(lambda _, server: server.post(path, content))
-
-    def pause(self) -> None:
-        """Let them finish what is under way, and hold back what comes."""
-        self.all("/pause?mode=wait")
-
-    def resume(self) -> None:
-        """Let them go on."""
-        self.all("/resume")
 
     def close(self) -> None:
         """End all of them."""

@@ -8,58 +8,42 @@ from typing import Any, TypeVar
 import torch
 
 from funcrl.config import Sampling
-from funcrl.config.generation import VLLMConfig
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
+from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.server.link import Link
 from funcrl.generators.vllm.server.processes import ServerError, Servers
-from funcrl.generators.vllm.settings import engine_settings, sample_fields, samples_at_a_time
-from funcrl.models import TransformerConfig
+from funcrl.generators.vllm.settings import (
+    EngineSetup,
+    engine_settings,
+    sample_fields,
+    samples_at_a_time,
+)
 
 _Result = TypeVar("_Result")
 _UTILISATION = 0.9  # of a server's own GPU
 
 
 class Remote:
-    """vLLM servers for a model of a shape; their weights mean nothing until they are pushed.
+    """vLLM servers as one engine; their weights mean nothing until they are pushed."""
 
-    Args:
-        shape: of the model.
-        config: how large, how to compile, and how many servers.
-        dtype: "float32" or "bfloat16", of weights and cache.
-        overrides: arguments of vLLM's besides.
-        hf_config: the config.json that vLLM is to read, if it needs one.
-        lifecycle: the state of the servers as one engine.
-        decode: from tokens to text, for stop strings.
-    """
-
-    def __init__(
-        self,
-        shape: TransformerConfig,
-        config: VLLMConfig,
-        dtype: str,
-        overrides: dict[str, Any],
-        hf_config: dict[str, Any] | None,
-        lifecycle: Lifecycle,
-        decode: DecodeFn | None,
-    ) -> None:
-        self._shape, self._config, self._dtype = shape, config, dtype
-        self._lifecycle, self._decode = lifecycle, decode
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup, self._lifecycle = setup, setup.lifecycle
         self.pushed: Pushed | None = None
-        self.context_length = min(config.context_length, shape.context_length)
+        config = setup.config
+        self.context_length = min(config.context_length, setup.shape.context_length)
         self._nan_in_cache = False
-        settings = engine_settings(shape, config, dtype) | overrides
+        settings = engine_settings(setup)
         settings["weight_transfer_config"] = {"backend": "funcrl"}
         if config.server.devices and not config.cache_bytes:  # GPUs that nobody else is on
             del settings["kv_cache_memory_bytes"]
             settings["gpu_memory_utilization"] = _UTILISATION
         self._servers = Servers(
-            settings, hf_config, config.server.devices or (None,), config.server.start_seconds
+            settings, setup.hf_config, config.server.devices or (None,), config.server.start_seconds
         )
-        self._link = Link(self._servers, config.server, getattr(torch, dtype))
+        self._link = Link(self._servers, config.server, getattr(torch, setup.dtype))
 
     @property
     def state(self) -> State:
@@ -91,10 +75,11 @@ class Remote:
             )
             logprobs = check_logprobs(answer["logprobs"]["token_logprobs"])
             completion = Completion(answer["token_ids"], logprobs, answer["finish_reason"])
-            return shortened(completion, sampling, self._decode)
+            return shortened(completion, sampling, self._setup.decode)
 
         owners = [row // sampling.num_samples for row in range(len(seeds))]
-        return to_samples(self._each(one, owners, longest), sampling, self._config, self.pushed)
+        completions = self._each(one, owners, longest)
+        return to_samples(completions, sampling, self._setup.config, self.pushed)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""
@@ -118,14 +103,18 @@ class Remote:
     def _complete(
         self, index: int, prompt: Sequence[int], fields: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return the first choice of OpenAI's /v1/completions, of the server whose turn it is."""
+        server = self._servers[index]
         ids = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-        return self._servers[index].complete({"prompt": list(prompt)} | fields | ids)
+        content = {"model": server.model, "prompt": list(prompt), **fields, **ids}
+        choice: dict[str, Any] = server.post("/v1/completions", content)["choices"][0]
+        return choice
 
     def _each(
         self, one: Callable[[int], _Result], prompts: Sequence[int], longest: int
     ) -> list[_Result]:
         """Return `one` of every row of a prompt: of each server what it has room for at a time."""
-        room = samples_at_a_time(self._shape, self._config, self._dtype, longest)
+        room = samples_at_a_time(*self._setup[:3], longest)
         pools = [ThreadPoolExecutor(room) for _ in range(len(self._servers))]
         rows = enumerate(prompts)
         answers = [pools[prompt % len(pools)].submit(one, row) for row, prompt in rows]
@@ -146,7 +135,7 @@ class Remote:
         except BaseException as error:
             self._nan_in_cache |= isinstance(error, FloatingPointError)
             if isinstance(error, ServerError) or not self._servers.alive:
-                self._lifecycle.enter(State.FAILED)
+                self._lifecycle.state = State.FAILED
             raise
 
 
