@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import tiny_batch, tiny_model
 from graphs import Flat
+from torch.utils import _pytree as pytree
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
@@ -120,7 +121,7 @@ def test_what_is_computed_again_is_not_merged_away():
         fast = funcrl.compile_step(step, state, batch, config, graph)
         peaks[name] = peak_bytes(lambda fast=fast: fast(state, batch))
     torch._dynamo.reset()
-    flat = Flat(_flat(add_fences(graph)), tree.leaves((state, batch)))
+    flat = Flat(_flat(add_fences(graph)), pytree.tree_leaves((state, batch)))
     compiled = torch.compile(flat.gm)  # under no_grad, as every graph runs
     for x, y in zip(flat.run(), flat.run(compiled), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-6)
