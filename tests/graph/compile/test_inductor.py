@@ -126,5 +126,5 @@ def test_what_is_computed_again_is_not_merged_away():
     for x, y in zip(flat.run(), flat.run(compiled), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-6)
     peaks["fenced"] = peak_bytes(lambda: flat.run(compiled))
-    assert peaks["full"] < 0.6 * peaks["none"], peaks
-    assert peaks["fenced"] < 0.6 * peaks["none"], peaks
+    assert peaks["full"] < 0.3 * peaks["none"], peaks
+    assert peaks["fenced"] < 0.3 * peaks["none"], peaks  # without fences 0.34 (2026-11-22)
