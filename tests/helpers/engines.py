@@ -120,6 +120,7 @@ def check_nan_leaves_nothing_in_the_cache(
     those requests that have come by then: two of its answers differ by rounding.
     """
     sampling = Sampling(4, max_tokens=20)
+    generator.push(params)
     clean = generator.generate(prompts, sampling, seed=0)
     bound = 0.0 if same_batches else bound_of(model, params, rows_of(clean, 4, prompts))
     for request in (
