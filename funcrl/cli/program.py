@@ -33,7 +33,8 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             _run(args)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as it is where a program is started with it closed
+                sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more as it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,6 +63,10 @@ def _run(args: Sequence[str]) -> None:
 
 def _nobody_reads_output() -> bool:
     """Return whether standard output is a pipe whose reader has gone, such as `head`."""
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError):  # None where it is closed; a notebook's is no file
+        return False
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # an error is reported in any case
+    poll.register(output, 0)  # an error is reported in any case
     return bool(poll.poll(0))

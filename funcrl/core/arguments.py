@@ -303,9 +303,12 @@ _SIMPLE: dict[Any, Kind] = {
     type: Kind("a class", lambda value: isinstance(value, type)),
     types.NoneType: Kind("None", lambda value: value is None),
 }
-# Annotations for numbers within bounds. NaN is in none of them.
-Count: TypeAlias = Annotated[int, integer("an integer above 0", lambda value: value > 0)]
-Natural: TypeAlias = Annotated[int, integer("an integer of at least 0", lambda value: value >= 0)]
+# Annotations for numbers within bounds. NaN is in none of them. They hold for the items of a tuple
+# and of a mapping; those of a list are not looked at, which may be long.
+Count: TypeAlias = Annotated[int, integer("a 64-bit integer above 0", lambda value: value > 0)]
+Natural: TypeAlias = Annotated[
+    int, integer("a 64-bit integer of at least 0", lambda value: value >= 0)
+]
 Positive: TypeAlias = Annotated[
     float, number("a number above 0", lambda value: value > 0, relation="> 0")
 ]

@@ -314,15 +314,16 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
     counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
 
-    def joined(before: list[list[int]], values: Tensor) -> Tensor:
+    def joined(before: list[list[int]], values: Tensor, dtype: torch.dtype) -> Tensor:
         # As lists, moved once: on a GPU each row's copies would be launches.
         columns = zip(before, values[rows].tolist(), counts, strict=True)
-        return pad_rows([[*b, *row[:n]] for b, row, n in columns], values.dtype, device)
+        return pad_rows([[*b, *row[:n]] for b, row, n in columns], dtype, device)
 
-    return Rollout(
-        tokens=joined(prompts, samples.tokens),
-        mask=joined(zeros, samples.mask),
-        behavior_logprobs=joined(zeros, _behavior_logprobs(samples)),
+    behavior = _behavior_logprobs(samples)
+    return Rollout(  # a generator of the user's own may count in integers of other sizes
+        tokens=joined(prompts, samples.tokens, torch.int64),
+        mask=joined(zeros, samples.mask, torch.bool),
+        behavior_logprobs=joined(zeros, behavior, behavior.dtype),
         rewards=total[rows].to(device),
         group=torch.tensor([row // completed.group_size for row in rows], device=device),
         policy_version=torch.full((len(rows),), samples.policy_version, device=device),

@@ -1,5 +1,6 @@
 """The command line: what a user types, and what comes back."""
 
+import io
 import os
 import re
 import signal
@@ -242,16 +243,20 @@ def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path, capsys):
     assert child.returncode == 0
 
 
-def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path):
+def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path, capsys):
     def broken(config, **options):
         raise BrokenPipeError(32, "Broken pipe", "a server's socket")
 
     monkeypatch.setattr(commands, "evaluate", broken)
-    with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as stop:
-            main(["eval"])
-    assert stop.value.code == 1
+    # A file, a notebook's output, which is none, and none at all, as with `>&-`.
+    with (tmp_path / "out").open("w") as file:
+        for out in (file, io.StringIO(), None):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", out)
+                with pytest.raises(SystemExit) as stop:
+                    main(["eval"])
+            assert stop.value.code == 1
+            assert "a server's socket" in capsys.readouterr().err
 
 
 def test_configurations_survive_yaml():

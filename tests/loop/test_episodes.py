@@ -138,6 +138,21 @@ def test_a_rollout_takes_the_log_probabilities_that_there_are(missing, taken):
         assert torch.equal(funcrl.collate(rollout, funcrl.grpo()).mask, rollout.mask)
 
 
+def test_a_rollout_has_its_dtypes_whatever_a_generator_counts_in():
+    completed, _ = play(["12", "1026"], samples=2)
+    samples = completed.samples._replace(
+        tokens=completed.samples.tokens.to(torch.int32), mask=completed.samples.mask.to(torch.int64)
+    )
+    total = torch.tensor([1.0, 0.0])
+    for got, expected in zip(
+        to_rollout(completed._replace(samples=samples), total),
+        to_rollout(completed, total),
+        strict=True,
+    ):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
 def test_one_log_probability_that_is_missing_is_not_taken_from_the_other_kind():
     completed, _ = play(["12", "1026"], samples=2)
     holed = completed.samples.logprobs.clone()

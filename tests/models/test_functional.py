@@ -183,8 +183,13 @@ def test_impure_modules_are_refused_by_name():
         funcrl.functional(nn.MultiheadAttention(4, 2, dropout=0.5))
     with pytest.raises(ValueError, match="functional .*dropout=0.5 .*'LSTM'"):
         funcrl.functional(nn.LSTM(2, 2, num_layers=2, dropout=0.5))
-    with pytest.raises(ValueError, match="functional .*dropout.* 'RReLU'"):
-        funcrl.functional(nn.RReLU())
+    for bounds in ((), (-0.5, -0.1)):  # it draws between negative ones, too
+        with pytest.raises(ValueError, match="functional .*dropout.* 'RReLU'"):
+            funcrl.functional(nn.RReLU(*bounds))
+    for own in (nn.MultiheadAttention(4, 2), nn.LSTM(2, 2)):
+        own.path_drop = 0.5  # as a subclass has it
+        with pytest.raises(ValueError, match="functional .*dropout path_drop=0.5"):
+            funcrl.functional(own)
     with pytest.raises(ValueError, match="functional .*value of 'calls'"):
         funcrl.functional(Numbered())({"weight": torch.ones(2)}, torch.ones(2))
     with torch.device("meta"):
@@ -327,6 +332,12 @@ class Branching(Buffered):
         return x * self.weight if x.sum() > 0 else -x
 
 
+def test_unknown_names_are_refused_whatever_their_types():
+    params = {"weight": torch.ones(2), 3: torch.ones(2), "more": torch.ones(2)}
+    with pytest.raises(ValueError, match="functional .*got 3"):
+        funcrl.functional(Branching())(params, torch.ones(2))
+
+
 def test_a_forward_that_reads_a_value_is_refused_where_there_is_none():
     apply, params = funcrl.functional(Branching()), {"weight": torch.ones(2)}
     mapped = vmap(apply, in_dims=(None, 0))
@@ -335,6 +346,7 @@ def test_a_forward_that_reads_a_value_is_refused_where_there_is_none():
         lambda: mapped(params, x),
         lambda: funcrl.trace(apply, params, x[0]),
         lambda: funcrl.trace(mapped, params, x),
+        lambda: funcrl.per_sample_grad(lambda params, row: apply(params, row).sum())(params, x),
     ):
         with pytest.raises(ValueError, match=r"functional .* Branching.* forward\(\) at line") as e:
             run()
