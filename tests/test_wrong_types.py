@@ -84,6 +84,7 @@ def test_right_values_are_taken():
             call(**values)
 
 
+@pytest.mark.slow
 def test_wrong_values_are_refused():
     found = outcomes()
     allowed = {(*place, wrong) for place, (values, _) in SILENT.items() for wrong in values}
@@ -104,6 +105,7 @@ def test_a_checked_function_is_the_function():
     assert torch.func.grad(lambda x: funcrl.losses.k3(x, b).sum())(a).shape == a.shape
 
 
+@pytest.mark.slow
 def test_a_checked_function_breaks_no_graph():
     a, b = torch.rand(4), torch.rand(4)
 

@@ -61,6 +61,7 @@ def test_a_configuration_file_and_overrides(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "args", "compiled"),
     [

@@ -40,6 +40,7 @@ def test_it_is_the_accuracy_of_the_runs_last_evaluation(run):
     assert (result.low, result.high) == interval([1.0] * right + [0.0] * (100 - right))
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_the_completions_it_writes(run, tmp_path):
     folder, _ = run
     out = tmp_path / "all" / "completions.jsonl"
@@ -74,6 +75,7 @@ def test_a_base_model_and_a_task_in_words(tmp_path):
     assert result.majority_at == {1: 0.0}  # no answer has no vote
 
 
+@pytest.mark.slow
 def test_the_command_prints_it_and_writes_it(run, tmp_path, capsys):
     folder, _ = run
     file = tmp_path / "result.json"
@@ -240,6 +242,7 @@ def spelled_run(folder, **options):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_as_it_was_trained(say, tmp_path):
     """With its ways to draw, its weights and its task; completions say of which step they are."""
     folder = spelled_run(tmp_path / "run")
@@ -289,6 +292,7 @@ def test_a_task_that_has_become_another_is_refused(run, tmp_path):
         funcrl.evaluate(EvalConfig(run=folder))
 
 
+@pytest.mark.slow
 def test_the_systems_message_is_the_runs_or_the_one_that_is_given(tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"

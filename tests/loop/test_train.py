@@ -633,6 +633,7 @@ def test_a_step_without_two_rewards_to_compare_trains_on_nothing(tmp_path, drop_
     assert untimed(resumed.history[3:]) == untimed(whole.history[3:])
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_for_every_completion_stops_the_run(tmp_path):
     class Broken(Copy):
         def reward(self, prompt, completion):
@@ -685,6 +686,7 @@ def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
     assert equal(resumed.state, plain.state)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp_path):
     config = small(tmp_path / "run", checkpoint=CheckpointConfig(every=5))
     funcrl.train(dataclasses.replace(config, steps=1))

@@ -135,6 +135,7 @@ def test_three_fused_steps_change_rounding_alone(family, backend):
     assert relative(three_steps(fast, params), three_steps(step, params)) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", REFUSED)
 @pytest.mark.parametrize("family", SIZES)
 def test_a_call_that_reads_values_is_refused_with_what_to_pass(family, call):
@@ -148,6 +149,7 @@ def test_a_call_that_reads_values_is_refused_with_what_to_pass(family, call):
     model_fn(params, tree.map(lambda leaf: leaf[0], BATCH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_without_a_cache_a_trace_is_refused_with_what_to_pass(family):
     params, model_fn = model_of(family, lambda sample: {"use_cache": False})

@@ -95,6 +95,7 @@ def test_metrics_by_hand():
     assert largest == pytest.approx(0.6931471805599453)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -140,6 +140,7 @@ def test_two_leaves_of_one_path_are_not_mixed_up(tmp_path):
     assert bits(checkpoint.restore(tmp_path / "x", state)[0]) == bits(state)
 
 
+@pytest.mark.slow
 def test_any_torn_changed_or_missing_file_is_told(tmp_path):
     state = example(size=40)
     checkpoint.save(tmp_path / "x", state, {"step": 1})

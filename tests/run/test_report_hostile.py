@@ -175,6 +175,7 @@ def test_a_report_of_an_odd_run_is_a_page(tmp_path, row):
     assert (f"40 of the {drawn} rewards" in text) == bool(drawn)
 
 
+@pytest.mark.slow
 def test_two_odd_runs_are_compared(tmp_path):
     odd = spoilt(tmp_path / "_run $x", ACCEPTED["odd names of rewards"] | ACCEPTED["aliases"])
     with bounded(20.0):
@@ -269,6 +270,7 @@ OPTIONS = ["vllm: {logprobs: " + "x" * 5000 + "}", "steps: [" + "x," * 9000 + "]
            "x" * 90 + ": 1", "1: 2", "null: 3", "{a: 1}: 2", "seed: 0x" + "f" * 90]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", OPTIONS, ids=range(len(OPTIONS)))
 def test_an_option_of_another_kind_is_one_short_error(tmp_path, text):
     (tmp_path / YAML).write_text(text)
@@ -304,6 +306,7 @@ def test_lines_to_keep_have_a_step(tmp_path, row):
     assert path.read_text() == lines(SEEN, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"step": "1"}, {"step": -1}])
 def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
     options = config.TrainConfig()

@@ -135,6 +135,7 @@ def test_a_class_is_no_task():
         checked_task("f", Plain)
 
 
+@pytest.mark.slow
 def test_a_task_of_no_base_class_is_trained_on_as_one_of_the_base_class(tmp_path):
     """The same numbers, and the same warm start from the prompts' answers."""
     config = funcrl.config.TrainConfig(

@@ -286,6 +286,7 @@ def test_an_answer_that_would_take_for_ever_is_wrong():
     assert child.poll() is not None  # nothing is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer", ["\\neq 5", "6 \\Rightarrow 5", "3=5", "x=1=5", "1*5", "\\sum_{i=1}^{5}1"]
 )
@@ -294,6 +295,7 @@ def test_a_number_is_to_be_worked_out(competition, answer):
     assert competition.reward(Prompt("?", "5"), "\\boxed{x = 5}")["correct"] == 1
 
 
+@pytest.mark.slow
 def test_problems_of_ones_own_for_math(tmp_path):
     for split in ("train", "test"):
         row = {"problem": f"{split}?", "solution": "Well, \\boxed{\\frac12}."}
@@ -609,6 +611,7 @@ def test_ends_that_are_no_tokens_are_refused_by_their_file(tmp_path, text):
         load_tokenizer(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
@@ -625,6 +628,7 @@ def test_a_gguf_file_says_how_text_is_split(tmp_path, name, text, pieces):
     assert [piece.replace("\u0120", "_") for piece, _ in found] == pieces
 
 
+@pytest.mark.slow
 def test_a_gguf_file_that_splits_in_an_unknown_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^load_tokenizer .*tokenizer.ggml.pre .*'viking'"):
         gguf_tokenizer(tmp_path / "model.gguf", "viking")

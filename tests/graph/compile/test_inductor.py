@@ -52,6 +52,7 @@ def step_of(num_layers):
     return funcrl.grpo_step(funcrl.logprob_fn(model), **SGD), params, batch
 
 
+@pytest.mark.slow
 def test_a_step_in_one_piece_changes_rounding_alone_and_is_kept_in_a_file(tmp_path):
     step, params, batch = step_of(num_layers=1)
     config = CompileConfig(backend="inductor", cache_dir=tmp_path / "cache")
@@ -70,6 +71,7 @@ def test_a_step_in_one_piece_changes_rounding_alone_and_is_kept_in_a_file(tmp_pa
     assert [kept] == list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.slow
 def test_a_donated_step_in_pieces_that_computes_again_changes_rounding_alone():
     step, params, batch = step_of(num_layers=2)
     config = CompileConfig(backend="inductor", remat="selective")
@@ -107,6 +109,7 @@ def step_whose_activations_outweigh_its_parameters():
     return step, step.init(params), tiny_batch(rows=4, length=64, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_not_merged_away():
     """In pieces Inductor is given a layer's forward and backward pass one by one; in one graph it
     is held apart by fences, without which it computes both copies in one kernel and keeps the
