@@ -105,7 +105,6 @@ def test_a_checked_function_is_the_function():
     assert torch.func.grad(lambda x: funcrl.losses.k3(x, b).sum())(a).shape == a.shape
 
 
-@pytest.mark.slow
 def test_a_checked_function_breaks_no_graph():
     a, b = torch.rand(4), torch.rand(4)
 

@@ -24,7 +24,6 @@ def engines():
         yield from (InProcess, Remote)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # vLLM's own
 def test_all_engines_have_one_protocol_and_inherit_nothing():
     assert {name for name in dir(Engine) if name in METHODS} == METHODS

@@ -131,7 +131,6 @@ def test_a_sampler_ends_where_its_completions_are_cut(min_tokens):
     assert 20 < sum(reasons) < 128
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.filterwarnings("default")  # vLLM and what it imports warn of their own affairs

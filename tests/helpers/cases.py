@@ -1,12 +1,13 @@
 """Random rollouts, a model that is a table, and a command's end: what several tests share."""
 
+import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import funcrl
-from funcrl import cli
+from funcrl import cli, tree
 
 
 class Case(NamedTuple):
@@ -161,3 +162,19 @@ def run_command(args, capsys) -> Ended:
         code = stop.code
     printed = capsys.readouterr()
     return Ended(code, printed.out, printed.err)
+
+
+def twice(step, state, batch):
+    """The results of two steps, as copies: a donated state is used up."""
+    results = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        metrics.maxes.pop("num_recompilations", None)
+        results.append(copy.deepcopy((state, metrics)))
+    return results
+
+
+def relative(got, expected):
+    """The largest difference of a leaf, relative to the largest entry of that leaf."""
+    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)

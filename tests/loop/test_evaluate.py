@@ -40,7 +40,6 @@ def test_it_is_the_accuracy_of_the_runs_last_evaluation(run):
     assert (result.low, result.high) == interval([1.0] * right + [0.0] * (100 - right))
 
 
-@pytest.mark.slow
 def test_its_numbers_are_those_of_the_completions_it_writes(run, tmp_path):
     folder, _ = run
     out = tmp_path / "all" / "completions.jsonl"
@@ -75,7 +74,6 @@ def test_a_base_model_and_a_task_in_words(tmp_path):
     assert result.majority_at == {1: 0.0}  # no answer has no vote
 
 
-@pytest.mark.slow
 def test_the_command_prints_it_and_writes_it(run, tmp_path, capsys):
     folder, _ = run
     file = tmp_path / "result.json"

@@ -633,7 +633,6 @@ def test_a_step_without_two_rewards_to_compare_trains_on_nothing(tmp_path, drop_
     assert untimed(resumed.history[3:]) == untimed(whole.history[3:])
 
 
-@pytest.mark.slow
 def test_a_reward_that_fails_for_every_completion_stops_the_run(tmp_path):
     class Broken(Copy):
         def reward(self, prompt, completion):

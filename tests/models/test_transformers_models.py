@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
-from cases import equal, tiny_batch
+from cases import equal, relative, tiny_batch
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
@@ -78,11 +78,6 @@ def three_steps(step, params):
     return states
 
 
-def relative(got, expected):
-    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("call", WORKS)
 @pytest.mark.parametrize("family", SIZES)
@@ -135,7 +130,6 @@ def test_three_fused_steps_change_rounding_alone(family, backend):
     assert relative(three_steps(fast, params), three_steps(step, params)) <= 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", REFUSED)
 @pytest.mark.parametrize("family", SIZES)
 def test_a_call_that_reads_values_is_refused_with_what_to_pass(family, call):
@@ -149,7 +143,6 @@ def test_a_call_that_reads_values_is_refused_with_what_to_pass(family, call):
     model_fn(params, tree.map(lambda leaf: leaf[0], BATCH))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_without_a_cache_a_trace_is_refused_with_what_to_pass(family):
     params, model_fn = model_of(family, lambda sample: {"use_cache": False})

@@ -169,7 +169,6 @@ def test_lower_precisions_round_like_the_unchunked_ones(dtype):
     close(mine, theirs, bound)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprob_fn_in_chunks_equals_the_whole(chunk, tied):

@@ -270,7 +270,6 @@ OPTIONS = ["vllm: {logprobs: " + "x" * 5000 + "}", "steps: [" + "x," * 9000 + "]
            "x" * 90 + ": 1", "1: 2", "null: 3", "{a: 1}: 2", "seed: 0x" + "f" * 90]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", OPTIONS, ids=range(len(OPTIONS)))
 def test_an_option_of_another_kind_is_one_short_error(tmp_path, text):
     (tmp_path / YAML).write_text(text)
@@ -306,7 +305,6 @@ def test_lines_to_keep_have_a_step(tmp_path, row):
     assert path.read_text() == lines(SEEN, row)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"step": "1"}, {"step": -1}])
 def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
     options = config.TrainConfig()

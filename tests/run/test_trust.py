@@ -103,7 +103,6 @@ def test_what_needs_no_task_runs_none(stranger, tmp_path, capsys, args):
         assert "--trust" in yaml.safe_load(ended.out)["memory"]
 
 
-@pytest.mark.slow
 def test_python_asks_too(stranger, tmp_path):
     config = read_config(TrainConfig, stranger.run / runs.CONFIG)
     with pytest.raises(TrustError, match="trust=True"):

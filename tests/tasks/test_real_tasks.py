@@ -286,7 +286,6 @@ def test_an_answer_that_would_take_for_ever_is_wrong():
     assert child.poll() is not None  # nothing is left behind
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer", ["\\neq 5", "6 \\Rightarrow 5", "3=5", "x=1=5", "1*5", "\\sum_{i=1}^{5}1"]
 )
@@ -611,7 +610,6 @@ def test_ends_that_are_no_tokens_are_refused_by_their_file(tmp_path, text):
         load_tokenizer(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
@@ -628,7 +626,6 @@ def test_a_gguf_file_says_how_text_is_split(tmp_path, name, text, pieces):
     assert [piece.replace("\u0120", "_") for piece, _ in found] == pieces
 
 
-@pytest.mark.slow
 def test_a_gguf_file_that_splits_in_an_unknown_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^load_tokenizer .*tokenizer.ggml.pre .*'viking'"):
         gguf_tokenizer(tmp_path / "model.gguf", "viking")

@@ -63,7 +63,6 @@ def test_the_command_fails_when_a_task_calls_sys_exit(tmp_path, capsys):
     assert "The reward of 'sum_digits'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["act", "observe"])
 def test_an_environment_that_calls_sys_exit_fails_its_episodes(tmp_path, method):
     task = Calculator()
@@ -89,7 +88,6 @@ class Undecodable(CharTokenizer):
         raise self.error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("9",)], ids=["reads", "draws"])
 @pytest.mark.parametrize("error", [KeyError(99), SystemExit(0)], ids=["raises", "exits"])
 def test_decode_that_fails_names_the_tasks_tokenizer(tmp_path, error, stop):

@@ -241,7 +241,6 @@ def test_a_tokenizer_goes_along_from_file_to_file_to_folder_to_folder(tmp_path, 
     assert AutoModelForCausalLM.from_pretrained(third)
 
 
-@pytest.mark.slow
 def test_a_tokenizer_that_cannot_go_along_is_refused(tmp_path, smol, small):
     folder = funcrl.save_params(tmp_path / "folder", *small)
     for source, path, message in (

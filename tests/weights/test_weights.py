@@ -57,7 +57,6 @@ def close(mine, wanted, bound=1e-5):
     assert (mine - wanted).abs().max() <= bound * wanted.abs().max()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shards", ["one file", "many files"])
 def test_a_folder_of_transformers_gives_its_logits(tmp_path, kind, shards):
@@ -68,7 +67,6 @@ def test_a_folder_of_transformers_gives_its_logits(tmp_path, kind, shards):
     close(logits(model, params), logits_of(peer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [10_000, 5_000_000_000])
 def test_transformers_reads_what_was_written(tmp_path, kind, most):
@@ -223,7 +221,6 @@ def write_gguf(path, peer, kind, storage="F32", metadata=None, tensors=None):
     writer.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("storage", ["F32", "F16", "BF16"])
 def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, kind, storage):

@@ -225,7 +225,6 @@ METADATA = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_of_another_network_are_refused(tmp_path, name):
     path = tmp_path / "model.gguf"

@@ -443,7 +443,6 @@ def test_a_server_that_would_not_find_the_plugin_is_refused(uninstalled):
     check_plugin()
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.filterwarnings("default")

@@ -3,11 +3,9 @@
 In one file, so that one process compiles what the tests have in common once.
 """
 
-import copy
-
 import pytest
 import torch
-from cases import tiny_batch, tiny_model
+from cases import relative, tiny_batch, tiny_model, twice
 from graphs import Flat
 from torch.utils import _pytree as pytree
 
@@ -22,21 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 # AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
 # entries near 0 into anything; SGD leaves it as it is.
 SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
-
-
-def relative(got, expected):
-    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
-
-
-def twice(step, state, batch):
-    """The results of two steps, as copies: a donated state is used up."""
-    results = []
-    for _ in range(2):
-        state, metrics = step(state, batch)
-        metrics.maxes.pop("num_recompilations", None)
-        results.append(copy.deepcopy((state, metrics)))
-    return results
 
 
 def step_of(num_layers):

@@ -201,7 +201,6 @@ def test_a_chunked_head_for_inductor_leaves_the_layers_alike():
     assert alone[0] == alone[1] < len(counts[0]) == len(counts[1])
 
 
-@pytest.mark.slow
 def test_results_behind_a_check_are_not_kept():
     """`skip_nonfinite` looks at all updates and moments: no piece hands one to another."""
     _, state, _, graph = made("donated", 2)
@@ -231,7 +230,6 @@ def test_results_behind_a_check_are_not_kept():
 # -- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_micro_batches_come_one_after_the_other():
     """All of a turn's layers forward, then all backward, before the next turn begins."""
     pieces = split_repeated(made("three turns")[-1])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import tiny_batch, tiny_model
+from cases import relative, tiny_batch, tiny_model
 from torch import Tensor
 
 import funcrl
@@ -30,12 +30,6 @@ def largest(graph):
     nodes = [node for node in graph.graph.nodes if "expand" not in str(node.target)]
     values = [node.meta.get("val") for node in nodes]
     return max(value.numel() for value in values if isinstance(value, Tensor))
-
-
-def relative(got, expected):
-    """The largest difference of a leaf, relative to the largest entry of that leaf."""
-    pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
 def stepped(model, chunk=None, dtype=torch.float64, compute=None, **options):

@@ -106,7 +106,6 @@ def test_policies_can_follow_one_another(flats):
     assert predict_peak(both) < predict_peak(apply(flat, "selective"))
 
 
-@pytest.mark.slow
 def test_the_graph_that_is_given_is_left_as_it_was(flats):
     flat = flats["float32"]
     before = described(flat.gm)
@@ -114,7 +113,6 @@ def test_the_graph_that_is_given_is_left_as_it_was(flats):
     assert described(flat.gm) == before
 
 
-@pytest.mark.slow
 def test_what_each_named_policy_computes_again(flats):
     """Per layer: 7 linear maps, 2 products of attention, 4 norms, a softmax and an activation."""
     flat = flats["float32"]
