@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from funcrl import config as configs
 from funcrl.config import TrainConfig
-from funcrl.core.files import write_whole
+from funcrl.core.files import whole_file, write_whole
 from funcrl.run import runs
 from funcrl.tasks.watch import ForkedError
 
@@ -51,6 +52,59 @@ def free_folder(parent: Path, name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return a folder and those above it that are not there, the deepest first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, the deepest first, up to one that holds something or is not there."""
+    for each in folders:
+        try:
+            each.rmdir()
+        except OSError:
+            return
+
+
+class Traces:
+    """What the start of a run changes in its folder, which is made as it was if the start fails.
+
+    Make it before anything is written there.
+    """
+
+    _FOLDERS, _FILES = (runs.CHECKPOINTS,), (runs.CONFIG, runs.ENVIRONMENT, ".lock")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._missing = folder, missing_folders(folder)
+        paths = [folder / name for name in (*self._FOLDERS, *self._FILES)]
+        self._there = [each for each in paths if os.path.lexists(each)]
+        self._contents = {
+            each: each.read_bytes()
+            for each in self._there
+            if each.name != ".lock" and each.is_file() and not each.is_symlink()
+        }
+
+    def remove(self) -> None:
+        """Take back what was written; only the process that holds the claim may."""
+        for name in self._FOLDERS:
+            if self._folder / name not in self._there:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        for name in self._FILES:
+            path = self._folder / name
+            if path not in self._there:
+                path.unlink(missing_ok=True)
+            elif path in self._contents and path.read_bytes() != self._contents[path]:
+                with whole_file(path) as file:
+                    file.write(self._contents[path])
+        remove_empty(self._missing)
+
+    def remove_folders(self) -> None:
+        """Take back the folders that were made, as far as nothing is in them."""
+        if self._folder / runs.CHECKPOINTS not in self._there:
+            remove_empty([self._folder / runs.CHECKPOINTS])
+        remove_empty(self._missing)
 
 
 class Claim:

@@ -11,7 +11,7 @@ from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
-from funcrl.run.folder import Claim, environment, write_facts
+from funcrl.run.folder import Claim, Traces, environment, write_facts
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
@@ -49,10 +49,14 @@ class Record:
         self._progress: Progress | None = None
         self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
-        self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
-        # A run without a checkpoint; a state that an update is overwriting.
-        self._empty, self._given_up = False, False
-        self.claim = Claim(folder, title)
+        self._traces = Traces(folder)
+        try:
+            self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
+            self.claim = Claim(folder, title)
+        except OSError:
+            self._traces.remove_folders()
+            raise
+        self._given_up = False  # whether an update is overwriting the state
 
     @property
     def progress(self) -> Progress:
@@ -69,7 +73,6 @@ class Record:
         # From here on `--resume` finds a run in the folder, even before its first step.
         write_facts(self.folder, self._config, self._facts)
         if found is None:
-            self._empty = True
             return None
         _drop_lines_after(self.folder, found.extra["row"], self.note)
         self._display.start(self.folder, self._config, found.step)
@@ -79,9 +82,9 @@ class Record:
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
+        self._display.start(self.folder, self._config, 0)
         for name in (runs.METRICS, runs.COMPLETIONS):  # of an earlier attempt without a checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        self._display.start(self.folder, self._config, 0)
         self._progress = Progress(0, state, row)
         runs.append_lines(self.folder / runs.METRICS, [row])
         self.save()
@@ -115,12 +118,20 @@ class Record:
         """Save what an error or an interruption would lose, and report what is saved.
 
         The report becomes a note of an error, which is printed after it; else it is shown now.
+        A start that an error ends leaves nothing.
         """
-        if self._progress is None and not self._empty:
+        if self._progress is None:
+            if isinstance(error, Exception):
+                self._traces.remove()
+            elif (self.folder / runs.CONFIG).exists():
+                again = f"begin again with: {_resume_command(self.folder)}"
+                self.note(f"Stopped before the first step; {again}")
             return
         lost = self._save_whole_step()
-        step = None if self._progress is None else self._progress.step
-        text = _what_is_saved(self.folder, self._checkpoints.newest, step, lost)
+        # An error of the disk is the reason already why the last step is not saved.
+        why = "" if lost is None or isinstance(error, OSError) else str(lost)
+        saved, unsaved = self._checkpoints.newest, None if lost is None else self._progress.step
+        text = _what_is_saved(self.folder, saved, unsaved, why)
         if isinstance(error, Exception):
             error.add_note(text)
         else:
@@ -212,19 +223,18 @@ def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
         )
 
 
-def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSError | None) -> str:
-    """Return which step of a run is on disk, why the last one is not, and how to go on."""
-    command = f"funcrl train --resume {shlex.quote(str(folder))}"
-    if step is None:
-        return f"Stopped before the first step; begin again with: {command}"
-    place = folder / runs.CHECKPOINTS
-    if lost is None:
+def _resume_command(folder: Path) -> str:
+    return f"funcrl train --resume {shlex.quote(str(folder))}"
+
+
+def _what_is_saved(folder: Path, newest: int | None, unsaved: int | None, why: str) -> str:
+    """Return which step of a run is on disk, why a later one is not, and how to go on."""
+    place, command = folder / runs.CHECKPOINTS, _resume_command(folder)
+    if unsaved is None:
         return f"Saved step {newest} in {place}; go on with: {command}"
     saved = "No step" if newest is None else f"Step {newest}"
-    return (
-        f"Step {step} is not saved: {lost}\n{saved} is saved in {place}; once this is fixed, "
-        f"go on with: {command}"
-    )
+    lost = f"Step {unsaved} is not saved: {why}\n" if why else ""
+    return f"{lost}{saved} is saved in {place}; once this is fixed, go on with: {command}"
 
 
 def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
