@@ -24,7 +24,11 @@ class StartConfig:
     """How `funcrl train` starts: what is no option of the run itself."""
 
     resume: Path | None = None
-    """Continue the run in this folder, with its options; those given here come first."""
+    """Continue the run in this folder, with its options. Those given here come first; what says
+    what is trained must stay."""
+    fork: Path | None = None
+    """With resume: leave that run as it is, and begin one in this new folder as its newest
+    checkpoint, with any options."""
     config: Path | None = None
     """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
     dry_run: bool = False

@@ -15,6 +15,7 @@ from funcrl.core.terminal import print_safely
 from funcrl.loop.build import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
+from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import free_folder, missing_folders, remove_empty
 from funcrl.run.trust import cache_code, check_trusted, task_code
 from funcrl.run.views import view_for
@@ -46,13 +47,20 @@ def run_train(line: Line) -> None:
     base, values = base_config(line), line.values
     start: StartConfig = with_values(StartConfig(), values)
     options: TrainConfig = with_values(base, values)
+    resume, parent = start.resume is not None, None
+    if start.fork is not None:
+        if start.resume is None:
+            raise ValueError(f"train expects --resume RUN with --fork, got --fork {start.fork}.")
+        resume, parent = False, start.resume
+    elif start.resume is not None:
+        check_options_kept("train", options, start.resume)
     if start.dry_run:
         print_safely(describe_run(options, start.resume, start.trust))
         return
     file = start.config if start.resume is None else start.resume / runs.CONFIG
     if file is not None:
         _check_code(options, file, start.resume, values, start.trust)
-    _run(options, start.resume is not None, ["funcrl", "train", *line.args])
+    _run(options, resume, parent, ["funcrl", "train", *line.args])
 
 
 def base_config(line: Line) -> TrainConfig:
@@ -67,7 +75,7 @@ def base_config(line: Line) -> TrainConfig:
     if run is not None and line.values.get("run-dir") is not None:
         raise ValueError("train expects --resume or --run-dir, got both.")
     config = read_config(TrainConfig, file if file is not None else run / runs.CONFIG)
-    return config if run is None else replace(config, run_dir=run)
+    return config if run is None else replace(config, run_dir=line.values.get("fork") or run)
 
 
 def _check_given_once(args: Sequence[str]) -> None:
@@ -78,7 +86,7 @@ def _check_given_once(args: Sequence[str]) -> None:
             raise ValueError(f"train expects {name} once, got it {names.count(name)} times.")
 
 
-def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
+def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence[str]) -> None:
     made: list[Path] = []
     if config.run_dir is None:
         made = missing_folders(Path("runs"))
@@ -90,7 +98,7 @@ def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     try:
         view = view_for(sys.stdout)
         trained = run_training(
-            config, view=view, resume=resume, command=command, stop=stop, trust=True
+            config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=True
         )
     except KeyboardInterrupt:
         sys.exit(128 + (stop.received or signal.SIGINT))

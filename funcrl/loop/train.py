@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from funcrl.models.logprobs import score
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
+from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import open_folder
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
@@ -65,6 +67,7 @@ def train(
     task: TaskLike | None = None,
     view: View | None = None,
     resume: bool = False,
+    fork: Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
@@ -78,7 +81,10 @@ def train(
         config: the whole configuration; its `run_dir` must be given.
         task: in place of the one that `config.task` names.
         view: shows the run; nothing when left out.
-        resume: go on with the run in `config.run_dir`.
+        resume: go on with the run in `config.run_dir`; options that say what is trained must be
+            those that it began with.
+        fork: the folder of a run whose newest checkpoint this one begins as, with any options that
+            fit it.
         command: what started the run, for its environment.json.
         stop: called after each step; True saves and raises `KeyboardInterrupt`.
         trust: go on with a run whose task's code is not what it began with, or that this account
@@ -100,16 +106,23 @@ def train(
     check_trackers(config.log.trackers)
     view = view or SilentView()
     folder = open_folder(config.run_dir, resume)
+    source = folder if fork is None else open_folder(fork, resume=True)
+    if fork is not None and resume:
+        raise ValueError(f"train expects resume or fork, got both ({fork}).")
     if task is None:
-        runs.check_task_named("train", folder)
-    if resume and not trust:
-        for line in check_run("train", config, folder, task):
+        runs.check_task_named("train", source)
+    if resume:
+        check_options_kept("train", config, folder)
+    if (resume or fork is not None) and not trust:
+        for line in check_run("train", config, source, task):
             view.note(line)
     parts = build(config, task, note=view.note)
     facts = _facts(config, parts, task, view.note)
     record = Record(config, folder, parts.task.name, view, command, facts)
     try:
-        if record.resumed(empty_state(config, parts)) is None:
+        if fork is not None:
+            record.forked(source, empty_state(config, parts))
+        elif record.resumed(empty_state(config, parts)) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
         record.wait()

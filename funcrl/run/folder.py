@@ -16,6 +16,7 @@ import yaml
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.files import whole_file, write_whole
+from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
 from funcrl.tasks.watch import ForkedError
 
@@ -74,7 +75,10 @@ class Traces:
     Make it before anything is written there.
     """
 
-    _FOLDERS, _FILES = (runs.CHECKPOINTS,), (runs.CONFIG, runs.ENVIRONMENT, ".lock")
+    _FOLDERS = (runs.CHECKPOINTS, runs.REFERENCE)
+    _FILES = (
+        runs.CONFIG, runs.ENVIRONMENT, runs.METRICS, runs.COMPLETIONS, runs.CHANGES, ".lock",
+    )  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._missing = folder, missing_folders(folder)
@@ -150,8 +154,10 @@ def write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> 
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:
-    """Return the versions, the machine and the command of a run."""
+    """Return the versions, the machine and the command of a run, as texts."""
     facts = {
+        "funcrl": VERSION,
+        "commit": commit() or "",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),

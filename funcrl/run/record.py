@@ -10,6 +10,7 @@ from funcrl.config import TrainConfig
 from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
+from funcrl.run.changes import changes_since, describe_changes, write_changes
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
 from funcrl.run.folder import Claim, Traces, environment, write_facts
 from funcrl.run.runs import Completion
@@ -17,7 +18,7 @@ from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
 from funcrl.tasks.watch import Note
 
-_REFERENCE = "reference"
+_OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
 
 class Progress(NamedTuple):
@@ -68,17 +69,49 @@ class Record:
     def resumed(self, like: TrainState) -> int | None:
         """Resume from the newest good checkpoint and return its step; None if there is none."""
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
-        if found is not None:
-            _check_goes_on(self._config, self.folder, found)
-        # From here on `--resume` finds a run in the folder, even before its first step.
-        write_facts(self.folder, self._config, self._facts)
         if found is None:
+            # From here on `--resume` finds a run in the folder, even before its first step.
+            write_facts(self.folder, self._config, self._facts)
             return None
-        _drop_lines_after(self.folder, found.extra["row"], self.note)
-        self._display.start(self.folder, self._config, found.step)
+        was = runs.read_facts(self.folder, "train")
+        self._facts |= {name: was[name] for name in _OF_A_FORK if name in was}
+        self._go_on(self.folder, found)
         self._progress = Progress(found.step, found.state, found.extra["row"])
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
+
+    def forked(self, parent: Path, like: TrainState) -> int:
+        """Begin as another run's newest good checkpoint, and return its step.
+
+        The parent's folder is read, and nothing is written there.
+        """
+        state, extra = restore(parent / runs.CHECKPOINTS, like)
+        step = extra.get("step")
+        found = Restored(step if type(step) is int else -1, state, extra)
+        self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(step)), strict=True))
+        # The seed is an option, which a fork may change.
+        found = found._replace(state=state._replace(seed=like.seed))
+        self._go_on(parent, found)
+        if (parent / runs.REFERENCE).exists():
+            params = dict(like.params)
+            save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
+        progress = Progress(found.step, found.state, extra["row"])
+        self._checkpoints.save(found.step, found.state, extra, extra["row"].get("eval/accuracy"))
+        self._checkpoints.wait()
+        self._progress = progress
+        self.note(f"Began {self.folder} as {parent} was after step {found.step}.")
+        return found.step
+
+    def _go_on(self, source: Path, found: Restored) -> None:
+        """Write down what is known before the first step that follows a checkpoint in `source`."""
+        _check_goes_on(self._config, source, found)
+        changes = changes_since(source, self._config, self._facts, found.step)
+        for line in describe_changes(self._config, changes):
+            self.note(line)
+        _take_lines_until(self.folder, source, found.extra["row"], self.note)
+        write_changes(self.folder, source, found.step, changes)
+        write_facts(self.folder, self._config, self._facts)
+        self._display.start(self.folder, self._config, found.step)
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
@@ -197,9 +230,9 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
     `params` are the policy's after `step` steps.
     """
     if step == 0:
-        save(folder / _REFERENCE, params)
+        save(folder / runs.REFERENCE, params)
         return params
-    found, _ = restore(folder / _REFERENCE, like=params)
+    found, _ = restore(folder / runs.REFERENCE, like=params)
     return dict(found)
 
 
@@ -216,7 +249,7 @@ def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
             f"train expects --steps of at least {step}, which {folder} has done, got "
             f"{config.steps}."
         )
-    if step and config.algorithm.kl and not (folder / _REFERENCE).exists():
+    if step and config.algorithm.kl and not (folder / runs.REFERENCE).exists():
         raise ValueError(
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
             f"no reference policy, got {config.algorithm.kl}."
@@ -237,14 +270,14 @@ def _what_is_saved(folder: Path, newest: int | None, unsaved: int | None, why: s
     return f"{lost}{saved} is saved in {place}; once this is fixed, go on with: {command}"
 
 
-def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
-    """Drop the lines of the steps after that of `row`, which will be run again."""
+def _take_lines_until(folder: Path, source: Path, row: dict[str, Any], note: Note) -> None:
+    """Keep the lines of `source` up to the step of `row`; those after it will be run again."""
     path, step = folder / runs.METRICS, row["step"]
-    last = runs.keep_until(path, step)
-    runs.keep_until(folder / runs.COMPLETIONS, step)
+    last = runs.keep_until(path, step, source / runs.METRICS)
+    runs.keep_until(folder / runs.COMPLETIONS, step, source / runs.COMPLETIONS)
     if last != step:
         runs.append_lines(path, [row])
         note(
-            f"{path} ended at step {last}, before the checkpoint of step {step}: somebody has "
-            "changed it. The steps between are missing there."
+            f"{source / runs.METRICS} ended at step {last}, before the checkpoint of step {step}: "
+            f"somebody has changed it. The steps between are missing there."
         )

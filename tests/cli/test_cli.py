@@ -273,21 +273,26 @@ def test_configurations_survive_yaml():
 
 
 @pytest.mark.slow
-def test_reward_weights_override_those_of_a_run(tmp_path, capsys):
+def test_reward_weights_are_those_of_the_run_unless_it_is_forked(tmp_path, capsys):
     folder = tmp_path / "run"
     run(["train", "--run-dir", folder, *SMALL, "--reward-weights", "correct", "1.0"], capsys)
     args = ["train", "--resume", folder, "--steps", "4"]
     assert run(args, capsys)[0] == 0
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["reward_weights"] == {"correct": 1.0}
-    code, _, err = run([*args, "--reward-weights", "correct", "2.0"], capsys)
+    heavier = [*args, "--reward-weights", "correct", "2.0"]
+    code, _, err = run(heavier, capsys)
+    assert code == 1
+    assert '--reward-weights {"correct": 2.0} (was {"correct": 1.0})' in err
+    code, _, err = run([*heavier, "--fork", tmp_path / "new"], capsys)
     assert code == 0, err
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())
     assert saved["reward_weights"] == {"correct": 2.0}
 
 
 @pytest.mark.parametrize(("args", "message"), [
     (["train", "--resume", "a", "--run-dir", "b"], "train expects --resume or --run-dir"),
+    (["train", "--fork", "a"], "train expects --resume RUN with --fork"),
     (["train", "--config", "a", "--config", "b"], "train expects --config once"),
     (["report"], "report expects the folder"),
     (["report", "a", "--out", "b"], "report expects --out"),

@@ -68,8 +68,8 @@ def tiny(folder, **options):
 def test_a_failed_start_leaves_a_folder_as_it_was(tmp_path, what):
     folder = tmp_path / "run"
     if what == "a run that began":  # and was stopped before its first checkpoint
+        begun = replace(tiny(folder, seed=1), warm_start=WarmStartConfig(steps=1))
         with pytest.raises(KeyboardInterrupt):
-            begun = replace(tiny(folder, seed=1), warm_start=WarmStartConfig(steps=1))
             funcrl.train(begun, stop=lambda: True)
     else:
         folder.mkdir()

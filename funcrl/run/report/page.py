@@ -9,6 +9,7 @@ from typing import Any
 
 from funcrl.core.files import whole_file
 from funcrl.core.terminal import escaped
+from funcrl.run.report.changes import COLUMNS, change_rows
 from funcrl.run.report.plots import GROUPS, MOST_LINES, Run, draw, rewards, series, to_svg
 from funcrl.run.report.run import read_run
 from funcrl.run.runs import COMPLETIONS, CONFIG, ENVIRONMENT
@@ -46,12 +47,14 @@ def write_report(run: Path) -> Path:
     subject = " · ".join(
         str(read.config[name]) for name in ("task", "model") if name in read.config
     )
+    changes = change_rows(run)
     parts = [
         f"<h1>{_text(read.name)}</h1><p>{_text(subject)}</p>",
         _strip(headline(read)),
         _curves([read], run / "plots"),
         "<h2>Completions</h2>", _completions(read.completions),
         "<h2>Time</h2>", _timings(read),
+        *(["<h2>Changes</h2>", _table(COLUMNS, changes)] if changes else []),
         "<h2>Configuration</h2>", _facts(flat(read.config), CONFIG),
         "<h2>Environment</h2>", _facts(read.environment, ENVIRONMENT),
     ]  # fmt: skip
