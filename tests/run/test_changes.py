@@ -22,6 +22,7 @@ from funcrl.config import (
     changed_options,
 )
 from funcrl.core import version
+from funcrl.run import report
 from funcrl.run.views import SilentView
 
 
@@ -94,6 +95,7 @@ def test_a_file_that_has_moved_is_no_change():
     assert change("gsm8k", "math") == ["task"]
 
 
+@pytest.mark.slow
 def test_what_may_change_is_recorded_with_its_step(tmp_path):
     folder, view = tmp_path / "run", Notes()
     funcrl.train(tiny(folder, steps=1))
@@ -107,17 +109,12 @@ def test_what_may_change_is_recorded_with_its_step(tmp_path):
     assert any("linear schedule" in line for line in view.lines)
     funcrl.train(later, resume=True)
     assert runs.read_lines(folder / runs.CHANGES) == recorded
-    page = runs_report(folder)
+    page = report.write_report(folder).read_text()
     assert "<h2>Changes</h2>" in page
     assert "microbatch" in page.partition("<h2>Changes</h2>")[2][:500]
 
 
-def runs_report(folder):
-    from funcrl.run import report
-
-    return report.write_report(folder).read_text()
-
-
+@pytest.mark.slow
 def test_a_fork_begins_as_its_parent_and_leaves_it_alone(parent, tmp_path):
     before, new = contents(parent), tmp_path / "new"
     forked = tiny(new, steps=3, seed=7, optimizer=OptimizerConfig(learning_rate=1e-3))
@@ -162,7 +159,5 @@ def test_the_environment_names_funcrl_and_its_commit(parent, tmp_path, monkeypat
     facts = json.loads((parent / runs.ENVIRONMENT).read_text())
     assert facts["funcrl"] == funcrl.__version__
     assert facts.get("commit") == version.commit()
-    monkeypatch.setattr(
-        version.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError())
-    )
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no git is
     assert version.commit() is None
