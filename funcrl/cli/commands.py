@@ -135,7 +135,8 @@ def _export(line: Line) -> None:
     if options.run is None or options.out is None:
         missing = "--run" if options.run is None else "--out"
         raise UsageError(f"export expects --run RUN and --out PATH, got no {missing}.")
-    print_safely(str(export(options.run, options.out)))
+    note = partial(print_safely, file=sys.stderr)
+    print_safely(str(export(options.run, options.out, note=note)))
 
 
 def _report(line: Line) -> None:

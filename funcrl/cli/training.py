@@ -12,12 +12,12 @@ from funcrl.cli.command_line import Line, StartConfig, with_values
 from funcrl.cli.preview import describe_run
 from funcrl.config import TrainConfig, read_config
 from funcrl.core.terminal import print_safely
-from funcrl.loop.build import defaults
+from funcrl.loop.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
 from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import free_folder, missing_folders, remove_empty
-from funcrl.run.trust import cache_code, check_trusted, task_code
+from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
 
 
@@ -117,9 +117,12 @@ def _check_code(
 ) -> None:
     """Print which code a file names that the command line does not; raise if it must not run."""
     cache = config.compile.cache_dir if config.compile else None
+    # What the command line names itself is the user's own choice.
     named = [
-        None if values.get("task") else task_code(config.task),
-        None if values.get("compile.cache-dir") else cache_code(cache),
+        each
+        for each in named_code(config)
+        if not values.get(each.option.split()[0].removeprefix("--"))
     ]
-    for line in check_trusted("train", named, file, run, trust):
+    folder = None if values.get("compile.cache-dir") else cache_code(cache)
+    for line in check_trusted("train", [*named, folder], file, run, trust):
         print_safely(line, sys.stderr)

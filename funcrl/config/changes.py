@@ -21,7 +21,7 @@ MAY_CHANGE = (
     "generator", "vllm",
 )  # fmt: skip
 # Names that may be a path: the same file in another folder is no change.
-_PATHS = ("task", "model", "reward", "algorithm.name", "optimizer.name")
+_PATHS = ("task", "model", "tokenizer", "reward", "algorithm.name", "optimizer.name")
 
 
 class Change(NamedTuple):

@@ -1,29 +1,38 @@
 """Writes the model that a run has trained."""
 
-from dataclasses import replace
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.loop.build import learner, options_of_run, trained_params
-from funcrl.models import SHAPES
+from funcrl.core.reading import read_json, read_text
+from funcrl.core.terminal import warn_safely
+from funcrl.loop import sources
 from funcrl.run import runs
-from funcrl.tasks import is_built_in, load
+from funcrl.tasks import check_task, is_built_in, load
 from funcrl.tasks.contracts import TaskLike
+from funcrl.tasks.tokenizer_files import tokenizer_files
+from funcrl.tasks.watch import Note
 from funcrl.weights import save_params
+from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
+
+_OWN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)  # folders of a run that only it writes to
+_MOST_BYTES = 1 << 28  # of a file of a tokenizer
 
 
 @checked
-def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
+def export(run: Path, out: Path, task: TaskLike | None = None, note: Note = warn_safely) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
     The run's task is not loaded.
 
     Args:
         run: the folder of a run.
-        out: a .gguf file, or a Hugging Face folder. The tokenizer of the model that the run began
-            with goes along, where it had one.
-        task: of a run of a version that did not write down its vocabulary's size.
+        out: a .gguf file, or a Hugging Face folder, which is no run's. The tokenizer of the model
+            that the run began with goes along, or the one that its task had.
+        task: of a run of a version that did not write down its vocabulary and its tokenizer.
+        note: is called with a line about what is missing.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -37,26 +46,75 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
-    # Nothing is generated or compiled here, and no GPU is needed.
-    config = replace(options_of_run("export", "--run", run), device="cpu", compile=None)
-    parts = learner(config, _vocab_size(config, run, task), function="export")
-    _, trained = trained_params(config, parts, run)
-    return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)
+    _check_out(run, out)
+    network = sources.network_of_run("export", run, task)
+    _, params = sources.params_of_run("export", run, network)
+    options = sources.options_of_run("export", "--run", run)
+    place = sources.tokenizer_place("export", options)
+    if place is not None:
+        return save_params(out, network, params, tokenizer=place)
+    files = _recorded_files(run, options, task)
+    lacking = _lacking(out, files)
+    if lacking:
+        note(lacking)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        whole = out.suffix != ".gguf" and has_tokenizer(Path(folder))
+        tokenizer = Path(folder) if whole else None
+        return save_params(out, network, params, tokenizer=tokenizer, ends=_ends(Path(folder)))
 
 
-def _vocab_size(config: TrainConfig, run: Path, task: TaskLike | None) -> int | None:
-    """Return the size of the run's vocabulary, without running a user's task."""
-    if config.model not in SHAPES:
-        return None  # the weights say it
-    if task is not None:
-        return task.tokenizer.vocab_size
-    recorded = runs.recorded_count(run, "vocab_size", "export")
-    if recorded is None and is_built_in(config.task):
-        runs.check_task_named("export", run)
-        return load(config.task).tokenizer.vocab_size
-    if recorded is None:
+def _check_out(run: Path, out: Path) -> None:
+    """Raise if a model would be written among the files of a run, also through a link."""
+    place, own = out.resolve(), [(run / name).resolve() for name in _OWN]
+    inside = any(place == each or each in place.parents for each in own)
+    if inside or place == run.resolve() or sources.is_run(place):
         raise ValueError(
-            f"export expects vocab_size in {run / runs.ENVIRONMENT}, as runs write it since 0.1.0, "
-            f"got none; in Python, task= gives the run's task."
+            f"export expects --out to be a new folder or file, or that of an earlier export, got "
+            f"{out}, where a run's own files are; {run / 'model'} would do."
         )
-    return recorded
+
+
+def _recorded_files(run: Path, options: TrainConfig, task: TaskLike | None) -> Mapping[str, bytes]:
+    """Return the files of the tokenizer that a run's task had; none of a task is run."""
+    place = run / runs.TOKENIZER
+    if task is not None:
+        return tokenizer_files(check_task("export", task).tokenizer)
+    if place.is_dir() and not place.is_symlink():
+        there = [place / name for name in FILES if (place / name).is_file()]
+        # A link in a stranger's run could lead to any file, which would go out with the model.
+        return {
+            each.name: read_text("export", each, _MOST_BYTES).encode()
+            for each in there
+            if not each.is_symlink()
+        }
+    facts = runs.read_facts(run, "export")
+    if "task_object" in facts or not is_built_in(options.task):
+        return {}
+    return tokenizer_files(load(options.task).tokenizer)
+
+
+def _ends(folder: Path) -> list[int]:
+    """Return the tokens that end a completion, as the files of a tokenizer say."""
+    if not (folder / GENERATION).exists():
+        return []
+    found = read_json("export", folder / GENERATION, _MOST_BYTES).get("eos_token_id")
+    ends = found if isinstance(found, list) else [found]
+    return [end for end in ends if type(end) is int]
+
+
+def _lacking(out: Path, files: Mapping[str, bytes]) -> str:
+    """Return what an export of a model that began from nothing lacks, "" if nothing."""
+    if out.suffix == ".gguf":
+        return (
+            f"{out} has no tokenizer, and llama.cpp needs one: export to a folder, and let "
+            f"llama.cpp's convert_hf_to_gguf.py convert it."
+        )
+    if "tokenizer.json" in files or "tokenizer.model" in files or "vocab.json" in files:
+        return ""
+    end = "" if files else " It does not say which token ends a text either."
+    return (
+        f"{out} has no tokenizer: that of the run's task has no files(), which returns those for "
+        f"transformers (docs/models.md).{end} In Python, export(..., task=) takes a task that has."
+    )

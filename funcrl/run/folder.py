@@ -75,7 +75,7 @@ class Traces:
     Make it before anything is written there.
     """
 
-    _FOLDERS = (runs.CHECKPOINTS, runs.REFERENCE)
+    _FOLDERS = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)
     _FILES = (
         runs.CONFIG, runs.ENVIRONMENT, runs.METRICS, runs.COMPLETIONS, runs.CHANGES, ".lock",
     )  # fmt: skip
@@ -145,8 +145,24 @@ class Claim:
         os.close(self._file)
 
 
-def write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
-    """Write a run's configuration and the facts about its machine and task."""
+def write_facts(
+    folder: Path, config: TrainConfig, facts: Mapping[str, str], tokenizer: Mapping[str, bytes]
+) -> None:
+    """Write a run's configuration, the facts about its machine and task, and its tokenizer.
+
+    Args:
+        folder: the run's.
+        config: the run's.
+        facts: for environment.json.
+        tokenizer: files by name, none where the run's model has them.
+    """
+    for name, content in tokenizer.items():
+        place = folder / runs.TOKENIZER
+        if place.is_symlink():  # which could lead anywhere
+            raise OSError(f"train expects {place} to be a folder, got a link.")
+        place.mkdir(exist_ok=True)
+        with whole_file(place / name) as file:
+            file.write(content)
     plain = configs.to_plain(config)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_whole(folder / runs.CONFIG, text)

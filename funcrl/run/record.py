@@ -39,15 +39,18 @@ class Record:
         view: shows the run.
         command: that started the run, for environment.json.
         facts: for environment.json, too.
+        tokenizer: the files of the task's tokenizer, by name, where the model has none of its own.
     """
 
     def __init__(
         self, config: TrainConfig, folder: Path, title: str, view: View,
         command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.note, self._config = folder, view.note, config
         self._display = _Display(view, f"{title} in {config.run_dir}")
         self._progress: Progress | None = None
+        self._tokenizer = tokenizer or {}
         self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._traces = Traces(folder)
@@ -66,24 +69,32 @@ class Record:
             raise RuntimeError("Record expects begin or resumed first.")
         return self._progress
 
-    def resumed(self, like: TrainState) -> int | None:
-        """Resume from the newest good checkpoint and return its step; None if there is none."""
+    def resumed(self, like: TrainState, needs_reference: bool = False) -> int | None:
+        """Resume from the newest good checkpoint and return its step; None if there is none.
+
+        Args:
+            like: a state of the run's structure.
+            needs_reference: whether the policy of step 0 is needed, for a KL penalty.
+        """
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is None:
             # From here on `--resume` finds a run in the folder, even before its first step.
-            write_facts(self.folder, self._config, self._facts)
+            write_facts(self.folder, self._config, self._facts, self._tokenizer)
             return None
         was = runs.read_facts(self.folder, "train")
         self._facts |= {name: was[name] for name in _OF_A_FORK if name in was}
-        self._go_on(self.folder, found)
+        self._go_on(self.folder, found, needs_reference)
         self._progress = Progress(found.step, found.state, found.extra["row"])
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
-    def forked(self, parent: Path, like: TrainState) -> int:
+    def forked(self, parent: Path, like: TrainState, needs_reference: bool = False) -> int:
         """Begin as another run's newest good checkpoint, and return its step.
 
-        The parent's folder is read, and nothing is written there.
+        Args:
+            parent: the folder of that run, which is read alone.
+            like: a state of the structure of both.
+            needs_reference: as for `resumed`.
         """
         state, extra = restore(parent / runs.CHECKPOINTS, like)
         step = extra.get("step")
@@ -91,7 +102,7 @@ class Record:
         self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(step)), strict=True))
         # The seed is an option, which a fork may change.
         found = found._replace(state=state._replace(seed=like.seed))
-        self._go_on(parent, found)
+        self._go_on(parent, found, needs_reference)
         if (parent / runs.REFERENCE).exists():
             params = dict(like.params)
             save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
@@ -102,15 +113,15 @@ class Record:
         self.note(f"Began {self.folder} as {parent} was after step {found.step}.")
         return found.step
 
-    def _go_on(self, source: Path, found: Restored) -> None:
+    def _go_on(self, source: Path, found: Restored, needs_reference: bool) -> None:
         """Write down what is known before the first step that follows a checkpoint in `source`."""
-        _check_goes_on(self._config, source, found)
+        _check_goes_on(self._config, source, found, needs_reference)
         changes = changes_since(source, self._config, self._facts, found.step)
         for line in describe_changes(self._config, changes):
             self.note(line)
         _take_lines_until(self.folder, source, found.extra["row"], self.note)
         write_changes(self.folder, source, found.step, changes)
-        write_facts(self.folder, self._config, self._facts)
+        write_facts(self.folder, self._config, self._facts, self._tokenizer)
         self._display.start(self.folder, self._config, found.step)
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
@@ -236,7 +247,9 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
     return dict(found)
 
 
-def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
+def _check_goes_on(
+    config: TrainConfig, folder: Path, found: Restored, needs_reference: bool
+) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
     step, row = found.step, found.extra.get("row")
     if not isinstance(row, dict) or row.get("step") != step:
@@ -249,10 +262,10 @@ def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
             f"train expects --steps of at least {step}, which {folder} has done, got "
             f"{config.steps}."
         )
-    if step and config.algorithm.kl and not (folder / runs.REFERENCE).exists():
+    if step and needs_reference and not (folder / runs.REFERENCE).exists():
         raise ValueError(
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
-            f"no reference policy, got {config.algorithm.kl}."
+            f"no reference policy, got a KL penalty."
         )
 
 
