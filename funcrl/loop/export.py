@@ -1,21 +1,28 @@
 """Writes the model that a run has trained."""
 
+import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
+from funcrl.core.files import whole_file
 from funcrl.core.reading import read_json, read_text
 from funcrl.core.terminal import warn_safely
 from funcrl.loop import sources
+from funcrl.models import Transformer
+from funcrl.models.functional import bind
+from funcrl.models.logits import is_of_transformers
 from funcrl.run import runs
 from funcrl.tasks import check_task, is_built_in, load
 from funcrl.tasks.contracts import TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.tasks.watch import Note
 from funcrl.weights import save_params
-from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
+from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer, special_tokens
+from funcrl.weights.tokenizer import tokenizer_files as source_files
 
 _OWN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)  # folders of a run that only it writes to
 _MOST_BYTES = 1 << 28  # of a file of a tokenizer
@@ -47,22 +54,42 @@ def export(run: Path, out: Path, task: TaskLike | None = None, note: Note = warn
         True
     """
     _check_out(run, out)
+    to_gguf = out.suffix == ".gguf"
     network = sources.network_of_run("export", run, task)
+    if not (isinstance(network, Transformer) or (is_of_transformers(network) and not to_gguf)):
+        raise ValueError(
+            f"export expects a Transformer, or a folder for a model of transformers, got "
+            f"{type(network).__name__} and {out}; funcrl.load_run({str(run)!r}) gives its "
+            f"parameters."
+        )
     _, params = sources.params_of_run("export", run, network)
     options = sources.options_of_run("export", "--run", run)
-    place = sources.tokenizer_place("export", options)
-    if place is not None:
-        return save_params(out, network, params, tokenizer=place)
-    files = _recorded_files(run, options, task)
-    lacking = _lacking(out, files)
-    if lacking:
-        note(lacking)
+    place, ends = sources.tokenizer_place("export", options), []
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
-        whole = out.suffix != ".gguf" and has_tokenizer(Path(folder))
-        tokenizer = Path(folder) if whole else None
-        return save_params(out, network, params, tokenizer=tokenizer, ends=_ends(Path(folder)))
+        if place is None:
+            files = _recorded_files(run, options, task)
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            ends = _ends(Path(folder))
+            place = Path(folder) if has_tokenizer(Path(folder)) and not to_gguf else None
+            if place is None:
+                note(_lacking(out, bool(ends)))
+        if isinstance(network, Transformer):
+            return save_params(out, network, params, tokenizer=place, ends=ends)
+        return _save_module(out, bind(network, params), place, ends)
+
+
+def _save_module(out: Path, network: Any, place: Path | None, ends: Sequence[int]) -> Path:
+    """Write a model of transformers, with what a tokenizer's folder has; return the folder."""
+    network.save_pretrained(out)
+    files = {} if place is None else source_files(place)
+    said = special_tokens(place, ends)
+    if ends and GENERATION not in files:
+        files[GENERATION] = json.dumps(said, indent=2).encode()
+    for name, content in files.items():
+        with whole_file(out / name) as file:
+            file.write(content)
+    return out
 
 
 def _check_out(run: Path, out: Path) -> None:
@@ -104,16 +131,14 @@ def _ends(folder: Path) -> list[int]:
     return [end for end in ends if type(end) is int]
 
 
-def _lacking(out: Path, files: Mapping[str, bytes]) -> str:
-    """Return what an export of a model that began from nothing lacks, "" if nothing."""
+def _lacking(out: Path, says_end: bool) -> str:
+    """Return what an export without a tokenizer lacks, and what to do about it."""
     if out.suffix == ".gguf":
         return (
             f"{out} has no tokenizer, and llama.cpp needs one: export to a folder, and let "
             f"llama.cpp's convert_hf_to_gguf.py convert it."
         )
-    if "tokenizer.json" in files or "tokenizer.model" in files or "vocab.json" in files:
-        return ""
-    end = "" if files else " It does not say which token ends a text either."
+    end = "" if says_end else " It does not say which token ends a text either."
     return (
         f"{out} has no tokenizer: that of the run's task has no files(), which returns those for "
         f"transformers (docs/models.md).{end} In Python, export(..., task=) takes a task that has."
