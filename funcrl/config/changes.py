@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funcrl.config.plain import to_plain
 from funcrl.config.training import TrainConfig
+from funcrl.core.arguments import checked
 
 # What a resumed run may change: an option, or a group of them. All others say what is trained, and
 # with what; a run keeps them, so that its configuration is true of every step.
@@ -37,8 +38,20 @@ class Change(NamedTuple):
         return any(f"{self.option}.".startswith(f"{name}.") for name in MAY_CHANGE)
 
 
+@checked
 def changed_options(before: TrainConfig, after: TrainConfig) -> list[Change]:
-    """Return the options that two configurations of a run differ in, but for where it lies."""
+    """Return the options that two configurations of a run differ in, but for where it lies.
+
+    Args:
+        before: a configuration.
+        after: another one.
+
+    Example:
+        >>> from funcrl.config import TrainConfig, changed_options
+        >>> [change] = changed_options(TrainConfig(), TrainConfig(seed=1))
+        >>> change, change.is_allowed
+        (Change(option='seed', before=0, after=1), False)
+    """
     return [each for each in _differences(before, after, "") if each.option != "run-dir"]
 
 

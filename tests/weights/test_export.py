@@ -165,3 +165,25 @@ def test_a_link_in_a_strangers_run_is_not_followed(run, tmp_path):
     assert not (out / "tokenizer.json").exists()
     assert "has no tokenizer" in notes[0]
     assert Path(out / "config.json").exists()
+
+
+OWN = """
+import transformers
+
+def llama(vocab_size):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, attn_implementation="eager"))
+"""
+
+
+@pytest.mark.slow
+def test_a_network_of_transformers_leaves_with_the_tasks_tokenizer(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    config = tiny(tmp_path / "run", model=f"{tmp_path / 'own.py'}:llama")
+    funcrl.train(replace(config, warm_start=WarmStartConfig(steps=0)))
+    out = funcrl.export(tmp_path / "run", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    end = SumDigits().tokenizer.end
+    assert model.generation_config.eos_token_id == end  # and not 2, Llama's own
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == end
