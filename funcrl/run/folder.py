@@ -84,10 +84,11 @@ class Traces:
         self._folder, self._missing = folder, missing_folders(folder)
         paths = [folder / name for name in (*self._FOLDERS, *self._FILES)]
         self._there = [each for each in paths if os.path.lexists(each)]
+        # Files of lines, which may be long, are not kept: of them a start only drops or adds what
+        # the next one would as well.
+        small = [folder / name for name in (runs.CONFIG, runs.ENVIRONMENT)]
         self._contents = {
-            each: each.read_bytes()
-            for each in self._there
-            if each.name != ".lock" and each.is_file() and not each.is_symlink()
+            each: each.read_bytes() for each in small if each.is_file() and not each.is_symlink()
         }
 
     def remove(self) -> None:
