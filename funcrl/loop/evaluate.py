@@ -195,7 +195,7 @@ def _grade(
     finally:
         if out is not None:
             rows = to_completions(completed, graded, step, count=len(completed.texts))
-            runs.append_lines(out, [row._asdict() for row in rows])
+            runs.append_lines(out, [row.to_row() for row in rows])
     return graded
 
 

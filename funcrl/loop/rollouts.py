@@ -1,5 +1,6 @@
 """From prompts to a rollout: generate, reward, and put into rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, SupportsFloat
@@ -228,8 +229,18 @@ def accuracies(task: TaskLike, graded: Graded) -> Tensor:
 
 
 @checked
-def to_completions(completed: Completed, graded: Graded, step: int, count: int) -> list[Completion]:
+def to_completions(
+    completed: Completed, graded: Graded, step: int, count: int, advantages: Tensor | None = None
+) -> list[Completion]:
     """Return the first `count` completions as lines of completions.jsonl.
+
+    Args:
+        completed: B completions.
+        graded: their rewards.
+        step: of the run.
+        count: how many; all of them where there are fewer.
+        advantages: [B], NaN for a completion that is not trained on; none are recorded when left
+            out.
 
     Example:
         >>> import funcrl
@@ -242,6 +253,8 @@ def to_completions(completed: Completed, graded: Graded, step: int, count: int) 
         >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
         1
     """
+    unknown = [math.nan] * len(completed.texts)
+    known = unknown if advantages is None else advantages.tolist()
     return [
         Completion(
             step=step,
@@ -252,6 +265,7 @@ def to_completions(completed: Completed, graded: Graded, step: int, count: int) 
             rewards={name: values[row].item() for name, values in graded.rewards.items()},
             finish_reason=completed.samples.finish_reasons[row],
             policy_version=completed.samples.policy_version,
+            advantage=None if math.isnan(known[row]) else known[row],
         )
         for row in range(min(count, len(completed.texts)))
     ]

@@ -13,6 +13,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
 from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
@@ -200,6 +201,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         rolled = _roll(config, parts, index)
         for line in _left_out(rolled, index):
             record.note(line)
+        seen = _completions_to_record(config, parts, state.params, rolled, index)
         rewarded = time.perf_counter()
         if parts.donates:
             record.give_up_state()
@@ -214,7 +216,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             row |= _accuracy(config, parts, policy, index, held_out)
-        record.advance(state, row, _completions_to_record(config, rolled, index))
+        record.advance(state, row, seen)
         if stop() and index < config.steps:
             raise KeyboardInterrupt
 
@@ -334,10 +336,14 @@ def _accuracy(
     }
 
 
-def _completions_to_record(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
+def _completions_to_record(
+    config: TrainConfig, parts: Parts, params: Params, rolled: Rolled, index: int
+) -> list[Completion]:
     """Return the completions to record: some of the first prompts, every few steps."""
+    completed, graded, rollout, _ = rolled
+    advantages = advantages_of(parts.algorithm, completed, graded, rollout)
     if index != 1 and index % config.log.completions_every and index != config.steps:
-        count = 1
-    else:
-        count = config.log.num_completions
-    return to_completions(rolled.completed, rolled.graded, index, count)
+        return to_completions(completed, graded, index, 1, advantages)
+    rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
+    tokens = tokens_of_first(parts, params, completed, rollout, config.length_multiple)
+    return [rows[0]._replace(**tokens), *rows[1:]]

@@ -47,6 +47,16 @@ class Completion(NamedTuple):
     rewards: dict[str, float]
     finish_reason: str
     policy_version: int
+    advantage: float | None = None  # the algorithm's; None where the step does not train on it
+    # Of some completions, each token's text, and its log-probability as the generator and the
+    # trainer computed it with the same parameters; None for a token that was not sampled.
+    tokens: list[str] | None = None
+    logprobs: list[float | None] | None = None
+    trainer_logprobs: list[float | None] | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the fields that have a value."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
