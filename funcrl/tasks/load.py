@@ -1,13 +1,7 @@
 """Loads a task by the name that a user types."""
 
-import importlib
-import importlib.util
-import inspect
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 from funcrl.core.arguments import checked
 from funcrl.tasks.adapt import check_task, check_tokenizer
@@ -17,6 +11,7 @@ from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.countdown import Countdown
 from funcrl.tasks.gsm8k import Gsm8k
 from funcrl.tasks.gym import ReasoningGym
+from funcrl.tasks.named import arguments_taken, import_named, named_file
 from funcrl.tasks.sum_digits import SumDigits
 from funcrl.weights import sources
 
@@ -73,8 +68,7 @@ def load(name: str, tokenizer: TokenizerLike | None = None) -> Task:
     model_tokenizer = None if tokenizer is None else check_tokenizer("load", tokenizer)
     if is_built_in(name):
         return check_task("load", TASKS[family](argument, model_tokenizer))
-    place, _, attribute = name.rpartition(":")
-    return check_task("load", _load_own(name, place, attribute, model_tokenizer))
+    return check_task("load", _load_own(name, model_tokenizer))
 
 
 @checked
@@ -110,12 +104,7 @@ def source_file(name: str) -> Path | None:
         >>> source_file("sum_digits"), source_file("funcrl.tasks.sum_digits:SumDigits").name
         (None, 'sum_digits.py')
     """
-    if is_built_in(name):
-        return None
-    place = name.rpartition(":")[0]
-    if place.endswith(".py"):
-        return _existing_file(name, place).resolve()
-    return _module_file(place) or Path(f"the module {place}")
+    return None if is_built_in(name) else named_file("--task", name)
 
 
 def _whole_number(name: str, text: str, default: int) -> int:
@@ -133,13 +122,10 @@ def _needed_tokenizer(name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _load_own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None) -> TaskLike:
-    module = _module(name, place)
-    if not hasattr(module, attribute):
-        raise ValueError(f"load expects --task {name} to name an object, got none in {place}.")
-    found = getattr(module, attribute)
+def _load_own(name: str, tokenizer: Tokenizer | None) -> TaskLike:
+    found = import_named("--task", name)
     is_task = not isinstance(found, type) and hasattr(found, "reward")
-    takes = not is_task and "tokenizer" in inspect.signature(found).parameters
+    takes = not is_task and arguments_taken(found, ["tokenizer"])
     if takes:
         return found(tokenizer=tokenizer)
     if tokenizer is not None:
@@ -148,61 +134,3 @@ def _load_own(name: str, place: str, attribute: str, tokenizer: Tokenizer | None
             f"`tokenizer`, got a task with one of its own."
         )
     return found if is_task else found()
-
-
-def _module(name: str, place: str) -> ModuleType:
-    """Import a file, or a module, with its own folder in `sys.path` as Python would."""
-    is_file = place.endswith(".py")
-    path = _existing_file(name, place) if is_file else Path(place)
-    folder = str(path.resolve().parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return _run_file(path) if is_file else importlib.import_module(place)
-    except ImportError as error:
-        raise ImportError(f"load could not import --task {name}: {error}.") from error
-
-
-def _run_file(path: Path) -> ModuleType:
-    # Under a name of its own: a task in random.py must not become everyone's `random`.
-    spec = importlib.util.spec_from_file_location(f"funcrl_task_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and pickles look for it
-    # Compile the file itself, and do not use what __pycache__ holds.
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    return module
-
-
-def _existing_file(name: str, place: str) -> Path:
-    path = Path(place)
-    if not path.is_file():
-        raise FileNotFoundError(f"load expects --task {name} to name a file, got none at {path}.")
-    return path
-
-
-def _module_file(name: str) -> Path | None:
-    """Return the file that importing a module would run, without importing what it lies in."""
-    if name in sys.modules:
-        file = getattr(sys.modules[name], "__file__", None)
-        return None if file is None else Path(file).resolve()
-    here, path, spec = str(Path.cwd()), list(sys.path), None
-    if here not in path:
-        path.insert(0, here)  # as `_module` does
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        spec = _spec(".".join(parts[:end]), path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or [])
-    found = spec is not None and spec.has_location and spec.origin is not None
-    return Path(str(spec.origin)).resolve() if spec is not None and found else None
-
-
-def _spec(name: str, path: list[str]) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec
-    return None

@@ -146,7 +146,7 @@ class VLLM:
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
-        check_prompts(prompts, sampling, self._model, self._setup.decode, self.context_length)
+        check_prompts(prompts, sampling, self._model.config.vocab_size, self._setup.decode, self.context_length)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         self.wake()
         samples = self._guarded("generate", lambda: engine.generate(prompts, sampling, seed))
@@ -157,7 +157,7 @@ class VLLM:
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
         engine = self._running("score")
-        check_prompts(prompts, Sampling(), self._model, None, self.context_length)
+        check_prompts(prompts, Sampling(), self._model.config.vocab_size, None, self.context_length)
         self.wake()
         return self._guarded("score", lambda: engine.score(prompts))
 
