@@ -14,7 +14,7 @@ from funcrl.weights import save_params
 
 
 @checked
-def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
+def export(run: str | Path, out: str | Path, task: TaskLike | None = None) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
     The run's task is not loaded.
@@ -37,6 +37,7 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
+    run = Path(run)
     # Nothing is generated or compiled here, and no GPU is needed.
     config = replace(options_of_run("export", "--run", run), device="cpu", compile=None)
     parts = learner(config, _vocab_size(config, run, task), function="export")

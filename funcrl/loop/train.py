@@ -1,10 +1,11 @@
 """The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from funcrl.loop.rollouts import (
     to_completions,
     to_rollout,
 )
+from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
 from funcrl.rl import metrics
@@ -35,7 +37,7 @@ from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import RECORDED, check_run, remember, task_code
-from funcrl.run.views import SilentView, View
+from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike
 from funcrl.tasks.watch import Note
 
@@ -52,19 +54,12 @@ class Rolled(NamedTuple):
     numbers: dict[str, float]
 
 
-class Trained(NamedTuple):
-    """The result of a run."""
-
-    state: TrainState
-    history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
-
-
 @checked
 def train(
     config: TrainConfig,
     *,
     task: TaskLike | None = None,
-    view: View | None = None,
+    view: View | Literal["live"] | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
@@ -78,7 +73,8 @@ def train(
     Args:
         config: the whole configuration; its `run_dir` must be given.
         task: in place of the one that `config.task` names.
-        view: shows the run; nothing when left out.
+        view: shows the run; nothing when left out. "live" shows it as the command line does: in a
+            notebook or on a terminal an output that is drawn again, anywhere else plain lines.
         resume: go on with the run in `config.run_dir`.
         command: what started the run, for its environment.json.
         stop: called after each step; True saves and raises `KeyboardInterrupt`.
@@ -99,7 +95,7 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
-    view = view or SilentView()
+    view = view_for(sys.stdout) if view == "live" else view or SilentView()
     folder = open_folder(config.run_dir, resume)
     if task is None:
         runs.check_task_named("train", folder)
@@ -124,7 +120,7 @@ def train(
                 record.close()
             finally:  # even where nobody reads what the view prints last
                 parts.generator.close()
-    return Trained(record.progress.state, runs.read_history(folder))
+    return Trained(record.progress.state, runs.read_history(folder), folder)
 
 
 def _facts(config: TrainConfig, parts: Parts, task: TaskLike | None, note: Note) -> dict[str, str]:

@@ -59,7 +59,7 @@ class Completion(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
+def read_facts(folder: str | Path, function: str = "read_facts") -> dict[str, str]:
     """Return the facts that a run recorded about its machine and its task; none without a file.
 
     Args:
@@ -72,7 +72,7 @@ def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
         >>> runs.read_facts(pathlib.Path(tempfile.mkdtemp()))
         {}
     """
-    path = folder / ENVIRONMENT
+    path = Path(folder) / ENVIRONMENT
     facts = read_json(function, path, _MOST_FACTS) if path.exists() else {}
     for name, value in facts.items():
         if not isinstance(value, str):
@@ -104,7 +104,7 @@ def check_task_named(function: str, folder: Path) -> None:
         )
 
 
-def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_lines(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append one JSON object a line; numbers that JSON cannot write become null.
 
     Example:
@@ -132,7 +132,7 @@ def sync_lines(folder: Path) -> None:
             sync(path)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; none when there is no file.
 
     A last line that a crash cut off is left out. A broken line before it means that something
@@ -146,7 +146,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         >>> runs.read_lines(path)
         [{'step': 1}]
     """
-    return [row for _, row in each_line("read_lines", path)]
+    return [row for _, row in each_line("read_lines", Path(path))]
 
 
 def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -187,7 +187,7 @@ def step_of(function: str, path: Path, number: int, row: Mapping[str, Any]) -> i
     return step
 
 
-def read_history(folder: Path) -> list[dict[str, Any]]:
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's steps; null in the file, for numbers not finite, is NaN.
 
     Example:
@@ -198,7 +198,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         >>> runs.read_history(folder)
         [{'step': 1, 'loss': nan}]
     """
-    rows = read_lines(folder / METRICS)
+    rows = read_lines(Path(folder) / METRICS)
     return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
 
 

@@ -125,7 +125,7 @@ def _end_of_turn(tokenizer: Any) -> int:
 
 
 @checked
-def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
+def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 
     Args:
@@ -139,6 +139,7 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
         Traceback (most recent call last):
         FileNotFoundError: load_tokenizer expects a folder or a .gguf file, got no/such/model.
     """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"

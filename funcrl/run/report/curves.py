@@ -1,7 +1,7 @@
 """The curves of a page: a picture of each panel, with its values for the pointer to find."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcrl.run.report.markup import data, plain, text
@@ -12,6 +12,7 @@ from funcrl.run.report.plots import (
     MOST_OTHERS,
     OTHERS,
     Drawn,
+    Panel,
     Run,
     constants,
     draw,
@@ -28,14 +29,16 @@ _FEWEST_POINTS = 50  # of a line
 SavePicture = Callable[[str, bytes], None]
 
 
-def section(runs: Sequence[Run], save: SavePicture) -> str:
-    """Return all groups of curves; a picture of each group is saved by its name.
+def section(runs: Sequence[Run], save: SavePicture | None = None, only: Sequence[str] = ()) -> str:
+    """Return groups of curves.
 
     Args:
         runs: one, or several to compare.
-        save: called with the name of a file and its content.
+        save: called with the name of a picture's file and its content, for each group.
+        only: the groups to draw, all when left out.
     """
     found = groups(runs)
+    found = {group: panels for group, panels in found.items() if not only or group in only}
     if not found:
         return "<h2>Curves</h2><p>No step has been logged yet.</p>"
     drawn = {group: panels[:MOST_OTHERS] if group == OTHERS else panels
@@ -45,29 +48,19 @@ def section(runs: Sequence[Run], save: SavePicture) -> str:
     parts, values = [], []
     for group, panels in drawn.items():
         name = group.lower().replace(" ", "_")
-        png = io.BytesIO()
-        # A picture of many panels side by side would be too wide to read.
-        draw(panels[:4], runs).savefig(png, format="png", dpi=150)
-        save(f"{name}.png", png.getvalue())
+        if save is not None:
+            png = io.BytesIO()
+            # A picture of many panels side by side would be too wide to read.
+            draw(panels[:4], runs).savefig(png, format="png", dpi=150)
+            save(f"{name}.png", png.getvalue())
         figures = []
         for number, panel in enumerate(panels):
             one = draw_one(panel, runs, f"{name}_{number}", most)
             figures.append(f'<figure data-panel="{len(values)}">{one.svg}</figure>')
             values.append(_for_the_pointer(one, runs))
         parts += [f"<h2>{group}</h2>", f'<div class="curves">{"".join(figures)}</div>']
-    parts += [f"<p>{line}</p>" for line in _remarks(runs, len(found.get(OTHERS, ())))]
+    parts += [f"<p>{line}</p>" for line in _remarks(runs, found)]
     return "\n".join([*parts, data("curves-data", values)])
-
-
-def still_curves(run: Run, names: Sequence[str]) -> str:
-    """Return some groups of curves as pictures alone, without a script."""
-    figures = [
-        f"<figure>{draw_one(panel, [run], f'{run.name}-{group}-{number}', 2).svg}</figure>"
-        for group, panels in groups([run]).items()
-        if group in names
-        for number, panel in enumerate(panels)
-    ]
-    return f'<div class="curves">{"".join(figures)}</div>'
 
 
 def _for_the_pointer(drawn: Drawn, runs: Sequence[Run]) -> dict[str, Any]:
@@ -81,12 +74,12 @@ def _for_the_pointer(drawn: Drawn, runs: Sequence[Run]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _remarks(runs: Sequence[Run], num_others: int) -> list[str]:
-    """Return sentences about what is not drawn, and how the rest is."""
-    lines = []
+def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[str]:
+    """Return sentences about what is not drawn of groups, and how the rest is."""
+    lines, num_others = [], len(found.get(OTHERS, ()))
     for run in runs:
         count = len(rewards(run.metrics))
-        if count > MOST_LINES:
+        if count > MOST_LINES and "Rewards" in found:
             lines.append(f"{MOST_LINES} of the {count} rewards of {text(run.name)} are drawn.")
     if num_others > MOST_OTHERS:
         lines.append(f"{MOST_OTHERS} of the {num_others} other metrics are drawn.")

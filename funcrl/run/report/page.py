@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,12 @@ from funcrl.run.report.run import read_run
 from funcrl.run.runs import CONFIG, ENVIRONMENT
 
 _HERE = Path(__file__).parent
+_MAIN = ("Learning curve", "Policy")  # groups of curves
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: str | Path) -> Path:
     """Write RUN/report.html and RUN/plots/*.png, and return the page's path."""
+    run = Path(run)
     read = read_run(run)
     subject = " · ".join(
         str(read.config[name]) for name in ("task", "model") if name in read.config
@@ -35,11 +38,12 @@ def write_report(run: Path) -> Path:
     return _write(run / "report.html", read.name, parts)
 
 
-def write_comparison(runs: Sequence[Path], out: Path) -> Path:
+def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Write out/report.html and out/plots/*.png about several runs, and return the page's path."""
     if len(runs) < 2:
         raise ValueError(f"write_comparison expects at least two runs, got {len(runs)}.")
-    read = _uniquely_named([read_run(run) for run in runs])
+    read = _uniquely_named([read_run(Path(run)) for run in runs])
+    out = Path(out)
     numbers = [headline(run) for run in read]
     columns = list(dict.fromkeys(name for row in numbers for name in row))
     cells = [[run.name, *(row.get(name, "") for name in columns)]
@@ -97,8 +101,29 @@ def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return options
 
 
+def to_frame(run: str | Path) -> str:
+    """Return the main curves and the completions of a run as HTML for a notebook.
+
+    They are in a frame of their own, whose style and script do not reach the notebook.
+    """
+    read = read_run(Path(run))
+    parts = [
+        strip(headline(read)), _warm_start(read),
+        curves.section([read], only=_MAIN), completions.section(read),
+    ]  # fmt: skip
+    page = html.escape(_page(read.name, parts))
+    size = 'style="width: 100%; height: 36rem; border: 0"'
+    return f'<iframe sandbox="allow-scripts" {size} srcdoc="{page}"></iframe>'
+
+
 def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
+    _save(path, _page(title, parts).encode(errors="backslashreplace"))
+    return path
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
     script = (_HERE / "page.js").read_text(encoding="utf-8")
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # The browser runs this script and no other, and fetches nothing, whatever a run has in it.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -106,16 +131,9 @@ def _write(path: Path, title: str, parts: Sequence[str]) -> Path:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style()}</style></head><body>"
+        f"<style>{style}</style></head><body>"
     )
-    page = "\n".join([head, *parts, f"<script>{script}</script></body></html>"])
-    _save(path, page.encode(errors="backslashreplace"))
-    return path
-
-
-def style() -> str:
-    """Return the page's style sheet."""
-    return (_HERE / "page.css").read_text(encoding="utf-8")
+    return "\n".join([head, *parts, f"<script>{script}</script></body></html>"])
 
 
 def _saver(folder: Path) -> curves.SavePicture:
