@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from funcrl.core.terminal import print_safely
 from funcrl.run.pace import SHOWN, Pace, short, visible
@@ -30,7 +31,8 @@ class NotebookView:
 
     def __init__(self, every: float = 0.5) -> None:
         self._every, self._last = every, -math.inf
-        self._pace, self._title, self._handle = Pace(0, 0), "", None
+        self._pace, self._title = Pace(0, 0), ""
+        self._handle: Any = None
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _COLORS}
         self._shown: tuple[Row, Completion | None] | None = None
 
@@ -49,7 +51,7 @@ class NotebookView:
         now = time.monotonic()
         if now - self._last >= self._every:
             self._last = now
-            self._draw(self._html())
+            self._draw(self._html(row, completion))
 
     def note(self, text: str) -> None:
         """Print the line below."""
@@ -58,7 +60,7 @@ class NotebookView:
     def close(self) -> None:
         """Draw the last step."""
         if self._shown is not None:
-            self._draw(self._html())
+            self._draw(self._html(*self._shown))
 
     def _draw(self, content: str) -> None:
         from IPython.display import HTML, display  # only in a notebook, which brings it
@@ -68,13 +70,12 @@ class NotebookView:
         else:
             self._handle.update(HTML(content))
 
-    def _html(self) -> str:
-        assert self._shown is not None
-        row, completion = self._shown
+    def _html(self, row: Row, completion: Completion | None) -> str:
         total = max(self._pace.total, 1)
         last = {name: points[-1][1] for name, points in self._curves.items() if points}
-        numbers = {label: short((row | last)[name]) for name, label in SHOWN.items()
-                   if (row | last).get(name) is not None}  # fmt: skip
+        known = {**row, **last}
+        numbers = {label: short(known[name]) for name, label in SHOWN.items()
+                   if known.get(name) is not None}  # fmt: skip
         cells = "&emsp;".join(f"{text(label)} <b>{value}</b>" for label, value in numbers.items())
         parts = [
             f"<b>{text(self._title)}</b>",

@@ -45,7 +45,8 @@ def section(runs: Sequence[Run], save: SavePicture | None = None, only: Sequence
              for group, panels in found.items()}  # fmt: skip
     num_lines = sum(len(panel.names) for panels in drawn.values() for panel in panels)
     most = max(_MOST_POINTS // max(num_lines * len(runs), 1), _FEWEST_POINTS)
-    parts, values = [], []
+    parts: list[str] = []
+    values: list[dict[str, Any]] = []
     for group, panels in drawn.items():
         name = group.lower().replace(" ", "_")
         if save is not None:
