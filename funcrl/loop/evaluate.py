@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
-from funcrl.loop.build import build, defaults, first_params, options_of_run, trained_params
+from funcrl.loop.build import Parts, build, first_params, trained_like
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.rollouts import (
@@ -26,6 +26,7 @@ from funcrl.loop.rollouts import (
     grade,
     to_completions,
 )
+from funcrl.loop.sources import defaults, options_of_run, trained_params
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks.contracts import Task, TaskLike
@@ -54,6 +55,7 @@ def evaluate(
     config: EvalConfig,
     *,
     task: TaskLike | None = None,
+    parts: Parts | None = None,
     trust: bool = False,
     note: Note = warn_safely,
 ) -> Evaluation:
@@ -66,6 +68,8 @@ def evaluate(
     Args:
         config: what to evaluate, and how.
         task: in place of the one that the configuration names.
+        parts: of a run that was given parts as objects: those that it was given. Their generator
+            stays open.
         trust: run the code of the run's task although it is not what the run began with, or this
             account has not run it before (docs/security.md).
         note: is called with lines about the code that is run, and about what the task has changed.
@@ -79,6 +83,8 @@ def evaluate(
     """
     if task is not None and config.task is not None:
         raise ValueError(f"evaluate expects task= or --task, got both ({config.task}).")
+    if parts is not None and (task is not None or config.task is not None):
+        raise ValueError("evaluate expects parts=, which have a task, or another task, got both.")
     if config.out is not None and config.out.exists():
         raise FileExistsError(f"evaluate expects --out to be a new file, got {config.out}.")
     for file in (config.out, config.json):
@@ -89,10 +95,16 @@ def evaluate(
     options = _options(config, task)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if config.run is not None and config.task is None:
-        for line in check_run("evaluate", options, config.run, task, trust):
+    given = set() if parts is None else {*parts.replaced}
+    if task is not None or config.task is not None:  # another task than the run's
+        given.add("task")
+    if config.run is not None:
+        for line in check_run("evaluate", options, config.run, given, trust):
             note(line)
-    parts = build(options, task, function="evaluate", note=note)
+        runs.check_given("evaluate", config.run, {"task", "model", "model_fn"} - given)
+    own_generator = parts is None
+    if parts is None:
+        parts = build(options, task, function="evaluate", note=note)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
@@ -101,10 +113,10 @@ def evaluate(
         )
     sampling = _sampling(config, options)
     if config.run is None:
-        step, params = 0, first_params(options, parts)
+        step, params = 0, first_params(parts)
     else:
-        step, params = trained_params(options, parts, config.run)
-    with closing(parts.generator) as generator:
+        step, params = trained_params(config.run, trained_like(parts))
+    with closing(parts.generator) if own_generator else nullcontext(parts.generator) as generator:
         generator.push(parts.policy(params), step)
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
@@ -166,13 +178,11 @@ def _facts(config: EvalConfig, task: Task, given: TaskLike | None) -> dict[str, 
     if config.run is None:
         return {}
     facts = runs.read_facts(config.run, "evaluate")
-    if config.task is None and given is None:
-        runs.check_task_named("evaluate", config.run)
-        if facts.get("task", task.name) != task.name:
-            raise ValueError(
-                f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
-                f"got {task.name!r}; --task evaluates on another."
-            )
+    if config.task is None and given is None and facts.get("task", task.name) != task.name:
+        raise ValueError(
+            f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
+            f"got {task.name!r}; --task evaluates on another."
+        )
     return facts
 
 

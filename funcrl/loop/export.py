@@ -1,14 +1,13 @@
 """Writes the model that a run has trained."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.loop.build import learner, options_of_run, trained_params
-from funcrl.models import SHAPES
-from funcrl.run import runs
-from funcrl.tasks import is_built_in, load
+from funcrl.loop import sources
+from funcrl.models import Transformer
+from funcrl.models.functional import bind
+from funcrl.models.logits import is_of_transformers
 from funcrl.tasks.contracts import TaskLike
 from funcrl.weights import save_params
 
@@ -37,27 +36,18 @@ def export(run: str | Path, out: str | Path, task: TaskLike | None = None) -> Pa
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
-    run = Path(run)
-    # Nothing is generated or compiled here, and no GPU is needed.
-    config = replace(options_of_run("export", "--run", run), device="cpu", compile=None)
-    parts = learner(config, _vocab_size(config, run, task), function="export")
-    _, trained = trained_params(config, parts, run)
-    return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)
-
-
-def _vocab_size(config: TrainConfig, run: Path, task: TaskLike | None) -> int | None:
-    """Return the size of the run's vocabulary, without running a user's task."""
-    if config.model not in SHAPES:
-        return None  # the weights say it
-    if task is not None:
-        return task.tokenizer.vocab_size
-    recorded = runs.recorded_count(run, "vocab_size", "export")
-    if recorded is None and is_built_in(config.task):
-        runs.check_task_named("export", run)
-        return load(config.task).tokenizer.vocab_size
-    if recorded is None:
-        raise ValueError(
-            f"export expects vocab_size in {run / runs.ENVIRONMENT}, as runs write it since 0.1.0, "
-            f"got none; in Python, task= gives the run's task."
-        )
-    return recorded
+    run, out = Path(run), Path(out)
+    network = sources.network_of_run("export", run, task)
+    _, params = sources.params_of_run("export", run, network)
+    options = sources.options_of_run("export", "--run", run)
+    tokenizer = sources.tokenizer_place("export", options)
+    if isinstance(network, Transformer):
+        return save_params(out, network, params, tokenizer=tokenizer)
+    if is_of_transformers(network) and out.suffix != ".gguf":
+        saved: Any = bind(network, params)
+        saved.save_pretrained(out)
+        return out
+    raise ValueError(
+        f"export expects a Transformer, or a folder for a model of transformers, got "
+        f"{type(network).__name__} and {out}; funcrl.load_run({str(run)!r}) gives its parameters."
+    )

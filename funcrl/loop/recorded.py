@@ -30,9 +30,11 @@ def advantages_of(
     advantages = torch.full_like(total, torch.nan)
     if rollout is not None:
         rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
-        found = algorithm.advantage(rewards, rollout.group)
-        found = torch.where(rollout.mask.any(dim=1), found, torch.nan)
-        advantages[total.isfinite()] = found.to(advantages)
+        found: object = algorithm.advantage(rewards, rollout.group)
+        # What is no number for each row is refused by the step, by name.
+        if isinstance(found, Tensor) and found.shape == rewards.shape:
+            found = torch.where(rollout.mask.any(dim=1), found, torch.nan)
+            advantages[total.isfinite()] = found.to(advantages)
     return advantages
 
 

@@ -64,7 +64,8 @@ class HuggingFace(EmbeddedGenerator):
         if not (is_of_transformers(model) and forward_takes(model, "past_key_values")):
             raise TypeError(
                 f"HuggingFace expects a model of transformers that takes past_key_values, got "
-                f"{type(model).__name__}; funcrl.generators.Recompute(model) draws from any network."
+                f"{type(model).__name__}; funcrl.generators.Recompute(model) draws from any "
+                f"network."
             )
 
         def lay_out(params: Params) -> DrawFn:
