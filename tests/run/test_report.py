@@ -55,6 +55,14 @@ def make_run(folder, steps=60, rate=1e-3, seed=0):
     return folder
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with its report, which takes seconds to write."""
+    folder = make_run(tmp_path_factory.mktemp("report") / "run")
+    assert report.write_report(folder) == folder / "report.html"
+    return folder
+
+
 def size_of(png):
     content = png.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
@@ -62,9 +70,8 @@ def size_of(png):
 
 
 @pytest.mark.slow
-def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
-    path = report.write_report(make_run(tmp_path / "run"))
-    text = path.read_text()
+def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(run):
+    text = (run / "report.html").read_text()
     for wanted in ("0.3 → 0.95", "best accuracy", "sum_digits · micro", "60,000", "10,000",
                    "a &amp; b", "optimizer.learning_rate", "11 s"):  # fmt: skip
         assert wanted in text, wanted
@@ -74,7 +81,7 @@ def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
     assert not re.findall(r'(?:src|href)="(?!#)', text)
     assert not re.search(r'url\((?!#)|@import|="http(?!://www\.w3\.org)', text)
     assert text.count("<svg") == 15  # panels
-    assert len(list((tmp_path / "run" / "plots").glob("*.png"))) == 8  # groups
+    assert len(list((run / "plots").glob("*.png"))) == 8  # groups
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     for target in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text):
@@ -86,8 +93,8 @@ def data_of(text, name):
 
 
 @pytest.mark.slow
-def test_the_page_shows_all_that_was_logged(tmp_path):
-    text = report.write_report(make_run(tmp_path / "run")).read_text()
+def test_the_page_shows_all_that_was_logged(run):
+    text = (run / "report.html").read_text()
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert "Warm start: accuracy 0.44 after 250 supervised steps, 3 s." in text
@@ -108,8 +115,8 @@ def test_the_page_shows_all_that_was_logged(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_completion_can_be_listed_with_its_advantage_and_tokens(tmp_path):
-    text = report.write_report(make_run(tmp_path / "run")).read_text()
+def test_every_completion_can_be_listed_with_its_advantage_and_tokens(run):
+    text = (run / "report.html").read_text()
     listed = data_of(text, "completions")
     assert listed["head"] == ["step", "prompt", "completion", "answer", "reward", "correct",
                               "advantage", "ended by"]  # fmt: skip
@@ -123,15 +130,14 @@ def test_every_completion_can_be_listed_with_its_advantage_and_tokens(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_learning_curve_is_a_picture_for_a_readme(tmp_path):
-    report.write_report(make_run(tmp_path / "run"))
-    width, height = size_of(tmp_path / "run" / "plots" / "learning_curve.png")
+def test_the_learning_curve_is_a_picture_for_a_readme(run):
+    width, height = size_of(run / "plots" / "learning_curve.png")
     assert (width, height) == (1050, 540)
 
 
 @pytest.mark.slow
-def test_timings_are_those_of_the_rows(tmp_path):
-    text = report.write_report(make_run(tmp_path / "run")).read_text()
+def test_timings_are_those_of_the_rows(run):
+    text = (run / "report.html").read_text()
     row = re.search(r"<tr><td>generate</td>(.*?)</tr>", text).group(1)
     assert re.findall(r">([^<]+)</td>", row) == ["20.0", "20.0", "20%"]
 
@@ -167,6 +173,21 @@ def test_a_comparison_shows_both_and_only_what_differs(tmp_path):
     assert size_of(tmp_path / "both" / "plots" / "learning_curve.png") == (1050, 540)
     same = report.write_comparison([first, first], tmp_path / "same").read_text()
     assert "the configurations are equal" in same
+
+
+def test_of_very_many_completions_the_first_of_each_step_is_listed(tmp_path):
+    runs.append_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    seen = {"prompt": "1=", "answer": "1", "reward": 1.0, "rewards": {}, "finish_reason": "stop"}
+    for count, kept in ((625, 5000), (700, 700)):
+        (tmp_path / "completions.jsonl").unlink(missing_ok=True)
+        rows = [seen | {"step": line // 8, "completion": "x" * (line % 8) * 500}
+                for line in range(8 * count)]  # fmt: skip
+        runs.append_lines(tmp_path / "completions.jsonl", rows)
+        read = read_run(tmp_path)
+        assert (read.num_completions, len(read.completions)) == (8 * count, kept)
+        assert {row["step"] for row in read.completions} == set(range(count))
+        assert sum(len(row["completion"]) for row in read.completions) < 1_000_000
+    assert {row["completion"] for row in read.completions} == {""}
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -33,8 +33,8 @@ def section(run: Run) -> str:
         for row in rows
     ]  # fmt: skip
     left_out = "" if len(rows) == run.num_completions else (
-        f"<p>{len(rows):,} of the {run.num_completions:,} completions in {COMPLETIONS} are listed, "
-        f"evenly over the run.</p>"
+        f"<p>{len(rows):,} of the {run.num_completions:,} completions in {COMPLETIONS} are listed: "
+        f"the first one of each step, or of some steps in a very long run.</p>"
     )  # fmt: skip
     return "\n".join([
         left_out,

@@ -201,7 +201,8 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[tuple[Run,
         axes.text(0, 1, f" {AFTER_WARM_START}", color="#8b95a3", fontsize=8, va="top",
                   transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_xlabel("step")
-    axes.set_ylabel(shown(panel.label), parse_math=False)
+    size = 10 if len(panel.label) <= 36 else 6.5
+    axes.set_ylabel(shown(panel.label), parse_math=False, fontsize=size)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2, linewidth=0.6)
     if len(lines) > 1:

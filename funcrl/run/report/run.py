@@ -1,7 +1,7 @@
 """Reads a run's folder, or raises one error that names the file and the line."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,9 @@ def _by_name(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[floa
 
 
 def _completions(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of completions, and those to list: all, or some evenly over the run."""
-    lengths, rewards, in_tokens = [], set[str](), list[int]()
+    """Return the number of completions, and those to list: all, or the first of each step."""
+    lengths, rewards = [], set[str]()
+    firsts, in_tokens, last_step = list[int](), list[int](), None
     for number, row in _rows(path):
         _check_completion(path, number, row)
         rewards |= row["rewards"].keys()
@@ -87,20 +88,25 @@ def _completions(path: Path) -> tuple[int, list[dict[str, Any]]]:
                 f"of {path}."
             )
         lengths.append(tuple(len(row[name]) for name in _TEXTS))
+        if row["step"] != last_step:
+            firsts.append(number)
+            last_step = row["step"]
         if row.get("tokens"):
             in_tokens.append(number)
     last = max(len(in_tokens) - 1, 0)
     coloured = {in_tokens[round(last * part / (_MOST_COLOURED - 1))]
                 for part in range(_MOST_COLOURED) if in_tokens}  # fmt: skip
-    stride = math.ceil(len(lengths) / _MOST_LISTED) or 1
-    listed = [length for row in lengths[::stride] for length in row]
+    # Of too many, the first one of each step; of too many steps, some.
+    lines: Sequence[int] = range(1, len(lengths) + 1) if len(lengths) <= _MOST_LISTED else firsts
+    kept_lines = set(lines[:: math.ceil(len(lines) / _MOST_LISTED) or 1]) | coloured
+    listed = [length for number in kept_lines for length in lengths[number - 1]]
     longest = next(
         (most for most in _LONGEST_TEXTS if sum(min(n, most) for n in listed) <= _MOST_TEXT),
         _LONGEST_TEXTS[-1],
     )
     found = []
     for number, row in _rows(path):
-        if (number - 1) % stride == 0 or number in coloured:
+        if number in kept_lines:
             _check_completion(path, number, row)
             kept = {name: row[name] for name in ("step", "reward", "rewards", "advantage")}
             kept |= {name: _cut(row[name], longest) for name in _TEXTS}
