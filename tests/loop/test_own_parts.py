@@ -8,7 +8,8 @@ from pathlib import Path
 import mine
 import pytest
 import torch
-from cases import equal, run_command
+import transformers
+from cases import equal, run_command, tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import (
@@ -21,7 +22,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import HuggingFace, Recompute, Sampler
-from funcrl.run import report, runs
+from funcrl.run import runs
 
 # torch has no rule to batch nn.GRUCell: it runs one sample after the other, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -57,12 +58,11 @@ def rows_of(folder):
 
 
 def check_whole(folder, steps=3):
-    """A run has evaluations, completions and a report."""
+    """A run has evaluations and completions."""
     rows = runs.read_history(folder)
     assert [row["step"] for row in rows] == [*range(steps + 1)]
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
     assert {row["step"] for row in runs.read_lines(folder / runs.COMPLETIONS)} == {1, 2, 3}
-    assert "Completions" in report.write_report(folder).read_text()
 
 
 @pytest.mark.slow
@@ -124,6 +124,7 @@ def test_own_parts_by_name(tmp_path, capsys, name):
     assert ended.code == 0, ended.err
     assert "accuracy" in ended.out
     assert run_command(["report", run], capsys).code == 0
+    assert "Completions" in (run / "report.html").read_text()
 
 
 def test_a_replaced_part_takes_what_depends_on_it_along():
@@ -185,7 +186,7 @@ def test_parts_of_another_configuration_are_refused(tmp_path):
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed")}, None),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed", weight_decay=0.1)}, "weight-decay 0"),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:VOCABULARY")}, "to name an object"),
-        ({"optimizer": OptimizerConfig(name=f"{FILE}:llama")}, "optimizer.name .* needs vocab_size"),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:llama")}, "name .* needs vocab_size"),
         ({"model": f"{FILE}:signed"}, "--model .* needs learning_rate"),
         ({"model": f"{FILE}:Policy", "generator": "vllm"}, "--generator sampler"),
         ({"generator": f"{FILE}:Policy"}, "--generator .* needs vocab_size"),
@@ -238,3 +239,28 @@ def test_a_run_is_a_model(tmp_path):
         funcrl.evaluate(third).accuracy
         == funcrl.evaluate(EvalConfig(run=second.run_dir, num_prompts=3)).accuracy
     )
+
+
+def test_a_tokenizer_is_named_beside_a_network_of_one_s_own(tmp_path):
+    tiny_pretrained(tmp_path / "chat")
+    config = replace(SMALL, model=f"{FILE}:llama", tokenizer=str(tmp_path / "chat"))
+    parts = funcrl.build(config)
+    assert parts.task.tokenizer.encode("a") == tiny_tokenizer().encode("a")
+    assert parts.model.config.vocab_size == parts.task.tokenizer.vocab_size
+    with pytest.raises(ValueError, match="train expects --tokenizer to be"):
+        funcrl.build(replace(config, tokenizer=str(tmp_path / "none")))
+
+
+@pytest.mark.slow
+def test_what_a_network_of_one_s_own_learned_is_exported_or_loaded(tmp_path):
+    config = replace(SMALL, steps=1, warm_start=WarmStartConfig(steps=0))
+    for name in ("llama", "Policy"):
+        funcrl.train(replace(config, run_dir=tmp_path / name, model=f"{FILE}:{name}"))
+    model, params, _ = funcrl.load_run(tmp_path / "llama", note=print)
+    out = funcrl.export(tmp_path / "llama", tmp_path / "model")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(saved) is type(model)
+    assert all(torch.equal(leaf, params[name]) for name, leaf in saved.named_parameters())
+    with pytest.raises(ValueError, match=r"export expects a Transformer.*Policy.*load_run\("):
+        funcrl.export(tmp_path / "Policy", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
