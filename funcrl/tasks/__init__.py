@@ -9,17 +9,17 @@ from funcrl.tasks.answers import (
     same_number,
     tagged_answer,
 )
-from funcrl.tasks.calculator import Calculator
+from funcrl.tasks.builtin.calculator import Calculator
+from funcrl.tasks.builtin.competition import Math
+from funcrl.tasks.builtin.countdown import Countdown
+from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.judge import Judge
+from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
-from funcrl.tasks.competition import Math
 from funcrl.tasks.compose import RewardFn, matches, with_rewards
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
-from funcrl.tasks.countdown import Countdown
-from funcrl.tasks.gsm8k import Gsm8k
-from funcrl.tasks.gym import ReasoningGym
-from funcrl.tasks.judge import Judge
 from funcrl.tasks.load import TASKS, is_built_in, load, source_file
-from funcrl.tasks.sum_digits import SumDigits
 from funcrl.tasks.tokenizers import CharTokenizer
 
 __all__ = [

