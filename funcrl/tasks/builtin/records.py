@@ -1,12 +1,9 @@
-"""Reads problems from files, and draws from them."""
+"""Tasks whose problems are read from files of two splits."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from funcrl.core import checks, rng
 from funcrl.tasks.contracts import Prompt, Task, Tokenizer
+from funcrl.tasks.rows.split import epochs, spread
 
 
 class RecordedTask(Task):
@@ -31,32 +28,6 @@ class RecordedTask(Task):
         return str(prompt.data)
 
 
-def read_records(task: str, path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl or .parquet file; `task` is the name of the one that reads it."""
-    if path.suffix == ".parquet":
-        parquet = checks.import_extra(task, "pyarrow.parquet", f"for {path}", "pyarrow")
-        table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-        return table
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(_record(task, path, number, line))
-    return rows
-
-
-def _record(task: str, path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{task} expects one JSON object a line, got {line[:60]!r} in line {number} of {path}."
-        )
-    return row
-
-
 def check_apart(task: str, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
     """Raise if a problem is in both splits."""
     both = {prompt.text for prompt in train} & {prompt.text for prompt in test}
@@ -64,24 +35,3 @@ def check_apart(task: str, train: Sequence[Prompt], test: Sequence[Prompt]) -> N
         raise ValueError(
             f"{task} expects no problem in both train and test, got {min(both)[:80]!r}."
         )
-
-
-def epochs(problems: Sequence[Prompt], seed: int, start: int, count: int) -> list[Prompt]:
-    """Return the problems number start, start + 1, ... of a stream of permutations of them all."""
-    orders: dict[int, list[int]] = {}
-    chosen = []
-    for index in range(start, start + count):
-        epoch, place = divmod(index, len(problems))
-        if epoch not in orders:
-            orders[epoch] = _shuffled(len(problems), seed, epoch)
-        chosen.append(problems[orders[epoch][place]])
-    return chosen
-
-
-def spread(problems: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` problems at pseudo-random places of the sequence, always the same."""
-    return [problems[row] for row in _shuffled(len(problems), 1)[:count]]
-
-
-def _shuffled(length: int, *seed: int) -> list[int]:
-    return sorted(range(length), key=lambda row: rng.fold_in(*seed, row))
