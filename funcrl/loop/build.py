@@ -15,6 +15,7 @@ from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params
 from funcrl.generators import VLLM, Generator, Sampler
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import memory
+from funcrl.loop.data import task_of
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, lora
@@ -23,7 +24,7 @@ from funcrl.rl import algorithms, ratios
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore
-from funcrl.tasks import check_task, load, load_tokenizer
+from funcrl.tasks import load_tokenizer
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
 from funcrl.weights import find_model, load_config, load_params
@@ -99,10 +100,10 @@ def build(
             f"{f'--model {config.model}' if task is None else 'a task of its own tokenizer'}."
         )
     weights = _find_pretrained(function, config)
-    if task is None:
-        own = None if weights is None else load_tokenizer(weights, config.system_prompt)
-        task = load(config.task, own)
-    task = watch(check_task(function, task), note)
+    own = None
+    if task is None and weights is not None:
+        own = load_tokenizer(weights, config.system_prompt)
+    task = watch(task_of(function, config, own, task), note)
     vocab_size = task.tokenizer.vocab_size
     learner = _learner(function, config, weights, vocab_size)
     model = learner.model

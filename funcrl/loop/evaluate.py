@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
 from funcrl.loop.build import build, defaults, first_params, options_of_run, trained_params
+from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.rollouts import (
@@ -28,6 +29,7 @@ from funcrl.loop.rollouts import (
 )
 from funcrl.run import runs
 from funcrl.run.trust import check_run
+from funcrl.tasks import data_file
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import ForkedError, Note
 
@@ -90,8 +92,12 @@ def evaluate(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if config.run is not None and config.task is None:
-        for line in check_run("evaluate", options, config.run, task, trust):
+        # Rewards that this evaluation names itself are the user's own choice.
+        named = replace(options, reward=()) if config.reward else options
+        for line in check_run("evaluate", named, config.run, task, trust):
             note(line)
+    if config.run is not None and config.task is None and task is None:
+        check_data("evaluate", options.task, config.run)
     parts = build(options, task, function="evaluate", note=note)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
@@ -109,8 +115,9 @@ def evaluate(
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
     own = config.run is not None and parts.task.name == trained_on
+    own = own and data_file(config.task or "") is None  # a file may have the name of the run's
     weights = options.reward_weights if own else None  # they are of the run's rewards
-    graded = _grade(out, step, parts.task, completed, weights, options.on_reward_error)
+    graded = _grade(out, step, parts.task, completed, weights, options)
     result = _summarise(config, parts.task, completed, graded)
     if json_file is not None:
         write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
@@ -141,12 +148,27 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     system_prompt = config.system_prompt
     if system_prompt is None and task is None:  # a task that is given brings its own
         system_prompt = options.system_prompt
+    template, share = config.prompt_template, _held_out(config, options)
+    if template is None and task is None and data_file(config.task or options.task):
+        template = options.prompt_template
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
+        reward=config.reward or (options.reward if config.task is None else ()),
+        prompt_template=template, held_out=share,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,
     )  # fmt: skip
+
+
+def _held_out(config: EvalConfig, options: TrainConfig) -> float:
+    """Return the share of a file's rows to ask; all of one that the run was not trained on."""
+    if config.held_out is not None:
+        return config.held_out
+    if config.task is None or data_file(config.task) is None:
+        return options.held_out if config.task is None else TrainConfig.held_out
+    own = config.run is not None and is_data_of(config.task, config.run, "evaluate")
+    return options.held_out if own else 1.0
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
@@ -182,13 +204,20 @@ def _grade(
     task: Task,
     completed: Completed,
     weights: Mapping[str, float] | None,
-    on_error: Literal["stop", "skip"],
+    options: TrainConfig,
 ) -> Graded:
     """Return the rewards of completions, which are written to `out` even if a reward raises."""
     unknown = torch.full((len(completed.texts),), torch.nan, dtype=torch.float32, device="cpu")
     graded = Graded({}, unknown, [])
     try:
-        graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
+        graded = grade(
+            task,
+            completed.prompts,
+            completed.outcomes,
+            weights,
+            options.on_reward_error,
+            limits_of(options),
+        )
     except ForkedError:
         out = None  # the file is the parent's
         raise

@@ -13,6 +13,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
 from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.data import check_data, data_facts, limits_of
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
@@ -102,6 +103,8 @@ def train(
     folder = open_folder(config.run_dir, resume)
     if task is None:
         runs.check_task_named("train", folder)
+    if resume and task is None:
+        check_data("train", config.task, folder)
     if resume and not trust:
         for line in check_run("train", config, folder, task):
             view.note(line)
@@ -133,6 +136,8 @@ def _facts(config: TrainConfig, parts: Parts, task: TaskLike | None, note: Note)
         "vocab_size": str(parts.task.tokenizer.vocab_size),
         "max_turns": str(parts.task.max_turns),
     }
+    if task is None:
+        facts |= data_facts(config.task)
     code = None if task is not None else task_code(config.task)
     if code is not None:
         facts[RECORDED] = code.digest
@@ -249,7 +254,14 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
 def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
     """Return the rewards of completions, weighted as the run weights them."""
     prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
+    return grade(
+        parts.task,
+        prompts,
+        outcomes,
+        config.reward_weights,
+        config.on_reward_error,
+        limits_of(config),
+    )
 
 
 def _left_out(rolled: Rolled, index: int) -> Iterator[str]:

@@ -23,8 +23,8 @@ class RewardLimits(CheckedFields):
     """The seconds that each may take, from when it begins."""
 
 
-class LateError(Exception):
-    """A reward took longer than its time limit."""
+class NoRewardError(Exception):
+    """A call gave no reward, for a reason that goes on after `The reward`; nothing was raised."""
 
 
 def run_calls(calls: Sequence[Callable[[], Any]], limits: RewardLimits) -> list[Any]:
@@ -108,7 +108,7 @@ async def _limited(awaitable: Awaitable[Any], slots: asyncio.Semaphore, seconds:
         if task.done():
             return task.result()
         task.cancel()
-        return LateError(f"took longer than {seconds:g} s (--reward-timeout)")
+        return NoRewardError(f"took longer than {seconds:g} s (--reward-timeout)")
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

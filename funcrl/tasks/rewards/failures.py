@@ -4,7 +4,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from funcrl.tasks.rewards.calls import LateError
+from funcrl.tasks.rewards.calls import NoRewardError
 
 _FUNCRL = str(Path(__file__).parents[2])
 _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
@@ -32,7 +32,7 @@ def describe_error(what: str, error: BaseException) -> str:
     """
     if isinstance(error, FunctionError):
         return str(error)
-    if isinstance(error, LateError):
+    if isinstance(error, NoRewardError):
         return f"{what} {error}"
     place = _place(error)
     message = shorten(str(error), _LONGEST_MESSAGE)

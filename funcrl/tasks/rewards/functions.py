@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from funcrl.core.reading import brief
+from funcrl.tasks.rewards.calls import NoRewardError
 from funcrl.tasks.rewards.failures import FunctionError, function_error
 
 
@@ -102,10 +104,8 @@ def as_list(result: Any, count: int) -> Sequence[Any]:
     is_list = hasattr(result, "__len__") and hasattr(result, "__iter__")
     if is_list and not isinstance(result, str | bytes | Mapping) and len(result) == count:
         return list(result)
-    found = f"{len(result)}" if is_list else f"{type(result).__name__}"
-    error = TypeError(
-        f"a function of a batch returns {count} rewards, one a completion, got {found}"
-    )
+    found = f"{len(result)}" if is_list else brief(result)
+    error = NoRewardError(f"gave {found} for a batch of {count} completions, not {count} numbers")
     return [error] * count
 
 
