@@ -25,6 +25,7 @@ from funcrl.loop import memory, rollouts
 from funcrl.loop.build import build
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
+from funcrl.loop.load_run import LoadedRun, load_run
 from funcrl.loop.parity import parity
 from funcrl.loop.train import train
 from funcrl.loop.warm_start import warm_start
@@ -70,6 +71,7 @@ __all__ = [
     "CompileConfig",
     "GradientMoments",
     "GradientTransformation",
+    "LoadedRun",
     "Lora",
     "Metrics",
     "NoiseScale",
@@ -106,6 +108,7 @@ __all__ = [
     "gspo",
     "init_params",
     "load_params",
+    "load_run",
     "logprob_fn",
     "lora",
     "losses",

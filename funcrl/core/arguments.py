@@ -56,7 +56,8 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
     """
     if torch.compiler.is_compiling():
         return fn
-    name = fn.__qualname__.replace(".<locals>.", "'s ").removesuffix(".__call__")
+    name = fn.__qualname__.replace(".<locals>.", "'s ")
+    name = name.removesuffix(".__call__").removesuffix(".__init__")
     code = inspect.unwrap(fn).__code__
     names, rest, options = inspect.getargs(code)
     kinds = {argument: _kind(hint) for argument, hint in fn.__annotations__.items()}

@@ -3,6 +3,8 @@
 from funcrl.config import Sampling
 from funcrl.generators.contracts import Generator, State
 from funcrl.generators.embedded.draw import draw, draw_tokens, sampling_logprobs
+from funcrl.generators.embedded.hugging_face import HuggingFace
+from funcrl.generators.embedded.recompute import Recompute
 from funcrl.generators.embedded.sampler import Sampler, sample
 from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.failures import EngineError
@@ -13,6 +15,8 @@ __all__ = [
     "DecodeFn",
     "EngineError",
     "Generator",
+    "HuggingFace",
+    "Recompute",
     "Sampler",
     "Sampling",
     "State",

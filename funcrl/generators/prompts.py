@@ -1,6 +1,7 @@
 """Prompts as every generator takes them: checked, and with a seed for each sample."""
 
 import hashlib
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from typing import TypeAlias
 from funcrl.config import Sampling
 from funcrl.core import checks, rng
 from funcrl.generators.stops import DecodeFn
-from funcrl.models import Transformer
 
 Prompts: TypeAlias = Sequence[Sequence[int]]
 
@@ -17,7 +17,7 @@ Prompts: TypeAlias = Sequence[Sequence[int]]
 def check_prompts(
     prompts: Prompts,
     sampling: Sampling,
-    model: Transformer,
+    vocab_size: int | None,
     decode: DecodeFn | None,
     context_length: int,
 ) -> None:
@@ -26,11 +26,10 @@ def check_prompts(
     Args:
         prompts: N lists of tokens.
         sampling: how to draw.
-        model: whose vocabulary it is.
+        vocab_size: tokens are below it, where it is known.
         decode: from tokens to text.
         context_length: tokens of a prompt and its completion, at most.
     """
-    config = model.config
     if len(prompts) == 0:
         raise ValueError("generate expects at least one prompt, got none.")
     if sampling.stop and decode is None:
@@ -38,21 +37,22 @@ def check_prompts(
             f"generate expects a decode function for stop strings, got stop={sampling.stop} and no "
             f"decode; make the generator with decode=tokenizer.decode."
         )
-    if len(set(sampling.stop_tokens)) >= config.vocab_size:
+    above = math.inf if vocab_size is None else vocab_size
+    if len(set(sampling.stop_tokens)) >= above:
         raise ValueError("generate expects a token that is not a stop token, got none.")
     for token in sampling.stop_tokens:
-        checks.check_range("generate", "stop_tokens", token, 0, config.vocab_size - 1)
+        checks.check_range("generate", "stop_tokens", token, 0, above - 1)
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context_length:
             raise ValueError(
                 f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
                 f"the generator's context_length, got {len(prompt)} in prompt {index}."
             )
-        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
+        wrong = [token for token in prompt if not 0 <= token < above]
         if wrong:
             raise ValueError(
-                f"generate expects tokens below vocab_size={config.vocab_size}, got {wrong[0]} in "
-                f"prompt {index}."
+                f"generate expects tokens from 0 on, below vocab_size={vocab_size}, got "
+                f"{wrong[0]} in prompt {index}."
             )
 
 

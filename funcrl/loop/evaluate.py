@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
-from funcrl.loop.build import build, defaults, first_params, options_of_run, trained_params
+from funcrl.loop.build import Parts, build, first_params, trained_like
 from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
@@ -27,6 +27,7 @@ from funcrl.loop.rollouts import (
     grade,
     to_completions,
 )
+from funcrl.loop.sources import defaults, options_of_run, trained_params
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file
@@ -56,6 +57,7 @@ def evaluate(
     config: EvalConfig,
     *,
     task: TaskLike | None = None,
+    parts: Parts | None = None,
     trust: bool = False,
     note: Note = warn_safely,
 ) -> Evaluation:
@@ -68,6 +70,8 @@ def evaluate(
     Args:
         config: what to evaluate, and how.
         task: in place of the one that the configuration names.
+        parts: of a run that was given parts as objects: those that it was given. Their generator
+            stays open.
         trust: run the code of the run's task although it is not what the run began with, or this
             account has not run it before (docs/security.md).
         note: is called with lines about the code that is run, and about what the task has changed.
@@ -81,6 +85,8 @@ def evaluate(
     """
     if task is not None and config.task is not None:
         raise ValueError(f"evaluate expects task= or --task, got both ({config.task}).")
+    if parts is not None and (task is not None or config.task is not None):
+        raise ValueError("evaluate expects parts=, which have a task, or another task, got both.")
     if config.out is not None and config.out.exists():
         raise FileExistsError(f"evaluate expects --out to be a new file, got {config.out}.")
     for file in (config.out, config.json):
@@ -91,14 +97,20 @@ def evaluate(
     options = _options(config, task)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if config.run is not None and config.task is None:
+    given = set() if parts is None else {*parts.replaced}
+    if task is not None or config.task is not None:  # another task than the run's
+        given.add("task")
+    if config.run is not None:
         # Rewards that this evaluation names itself are the user's own choice.
         named = replace(options, reward=()) if config.reward else options
-        for line in check_run("evaluate", named, config.run, task, trust):
+        for line in check_run("evaluate", named, config.run, given, trust):
             note(line)
-    if config.run is not None and config.task is None and task is None:
-        check_data("evaluate", options.task, config.run)
-    parts = build(options, task, function="evaluate", note=note)
+        if "task" not in given:
+            check_data("evaluate", options.task, config.run)
+        runs.check_given("evaluate", config.run, {"task", "model", "model_fn"} - given)
+    own_generator = parts is None
+    if parts is None:
+        parts = build(options, task, function="evaluate", note=note)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
@@ -107,10 +119,10 @@ def evaluate(
         )
     sampling = _sampling(config, options)
     if config.run is None:
-        step, params = 0, first_params(options, parts)
+        step, params = 0, first_params(parts)
     else:
-        step, params = trained_params(options, parts, config.run)
-    with closing(parts.generator) as generator:
+        step, params = trained_params(config.run, trained_like(parts))
+    with closing(parts.generator) if own_generator else nullcontext(parts.generator) as generator:
         generator.push(parts.policy(params), step)
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
@@ -148,13 +160,14 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     system_prompt = config.system_prompt
     if system_prompt is None and task is None:  # a task that is given brings its own
         system_prompt = options.system_prompt
-    template, share = config.prompt_template, _held_out(config, options)
-    if template is None and task is None and data_file(config.task or options.task):
-        template = options.prompt_template
+    template, share = config.prompt_template, config.held_out
+    if task is None and data_file(config.task or options.task):
+        template = options.prompt_template if template is None else template
+        share = _held_out(config, options) if share is None else share
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
         reward=config.reward or (options.reward if config.task is None else ()),
-        prompt_template=template, held_out=share,
+        prompt_template=template, held_out=TrainConfig.held_out if share is None else share,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,
@@ -163,12 +176,10 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
 
 def _held_out(config: EvalConfig, options: TrainConfig) -> float:
     """Return the share of a file's rows to ask; all of one that the run was not trained on."""
-    if config.held_out is not None:
-        return config.held_out
-    if config.task is None or data_file(config.task) is None:
-        return options.held_out if config.task is None else TrainConfig.held_out
-    own = config.run is not None and is_data_of(config.task, config.run, "evaluate")
-    return options.held_out if own else 1.0
+    other = config.task is not None and not (
+        config.run is not None and is_data_of(config.task, config.run, "evaluate")
+    )
+    return 1.0 if other else options.held_out
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
@@ -188,13 +199,11 @@ def _facts(config: EvalConfig, task: Task, given: TaskLike | None) -> dict[str, 
     if config.run is None:
         return {}
     facts = runs.read_facts(config.run, "evaluate")
-    if config.task is None and given is None:
-        runs.check_task_named("evaluate", config.run)
-        if facts.get("task", task.name) != task.name:
-            raise ValueError(
-                f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
-                f"got {task.name!r}; --task evaluates on another."
-            )
+    if config.task is None and given is None and facts.get("task", task.name) != task.name:
+        raise ValueError(
+            f"evaluate expects the task {facts['task']!r}, which {config.run} was trained on, "
+            f"got {task.name!r}; --task evaluates on another."
+        )
     return facts
 
 

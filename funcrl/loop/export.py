@@ -1,14 +1,9 @@
 """Writes the model that a run has trained."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.loop.build import learner, options_of_run, trained_params
-from funcrl.models import SHAPES
-from funcrl.run import runs
-from funcrl.tasks import is_built_in, load
+from funcrl.loop import sources
 from funcrl.tasks.contracts import TaskLike
 from funcrl.weights import save_params
 
@@ -37,26 +32,8 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
-    # Nothing is generated or compiled here, and no GPU is needed.
-    config = replace(options_of_run("export", "--run", run), device="cpu", compile=None)
-    parts = learner(config, _vocab_size(config, run, task), function="export")
-    _, trained = trained_params(config, parts, run)
-    return save_params(out, parts.model, parts.policy(trained), tokenizer=parts.weights)
-
-
-def _vocab_size(config: TrainConfig, run: Path, task: TaskLike | None) -> int | None:
-    """Return the size of the run's vocabulary, without running a user's task."""
-    if config.model not in SHAPES:
-        return None  # the weights say it
-    if task is not None:
-        return task.tokenizer.vocab_size
-    recorded = runs.recorded_count(run, "vocab_size", "export")
-    if recorded is None and is_built_in(config.task):
-        runs.check_task_named("export", run)
-        return load(config.task).tokenizer.vocab_size
-    if recorded is None:
-        raise ValueError(
-            f"export expects vocab_size in {run / runs.ENVIRONMENT}, as runs write it since 0.1.0, "
-            f"got none; in Python, task= gives the run's task."
-        )
-    return recorded
+    network = sources.network_of_run("export", run, task)
+    _, params = sources.params_of_run("export", run, network)
+    options = sources.options_of_run("export", "--run", run)
+    tokenizer = sources.tokenizer_place("export", options)
+    return save_params(out, network, params, tokenizer=tokenizer)

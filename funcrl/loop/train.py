@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
-from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.build import REPLACEABLE, Parts, build, empty_state, first_params
 from funcrl.loop.data import check_data, data_facts, limits_of
 from funcrl.loop.rollouts import (
     Completed,
@@ -34,7 +34,7 @@ from funcrl.run.folder import open_folder
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
-from funcrl.run.trust import RECORDED, check_run, remember, task_code
+from funcrl.run.trust import check_run, named_code, remember
 from funcrl.run.views import SilentView, View
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike
 from funcrl.tasks.watch import Note
@@ -64,6 +64,7 @@ def train(
     config: TrainConfig,
     *,
     task: TaskLike | None = None,
+    parts: Parts | None = None,
     view: View | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
@@ -78,6 +79,8 @@ def train(
     Args:
         config: the whole configuration; its `run_dir` must be given.
         task: in place of the one that `config.task` names.
+        parts: of `funcrl.build(config)`, with any of them replaced. A run that was given parts is
+            resumed with the same ones. Their generator is not closed at the end.
         view: shows the run; nothing when left out.
         resume: go on with the run in `config.run_dir`.
         command: what started the run, for its environment.json.
@@ -101,18 +104,21 @@ def train(
     check_trackers(config.log.trackers)
     view = view or SilentView()
     folder = open_folder(config.run_dir, resume)
-    if task is None:
-        runs.check_task_named("train", folder)
-    if resume and task is None:
-        check_data("train", config.task, folder)
+    given = _given(config, task, parts)
+    if resume:
+        runs.check_given("train", folder, {*REPLACEABLE} - given)
+        if "task" not in given:
+            check_data("train", config.task, folder)
     if resume and not trust:
-        for line in check_run("train", config, folder, task):
+        for line in check_run("train", config, folder, given):
             view.note(line)
-    parts = build(config, task, note=view.note)
-    facts = _facts(config, parts, task, view.note)
+    own_generator = parts is None
+    if parts is None:
+        parts = build(config, task, note=view.note)
+    facts = _facts(config, parts, given, view.note)
     record = Record(config, folder, parts.task.name, view, command, facts)
     try:
-        if record.resumed(empty_state(config, parts)) is None:
+        if record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
         record.wait()
@@ -125,24 +131,51 @@ def train(
             try:
                 record.close()
             finally:  # even where nobody reads what the view prints last
-                parts.generator.close()
+                if own_generator:
+                    parts.generator.close()
     return Trained(record.progress.state, runs.read_history(folder))
 
 
-def _facts(config: TrainConfig, parts: Parts, task: TaskLike | None, note: Note) -> dict[str, str]:
-    """Return facts of the task for the run's record, and remember that its code has been run."""
+# Options that no part is made of: parts of another value of these are the same.
+_OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
+
+
+def _given(config: TrainConfig, task: TaskLike | None, parts: Parts | None) -> set[str]:
+    """Return the names of the parts that are given as objects; raise if they are of another run."""
+    if parts is None:
+        return set() if task is None else {"task"}
+    if task is not None:
+        raise ValueError("train expects task= or parts=, which have a task, got both.")
+    same = {name: getattr(config, name) for name in _OF_NO_PART}
+    if replace(parts.config, **same) != config:
+        different = [
+            each.name
+            for each in fields(config)
+            if each.name not in _OF_NO_PART
+            and getattr(parts.config, each.name) != getattr(config, each.name)
+        ]
+        raise ValueError(
+            f"train expects parts that were built of its config, got parts of another "
+            f"{different[0]}; funcrl.build(config, ...) makes them of this one."
+        )
+    return {*parts.replaced}
+
+
+def _facts(config: TrainConfig, parts: Parts, given: Collection[str], note: Note) -> dict[str, str]:
+    """Return facts of the parts for the run's record, and remember that their code has been run."""
     facts = {
-        "task" if task is None else "task_object": parts.task.name,
+        "task_object" if "task" in given else "task": parts.task.name,
         "vocab_size": str(parts.task.tokenizer.vocab_size),
         "max_turns": str(parts.task.max_turns),
     }
-    if task is None:
+    objects = [name for name in REPLACEABLE if name in given and name != "task"]
+    if objects:
+        facts[runs.OBJECTS] = " ".join(objects)
+    facts |= {code.fact: code.digest for code in named_code(config, given)}
+    if "task" not in given:
         facts |= data_facts(config.task)
-    code = None if task is not None else task_code(config.task)
-    if code is not None:
-        facts[RECORDED] = code.digest
     try:
-        remember(config if task is None else replace(config, task=TrainConfig.task))
+        remember(config, given)
     except OSError as error:
         note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
     return facts
@@ -167,7 +200,7 @@ def _begin(
     prompts = held_out or parts.task.prompts(
         rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
     )
-    params = first_params(config, parts)
+    params = first_params(parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
@@ -193,7 +226,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
     """Run the remaining steps."""
     done, state, _ = record.progress
     reference = None
-    if config.algorithm.kl:
+    if parts.kl:
         reference = reference_policy(record.folder, done, state.params)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)

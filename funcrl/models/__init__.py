@@ -1,5 +1,6 @@
 """The network definition, and parameters for it."""
 
+from funcrl.models.logits import LogitsFn, logits_fn
 from funcrl.models.shapes import SHAPES, shape
 from funcrl.models.transformer import (
     LARGEST,
@@ -22,9 +23,11 @@ __all__ = [
     "Attention",
     "HeadFn",
     "Linear",
+    "LogitsFn",
     "Transformer",
     "TransformerConfig",
     "init_params",
+    "logits_fn",
     "rotary_angles",
     "rotary_factors",
     "rotate",

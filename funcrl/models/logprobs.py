@@ -11,7 +11,7 @@ from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ModelFn, Params, Row, TokenScores
-from funcrl.models.functional import functional
+from funcrl.models.logits import forward_takes, logits_fn
 
 
 @checked
@@ -53,12 +53,13 @@ def logprob_fn(
     dtype: torch.dtype | None = None,
     attend: ops.AttendFn | None = None,
 ) -> ModelFn:
-    """Return `(params, sample) -> TokenScores` of a module `model(tokens, positions) -> logits`.
+    """Return `(params, sample) -> TokenScores` of a network, which gives logits.
 
     Args:
-        model: an `nn.Module` from tokens [T] and positions [T] to logits [T, V], such as
-            `funcrl.models.Transformer`; only its structure is used, never its weights. For the
-            rows of a `PackedBatch` it must take `attend`, as `Transformer` does.
+        model: an `nn.Module` from tokens [T], and positions [T] if it takes them, to logits [T, V],
+            such as `funcrl.models.Transformer`, or a model of transformers; see
+            `funcrl.models.logits_fn`. Only its structure is used, never its weights. For the rows
+            of a `PackedBatch` it must take `attend`, as `Transformer` does.
         temperature: that of sampling.
         chunk: the number of tokens whose logits are in memory at a time, forward and backward, all
             when left out. The model must take `head`, as `Transformer` does.
@@ -77,7 +78,14 @@ def logprob_fn(
         >>> funcrl.logprob_fn(model, chunk=2)(params, sample).logprobs.shape
         torch.Size([3])
     """
-    apply = functional(model)
+    for given, name, option in ((chunk, "head", "chunk"), (attend, "attend", "attend")):
+        if given is not None and not forward_takes(model, name):
+            raise ValueError(
+                f"logprob_fn expects no {option}= for a network whose forward does not take "
+                f"{name}=, got {option}={getattr(given, '__name__', given)} for "
+                f"{type(model).__name__}."
+            )
+    apply = logits_fn(model)
 
     @checked
     def model_fn(params: Params, sample: Row) -> TokenScores:
@@ -89,11 +97,16 @@ def logprob_fn(
                     "logprob_fn expects no attend for the rows of a PackedBatch, whose samples do "
                     f"not see each other, got {getattr(attend, '__name__', attend)}."
                 )
+            if not forward_takes(model, "attend"):
+                raise ValueError(
+                    f"logprob_fn expects one sample a row, a Batch, for a network whose forward "
+                    f"does not take attend=, got a PackedBatch for {type(model).__name__}."
+                )
             options["attend"] = ops.attend_segments(segment_ids)
         if dtype is not None:
             params = tree.cast(params, dtype)
         if chunk is None:
-            logits = apply(params, sample.tokens, sample.positions, **options)
+            logits = apply(params, sample, **options)
             return token_scores(logits, sample.tokens, temperature)
 
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +114,7 @@ def logprob_fn(
             # no copy and suit a GPU's tiles.
             return ops.linear_scores(hidden, weight, sample.tokens.roll(-1), temperature, chunk)
 
-        logprobs, entropy = apply(params, sample.tokens, sample.positions, head=scores, **options)
+        logprobs, entropy = apply(params, sample, head=scores, **options)
         start = logprobs.new_zeros(1)
         return TokenScores(torch.cat([start, logprobs[:-1]]), torch.cat([start, entropy[:-1]]))
 

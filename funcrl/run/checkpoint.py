@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -102,11 +103,38 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
         funcrl.run.checkpoint.CheckpointError: restore expects a checkpoint, got none at \
 no/such/folder.
     """
-    path = Path(path)
+    return _restored(Path(path), like, of_field="")
+
+
+@checked
+def restore_field(path: Path | str, field: str, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    """Return one field of a saved state and the extra facts, as `restore` does.
+
+    What the other fields hold does not matter, such as the state of an optimizer.
+
+    Args:
+        path: as of `restore`.
+        field: such as "params" of a `TrainState`.
+        like: as of `restore`, for the field alone.
+
+    Example:
+        >>> import pathlib, tempfile, torch
+        >>> from funcrl.run.checkpoint import restore_field, save
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "five"
+        >>> save(path, {"params": torch.ones(2), "moments": torch.zeros(9)})
+        >>> restore_field(path, "params", like=torch.zeros(2))
+        (tensor([1., 1.]), {})
+    """
+    state, extra = _restored(Path(path), {field: like}, of_field=field)
+    return state[field], extra
+
+
+def _restored(path: Path, like: Tree, of_field: str) -> tuple[Tree, dict[str, Any]]:
     if not (path / _MANIFEST).exists() and _numbered(path):
-        found = _newest(path, like, on_skip=lambda reason: warn_safely(reason, stacklevel=6))
+        warn = partial(warn_safely, stacklevel=7)
+        found = _newest(path, like, on_skip=warn, of_field=of_field)
         return found.state, found.extra
-    return _read(path, like)
+    return _read(path, like, of_field)
 
 
 class Checkpoints:
@@ -209,11 +237,11 @@ def _numbered(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in paths if path.exists()}
 
 
-def _newest(folder: Path, like: Tree, on_skip: OnSkip) -> Restored:
+def _newest(folder: Path, like: Tree, on_skip: OnSkip, of_field: str = "") -> Restored:
     reasons = []
     for step, path in reversed(_numbered(folder).items()):
         try:
-            return Restored(step, *_read(path, like))
+            return Restored(step, *_read(path, like, of_field))
         except CheckpointError as error:
             reasons.append(str(error))
             if on_skip is not None:
@@ -289,18 +317,24 @@ def _clean_up(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
+def _read(path: Path, like: Tree, of_field: str = "") -> tuple[Tree, dict[str, Any]]:
+    """Return what a checkpoint holds; of a field alone where its name is given."""
     path = _unreplaced(path)
     manifest = _read_manifest(path)
-    saved = manifest["leaves"]
+    leaves_of_field = [
+        (index, leaf)
+        for index, leaf in enumerate(manifest["leaves"])
+        if not of_field or leaf["path"].partition(".")[0] == of_field
+    ]
+    saved = [leaf for _, leaf in leaves_of_field]
     check_like(path, saved, outline("restore", like))
     wanted, unflatten = tree.flatten(like)
     arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
     leaves = []
-    for index, leaf in enumerate(wanted):
+    for (index, described), leaf in zip(leaves_of_field, wanted, strict=True):
         array = arrays.get(str(index), np.zeros(0))
         if array_checksum(array) != manifest["checksums"][index]:
-            raise _broken(path, f"whose {saved[index]['path']!r} is not what was saved")
+            raise _broken(path, f"whose {described['path']!r} is not what was saved")
         leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
     return unflatten(leaves), manifest["extra"]
 

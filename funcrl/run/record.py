@@ -61,11 +61,16 @@ class Record:
             raise RuntimeError("Record expects begin or resumed first.")
         return self._progress
 
-    def resumed(self, like: TrainState) -> int | None:
-        """Resume from the newest good checkpoint and return its step; None if there is none."""
+    def resumed(self, like: TrainState, needs_reference: bool = False) -> int | None:
+        """Resume from the newest good checkpoint and return its step; None if there is none.
+
+        Args:
+            like: a state of the run's structure.
+            needs_reference: whether the policy of step 0 is needed, for a KL penalty.
+        """
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
         if found is not None:
-            _check_goes_on(self._config, self.folder, found)
+            _check_goes_on(self._config, self.folder, found, needs_reference)
         # From here on `--resume` finds a run in the folder, even before its first step.
         write_facts(self.folder, self._config, self._facts)
         if found is None:
@@ -192,7 +197,9 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
     return dict(found)
 
 
-def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
+def _check_goes_on(
+    config: TrainConfig, folder: Path, found: Restored, needs_reference: bool
+) -> None:
     """Raise, before anything is written, if the configuration cannot go on from a checkpoint."""
     step, row = found.step, found.extra.get("row")
     if not isinstance(row, dict) or row.get("step") != step:
@@ -205,10 +212,10 @@ def _check_goes_on(config: TrainConfig, folder: Path, found: Restored) -> None:
             f"train expects --steps of at least {step}, which {folder} has done, got "
             f"{config.steps}."
         )
-    if step and config.algorithm.kl and not (folder / _REFERENCE).exists():
+    if step and needs_reference and not (folder / _REFERENCE).exists():
         raise ValueError(
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
-            f"no reference policy, got {config.algorithm.kl}."
+            f"no reference policy, got a KL penalty."
         )
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +30,8 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 CHECKPOINTS = "checkpoints"
+# The key in environment.json of the names of parts that a run was given as objects.
+OBJECTS = "objects"
 
 _LONGEST_LINE = 1 << 24  # in bytes; a completion of a million tokens has a third of that
 _MOST_FACTS = 1 << 20  # in bytes
@@ -85,12 +87,19 @@ def recorded_count(folder: Path, name: str, function: str = "recorded_count") ->
     return int(text)
 
 
-def check_task_named(function: str, folder: Path) -> None:
-    """Raise if a run was given its task as an object, which its configuration does not name."""
-    name = read_facts(folder, function).get("task_object")
-    if name is not None:
+def check_given(function: str, folder: Path, needed: Collection[str]) -> None:
+    """Raise if a run was given one of these parts as an object, which its configuration lacks."""
+    facts = read_facts(folder, function)
+    name = facts.get("task_object")
+    if name is not None and "task" in needed:
         raise ValueError(
             f"{function} expects task=, the object {name!r} that {folder} was trained on, got none."
+        )
+    objects = [part for part in facts.get(OBJECTS, "").split() if part in needed]
+    if objects:
+        raise ValueError(
+            f"{function} expects parts=, with {' and '.join(objects)} as {folder} was given, which "
+            f"its {CONFIG} does not name, got none."
         )
 
 

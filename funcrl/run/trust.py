@@ -1,22 +1,22 @@
 """Decides which code that a configuration names may run without `--trust`.
 
-What a user names (`--task` on the command line, an object or a configuration in Python) runs. What
-a file names (a run's config.yaml, or one that `--config` reads) runs if this account has run that
-very file before, and, to go on with a run, if it is the one that the run recorded.
+What a user names (`--task` on the command line, an object or a configuration in Python) runs: a
+task, a reward, a network, an algorithm, an optimizer, a generator. What a file names (a run's
+config.yaml, or one that `--config` reads) runs if this account has run that very file before, and,
+to go on with a run, if it is the one that the run recorded. A file of rows is no code.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
+from funcrl.config.training import is_own
 from funcrl.core.files import write_whole
 from funcrl.run import runs
-from funcrl.tasks import source_file
-
-# The key in a run's environment.json of the checksum of its task's file.
-RECORDED = "task_sha256"
+from funcrl.tasks import is_built_in
+from funcrl.tasks.named import named_file
 
 
 class TrustError(ValueError):
@@ -26,23 +26,41 @@ class TrustError(ValueError):
 class Code(NamedTuple):
     """A file or a folder of code that a configuration names."""
 
-    option: str  # the option that names it, with its value if it is a task
+    option: str  # the option that names it, with its value if it is a file
     path: Path  # absolute
     digest: str  # the SHA-256 of a file, "" without a file; the device and inode of a folder
-    is_task: bool
+    fact: str  # the key of a file's checksum in a run's environment.json, "" for a folder
 
 
-def task_code(task: str) -> Code | None:
-    """Return the code that `funcrl.tasks.load` would run for a name, None for funcrl's own tasks.
+def named_code(config: TrainConfig, given: Collection[str] = ()) -> list[Code]:
+    """Return the code of a user's own that a configuration names; nothing of it is run.
 
-    Nothing of it is run. Of a module it is the module's own file.
+    Of a module it is the module's own file.
+
+    Args:
+        config: the whole configuration.
+        given: parts that are given as objects, in place of what the configuration names.
     """
-    found = source_file(task)
-    if found is None:
-        return None
+    named = [
+        ("task", "--task", "" if is_built_in(config.task) else config.task),
+        ("model", "--model", config.model),
+        ("algorithm", "--algorithm.name", config.algorithm.name),
+        ("optimizer", "--optimizer.name", config.optimizer.name),
+        ("generator", "--generator", config.generator),
+        *((f"reward_{each.rpartition(':')[2]}", "--reward", each) for each in config.reward),
+    ]
+    return [
+        _file_code(option, name, f"{part}_sha256")
+        for part, option, name in named
+        if part not in given and is_own(name)
+    ]
+
+
+def _file_code(option: str, name: str, fact: str) -> Code:
+    found = named_file(option, name)
     # A module that Python itself was built with is no file.
     digest = hashlib.sha256(found.read_bytes()).hexdigest() if found.is_file() else ""
-    return Code(f"--task {task}", found, digest, is_task=True)
+    return Code(f"{option} {name}", found, digest, fact)
 
 
 def cache_code(folder: Path | None) -> Code | None:
@@ -81,13 +99,18 @@ def check_trusted(
 
 
 def check_run(
-    function: str, config: TrainConfig, run: Path, task: object = None, trust: bool = False
+    function: str, config: TrainConfig, run: Path, given: Collection[str] = (), trust: bool = False
 ) -> list[str]:
     """Check the code that a run's configuration names, as `check_trusted` does.
 
-    A `task` is in place of the one that the configuration names.
+    Args:
+        function: the public function that is to run it, for errors.
+        config: the run's.
+        run: its folder.
+        given: parts that are given as objects, in place of what the configuration names.
+        trust: let all of it run.
     """
-    named = [None if task is not None else task_code(config.task), cache_code(_cache(config))]
+    named = [*named_code(config, given), cache_code(_cache(config))]
     return check_trusted(function, named, run / runs.CONFIG, run, trust)
 
 
@@ -96,16 +119,16 @@ def default_store() -> Path:
     return Path.home() / ".local" / "share" / "funcrl" / "trusted"
 
 
-def remember(config: TrainConfig) -> None:
+def remember(config: TrainConfig, given: Collection[str] = ()) -> None:
     """Remember the code that a configuration names, which this account is about to run."""
-    codes = [task_code(config.task)]
+    codes = named_code(config, given)
     folder = _cache(config)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         codes.append(_folder_code(folder))
     place = default_store()
     for code in codes:
-        if code is not None and code.digest:
+        if code.digest:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             # The content is for people; only the name is read.
             write_whole(place / _name(code), f"{code.option}\n{code.path}\n{code.digest}\n")
@@ -117,7 +140,7 @@ def is_remembered(code: Code) -> bool:
 
 
 def _describe(code: Code, file: Path) -> str:
-    digest = f" (SHA-256 {code.digest[:12]})" if code.is_task else ""
+    digest = f" (SHA-256 {code.digest[:12]})" if code.fact else ""
     return f"Runs {code.path}{digest}, which {file} names as {code.option}."
 
 
@@ -129,16 +152,16 @@ def _folder_code(folder: Path) -> Code:
     # By its identity, because its files come and go.
     which = folder.stat()
     digest = f"{which.st_dev}:{which.st_ino}"
-    return Code("--compile.cache-dir", folder.resolve(), digest, is_task=False)
+    return Code("--compile.cache-dir", folder.resolve(), digest, fact="")
 
 
 def _reason(code: Code, recorded: Mapping[str, str] | None) -> str:
     """Return why code must not run without `--trust`, "" if it may."""
-    if recorded is not None and code.is_task:
-        if RECORDED not in recorded:
+    if recorded is not None and code.fact:
+        if code.fact not in recorded:
             return f"{runs.ENVIRONMENT} does not say which file the run began with"
-        if recorded[RECORDED] != code.digest:
-            return "it is not the file that the run began with, so its rewards may differ"
+        if recorded[code.fact] != code.digest:
+            return "it is not the file that the run began with, so its numbers may differ"
     return "" if is_remembered(code) else "this account has not run it before"
 
 

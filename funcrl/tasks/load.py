@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core.arguments import Fraction, checked
-from funcrl.core.reading import brief
 from funcrl.tasks.adapt import check_task, check_tokenizer
 from funcrl.tasks.builtin.calculator import Calculator
 from funcrl.tasks.builtin.competition import Math
@@ -112,9 +111,7 @@ def load_rewards(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
     """
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
-        place, _, attribute = name.rpartition(":")
-        if not place or not attribute:
-            raise ValueError(f"load expects --reward to be file.py:Name, got {brief(name)}.")
+        attribute = name.rpartition(":")[2]
         if attribute in found:
             raise ValueError(
                 f"load expects each --reward to have a name of its own, got {attribute!r} twice."

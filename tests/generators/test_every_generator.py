@@ -8,14 +8,18 @@ import torch
 from cases import tiny_model
 
 import funcrl
-from funcrl.generators import VLLM, Sampler, State
+from funcrl.generators import VLLM, HuggingFace, Recompute, Sampler, State
 from funcrl.generators.contracts import Engine, Lifecycle, pushed
+from funcrl.generators.embedded.engine import EmbeddedGenerator
 
 METHODS = {"push", "generate", "score", "sleep", "close", "state", "pushed"}
 
 
+EMBEDDED = (HuggingFace, Recompute, Sampler)
+
+
 def engines():
-    yield Sampler
+    yield EmbeddedGenerator
     yield VLLM
     if importlib.util.find_spec("vllm") is not None:
         from funcrl.generators.vllm.engine import InProcess
@@ -31,6 +35,9 @@ def test_all_engines_have_one_protocol_and_inherit_nothing():
         made = {*vars(kind), *kind.__init__.__code__.co_names}  # attributes are set there
         assert made >= METHODS, kind
         assert kind.__bases__ == (object,)
+    for kind in EMBEDDED:  # a constructor each, which says how a network draws, and nothing else
+        assert kind.__bases__ == (EmbeddedGenerator,)
+        assert [name for name, each in vars(kind).items() if callable(each)] == ["__init__"]
 
 
 def test_vllm_and_the_sampler_know_nothing_of_each_other():

@@ -188,7 +188,7 @@ def read_run(run):
     """Read a run's folder as each command does, as far as the first error."""
     report.write_report(run)
     config.read_config(config.TrainConfig, run / "config.yaml")
-    runs.check_task_named("train", run)
+    runs.check_given("train", run, {"task"})
     runs.keep_until(run / "completions.jsonl", 1)
 
 

@@ -693,7 +693,7 @@ def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp
     view = SilentView()
     view.note = notes.append
     record = Record(config, tmp_path / "run", "test", view)
-    record.resumed(empty_state(config, parts))
+    record.resumed(empty_state(parts))
     state = record.progress.state
     row = {**record.progress.row, "step": 2}
     record.advance(state, row, [])  # whose checkpoint is not due

@@ -32,7 +32,7 @@ def on_a_full_disk(*args):
 
 def restored(folder):
     options = config.read_config(config.TrainConfig, folder / "config.yaml")
-    return funcrl.restore(folder / "checkpoints", empty_state(options, funcrl.build(options)))
+    return funcrl.restore(folder / "checkpoints", empty_state(funcrl.build(options)))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from bounded import bounded
 
 import funcrl
 from funcrl import config
-from funcrl.loop.build import empty_state, trained_params
+from funcrl.loop.build import empty_state, trained_like
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
+from funcrl.loop.sources import trained_params
 from funcrl.run import report
 
 ROWS = [{"step": step, "reward": step / 4, "step_time": 0.5} for step in range(4)]
@@ -309,9 +310,9 @@ def test_lines_to_keep_have_a_step(tmp_path, row):
 def test_a_checkpoint_of_no_run_is_refused_by_name(tmp_path, extra):
     options = config.TrainConfig()
     parts = funcrl.build(options)
-    funcrl.save(tmp_path / "checkpoints" / "1", empty_state(options, parts), extra)
+    funcrl.save(tmp_path / "checkpoints" / "1", empty_state(parts), extra)
     with pytest.raises(ValueError, match=r"^restore expects .*checkpoints"):
-        trained_params(options, parts, tmp_path)
+        trained_params(tmp_path, trained_like(parts))
 
 
 @pytest.mark.slow
@@ -321,7 +322,7 @@ def test_a_run_is_not_resumed_without_its_metrics(tmp_path, row):
     parts = funcrl.build(options)
     run = write_run(tmp_path / "run")
     extra = {} if row is None else {"row": row}
-    funcrl.save(run / "checkpoints" / "1", empty_state(options, parts), extra)
+    funcrl.save(run / "checkpoints" / "1", empty_state(parts), extra)
     with pytest.raises(ValueError, match=r"^train expects .*checkpoints"):
         funcrl.train(options, resume=True)
     assert (run / "metrics.jsonl").read_text() == lines(*ROWS)

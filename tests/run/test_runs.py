@@ -5,7 +5,7 @@ import json
 import pytest
 
 from funcrl import runs
-from funcrl.run.runs import check_task_named, each_line, keep_until, recorded_count, step_of
+from funcrl.run.runs import check_given, each_line, keep_until, recorded_count, step_of
 
 
 def test_a_line_that_is_no_object_is_refused_by_its_number(tmp_path):
@@ -34,12 +34,12 @@ def test_rows_after_a_step_are_dropped_and_a_torn_last_line_too(tmp_path):
 
 
 def test_what_a_run_recorded_about_its_task(tmp_path):
-    check_task_named("evaluate", tmp_path)
+    check_given("evaluate", tmp_path, {"task"})
     (tmp_path / runs.ENVIRONMENT).write_text('{"vocab_size": "13", "task_object": "mine"}')
     assert recorded_count(tmp_path, "vocab_size") == 13
     assert recorded_count(tmp_path, "max_turns") is None
     with pytest.raises(ValueError, match="^evaluate expects task=.* 'mine'"):
-        check_task_named("evaluate", tmp_path)
+        check_given("evaluate", tmp_path, {"task"})
     for count in ("", "-1", "1.5", "\u0661", "9" * 10):
         (tmp_path / runs.ENVIRONMENT).write_text(json.dumps({"vocab_size": count}))
         with pytest.raises(ValueError, match="^export expects .*vocab_size"):

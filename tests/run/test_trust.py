@@ -14,7 +14,7 @@ import funcrl
 from funcrl import cli, runs
 from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config
 from funcrl.run import trust
-from funcrl.run.trust import TrustError, cache_code, task_code
+from funcrl.run.trust import TrustError, cache_code, named_code
 
 SMALL = [
     "--steps", "1", "--num-prompts", "2", "--num-generations", "2", "--warm-start.steps", "0",
@@ -56,7 +56,7 @@ def shipped(tmp_path_factory):
 def stranger(shipped):
     """A whole run, with the right hash in its environment.json, of which this account has none."""
     shipped.marker.unlink(missing_ok=True)
-    assert json.loads((shipped.run / runs.ENVIRONMENT).read_text())[trust.RECORDED]
+    assert json.loads((shipped.run / runs.ENVIRONMENT).read_text())["task_sha256"]
     return shipped
 
 
@@ -111,7 +111,7 @@ def test_python_asks_too(stranger, tmp_path):
         funcrl.evaluate(EvalConfig(run=stranger.run))
     _, params = funcrl.load_params(funcrl.export(stranger.run, tmp_path / "model"))
     state, _ = funcrl.restore(
-        stranger.run / runs.CHECKPOINTS, funcrl.loop.build.empty_state(config, funcrl.build(
+        stranger.run / runs.CHECKPOINTS, funcrl.loop.build.empty_state(funcrl.build(
             TrainConfig(steps=config.steps, warm_start=config.warm_start))),
     )  # fmt: skip
     assert all(torch.equal(params[name], leaf) for name, leaf in state.params.items())
@@ -126,7 +126,7 @@ def test_a_module_in_the_working_directory_is_code_as_well(tmp_path, capsys, mon
     for name in ("evil_package/__init__.py", "evil_package/inner.py"):
         (tmp_path / name).write_text(EVIL.format(marker=str(marker)))
     (tmp_path / "c.yaml").write_text("task: evil_package.inner:S\n")
-    found = task_code("evil_package.inner:S").path
+    found = named_code(TrainConfig(task="evil_package.inner:S"))[0].path
     assert found == tmp_path / "evil_package" / "inner.py"
     ended = run(capsys, "train", "--config", "c.yaml", *SMALL)
     assert (ended.code, marker.exists()) == (1, False)
@@ -180,7 +180,7 @@ def test_a_folder_of_an_older_version_is_told(tmp_path, capsys):
     old = make_run(tmp_path / "old")
     path = old.run / runs.ENVIRONMENT
     facts = json.loads(path.read_text())
-    for name in (trust.RECORDED, "vocab_size", "max_turns"):
+    for name in ("task_sha256", "vocab_size", "max_turns"):
         del facts[name]
     path.write_text(json.dumps(facts))
     ended = run(capsys, "train", "--resume", old.run, "--steps", "2")

@@ -16,6 +16,29 @@ class Prefix(NamedTuple):
     logits: Tensor  # [N, V] after each prompt's last token
 
 
+class CachedTransformer:
+    """A `Transformer` bound to its parameters, and the keys and values of the samples."""
+
+    def __init__(self, model: Transformer, rows: int, places: int) -> None:
+        self._model = model
+        self._cache = empty_cache(model, rows, places, model.norm.weight)
+
+    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
+        """Run the prompts once, and share what they leave with their samples."""
+        prefix = prefill(self._model, prompts, lengths)
+        for layer, pairs in zip(self._cache, prefix.pairs, strict=True):
+            layer[rows, :, : prompts.shape[1]] = pairs.repeat_interleave(group, dim=0)
+        return prefix.logits.repeat_interleave(group, dim=0)
+
+    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Run one more token of each sample."""
+        return extend(self._model, self._cache, tokens, positions, longest)
+
+    def move(self, to: list[int], origin: list[int], places: slice) -> None:
+        """Copy the keys and values of some samples to other rows."""
+        self._cache[:, to, :, places] = self._cache[:, origin, :, places]
+
+
 def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> Tensor:
     """Return a cache of zeros [L, M, K, S, 2 C] in the dtype and on the device of `like`.
 

@@ -146,7 +146,7 @@ class VLLM:
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
         engine = self._running("generate")
-        check_prompts(prompts, sampling, self._model, self._setup.decode, self.context_length)
+        self._check(prompts, sampling, self._setup.decode)
         checks.check_range("VLLM.generate", "temperature", sampling.temperature, 0.0, 2.0)
         self.wake()
         samples = self._guarded("generate", lambda: engine.generate(prompts, sampling, seed))
@@ -157,7 +157,7 @@ class VLLM:
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return vLLM's log-probability of each prompt's tokens, from the second on."""
         engine = self._running("score")
-        check_prompts(prompts, Sampling(), self._model, None, self.context_length)
+        self._check(prompts, Sampling(), None)
         self.wake()
         return self._guarded("score", lambda: engine.score(prompts))
 
@@ -195,6 +195,10 @@ class VLLM:
             self._engine = self._guarded("push", start)
         engine = self._engine
         self._guarded("push", lambda: engine.push(params, version))
+
+    def _check(self, prompts: Prompts, sampling: Sampling, decode: DecodeFn | None) -> None:
+        vocab_size = self._model.config.vocab_size
+        check_prompts(prompts, sampling, vocab_size, decode, self.context_length)
 
     def _running(self, method: str) -> _Started:
         self._lifecycle.check_pushed(f"VLLM.{method}")

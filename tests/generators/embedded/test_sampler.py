@@ -276,16 +276,16 @@ def test_a_sample_ends_at_the_context_length():
 def test_finished_samples_cost_nothing(monkeypatch):
     """The rows of all forward passes are the tokens that were fed, not slots times the longest."""
     model, params = make()
-    from funcrl.generators.embedded import slots
+    from funcrl.generators.embedded import cache
 
     rows = []
-    plain = slots.extend
+    plain = cache.extend
 
     def counted(model, cache, tokens, positions, longest):
         rows.append(len(tokens))
         return plain(model, cache, tokens, positions, longest)
 
-    monkeypatch.setattr(slots, "extend", counted)
+    monkeypatch.setattr(cache, "extend", counted)
     samples = sample(model, params, PROMPTS, Sampling(4, 20, stop_tokens=(0, 3)), seed=2)
     assert sum(rows) == int(samples.mask.sum()) - len(samples.tokens)
 

@@ -1,0 +1,84 @@
+"""Samples while they are drawn: how one grows, and when it ends."""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funcrl.config import Sampling
+from funcrl.generators.prompts import Prompts
+from funcrl.generators.stops import DecodeFn, has_stop_string
+
+
+class Request(NamedTuple):
+    """What a generator in this process is to draw, after its checks."""
+
+    prompts: Prompts
+    sampling: Sampling
+    seed: int
+    decode: DecodeFn | None
+    slots: int  # samples drawn at a time
+    context_length: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of tokens that a sample may get."""
+        return min(self.sampling.max_tokens, self.context_length)
+
+    @property
+    def places(self) -> int:
+        """The largest number of tokens that are fed to the network: not the last of a sample."""
+        longest = max(map(len, self.prompts)) + self.sampling.max_tokens - 1
+        return min(longest, self.context_length)
+
+
+class Drawn:
+    """One sample, growing while it is drawn."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt  # its index
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.policy_logprobs: list[float] = []
+        self.reason = ""  # why it ended, "" while it goes on
+
+    def append(self, token: int, logprob: float, policy_logprob: float) -> None:
+        """Add a token; raise if the network left no distribution to draw it from."""
+        if not (math.isfinite(logprob) and math.isfinite(policy_logprob)):
+            raise FloatingPointError(
+                f"generate expects logits that leave a distribution to draw from, got a "
+                f"log-probability of {policy_logprob} after {len(self.tokens)} tokens of prompt "
+                f"{self.prompt}; have the parameters diverged?"
+            )
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.policy_logprobs.append(policy_logprob)
+
+    def length(self, request: Request) -> int:
+        """Return the number of tokens of the prompt and the sample together."""
+        return len(request.prompts[self.prompt]) + len(self.tokens)
+
+    def end(self, request: Request) -> bool:
+        """Set the reason if the sample ends here, and return whether it does."""
+        sampling = request.sampling
+        full = self.length(request) >= request.context_length
+        if self.tokens[-1] in sampling.stop_tokens or has_stop_string(
+            self.tokens, sampling, request.decode
+        ):
+            self.reason = "stop"
+        elif full or len(self.tokens) == sampling.max_tokens:
+            self.reason = "length"
+        return bool(self.reason)
+
+
+def new_samples(request: Request) -> list[Drawn]:
+    """Return the samples of a request, group-major, with no tokens yet."""
+    group = request.sampling.num_samples
+    return [Drawn(row // group) for row in range(group * len(request.prompts))]
+
+
+def append_tokens(samples: list[Drawn], drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add to each sample what `draw_tokens` drew for it."""
+    columns = zip(*(values.tolist() for values in drawn), strict=True)
+    for sample, column in zip(samples, columns, strict=True):
+        sample.append(*column)

@@ -1,0 +1,70 @@
+"""Loads what a run has trained."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from funcrl.core.arguments import checked
+from funcrl.core.terminal import warn_safely
+from funcrl.core.types import Params
+from funcrl.loop import sources
+from funcrl.loop.data import check_data, task_of
+from funcrl.run import runs
+from funcrl.run.trust import check_run
+from funcrl.tasks.contracts import Task, TaskLike
+from funcrl.tasks.watch import Note
+
+
+class LoadedRun(NamedTuple):
+    """What a run has trained, and on what."""
+
+    model: nn.Module
+    params: Params  # those of the newest checkpoint, adapters merged
+    task: Task
+
+
+@checked
+def load_run(
+    folder: Path | str,
+    task: TaskLike | None = None,
+    *,
+    device: str = "cpu",
+    trust: bool = False,
+    note: Note = warn_safely,
+) -> LoadedRun:
+    """Return the model, the parameters and the task of a run.
+
+    Args:
+        folder: the run's.
+        task: that the run was given as an object.
+        device: of the parameters.
+        trust: run the code that the run names, such as a task of one's own, even if this account
+            has not run it before or it has changed (docs/security.md).
+        note: is called with lines about the code that is run.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "run"
+        >>> config = TrainConfig(
+        ...     run_dir=folder, steps=1, num_prompts=2, num_generations=2,
+        ...     warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=0))
+        >>> state = funcrl.train(config).state
+        >>> model, params, task = funcrl.load_run(folder)
+        >>> params["norm.weight"].equal(state.params["norm.weight"]), task.name
+        (True, 'sum_digits')
+    """
+    run = Path(folder)
+    options = sources.options_of_run("load_run", "folder", run)
+    given = set() if task is None else {"task"}
+    runs.check_given("load_run", run, {"task"} - given)
+    for line in check_run("load_run", options, run, given, trust):
+        note(line)
+    model = sources.network_of_run("load_run", run, task, trust)
+    _, params = sources.params_of_run("load_run", run, model, device)
+    tokenizer = None
+    if task is None:
+        check_data("load_run", options.task, run)
+        tokenizer = sources.tokenizer_of("load_run", options)
+    return LoadedRun(model, params, task_of("load_run", options, tokenizer, task))
