@@ -23,6 +23,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, page
+
+
 def test_every_file_is_in_the_row_of_its_folder_in_the_tour():
     tour = (ROOT / "docs" / "all-of-funcrl.md").read_text()
     rows = {line.split("`")[1]: line for line in tour.splitlines() if line.startswith("| `")}

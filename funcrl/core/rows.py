@@ -1,6 +1,5 @@
 """Rows of a batch: their number, parts of them, and a function of one mapped over all."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +8,7 @@ from torch.func import vmap
 from funcrl.core import checks, tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.types import Params, Tree
-
-# torch's messages where `vmap` cannot run an operator, and where an operator writes values with a
-# batch axis in place into a tensor without one.
-_NO_BATCHING_RULE = re.compile(r"Batching rule not implemented for (\w+::\w+)")
-_NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast shape")
+from funcrl.core.unbatched import explained
 
 
 @checked
@@ -60,18 +55,8 @@ def over_rows(
         try:
             return mapped(params, batch)
         except RuntimeError as error:
-            if found := _NO_BATCHING_RULE.search(str(error)):
-                raise NotImplementedError(
-                    f"{function} expects a model of operators that torch.vmap can run for all rows "
-                    f"at once, got {found[1]}, for which it has no batching rule; use other ones."
-                ) from error
-            if _NO_BATCH_AXIS.search(str(error)):
-                raise NotImplementedError(
-                    f"{function} expects a model that torch.vmap can run for all rows at once, got "
-                    f"an operation in place ({error}): it writes values of all rows into a tensor "
-                    f"of none; make that from the input, as a recurrent module's first state by "
-                    f"torch.zeros_like(x[0]), or do not write in place."
-                ) from error
+            if ours := explained(function, error):
+                raise ours from error
             raise
 
     return rows

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
+from funcrl.core.unbatched import reads_a_value
 from funcrl.graph.aliases import is_view, sharing_places, written_inputs
 from funcrl.graph.cleaning import clean, look_through
 from funcrl.graph.edit import nodes_after
@@ -26,7 +27,6 @@ from funcrl.graph.origin import (
     recorded_origin,
     set_origin,
 )
-from funcrl.models.functional import reads_a_value
 
 aten = torch.ops.aten
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"

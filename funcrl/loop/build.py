@@ -72,7 +72,7 @@ class Parts(_Fields):
 
     __slots__ = ()
 
-    def _replace(self, **changes: Any) -> "Parts":  # type: ignore[override]
+    def _replace(self, **changes: Any) -> "Parts":
         """Return these parts with other ones, and what depends on them made anew."""
         return _made("Parts._replace", self.config, {**self._given(), **changes}, warn_safely, self)
 

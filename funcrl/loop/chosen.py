@@ -92,7 +92,10 @@ def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Tas
     given: dict[str, Any] = {"decode": decode, "slots": config.slots, "dtype": dtype}
     if config.generator not in GENERATORS:
         made = import_named("--generator", config.generator)
-        return _checked_generator(config.generator, call_with_known(made, model=model, **given))
+        return _checked_generator(
+            config.generator,
+            call_with_known("--generator", config.generator, made, model=model, **given),
+        )
     if config.generator == "sampler":
         return _embedded(model)(model, **given)
     if not isinstance(model, Transformer):
@@ -170,7 +173,7 @@ def _own(
         kind: of what is wanted.
     """
     found = import_named(f"--{part}.name", name)
-    takes = [] if isinstance(found, kind) else arguments_taken(found, known)
+    takes = arguments_taken(found, known) if callable(found) else []
     for option, value in refusable.items():
         if value and taken.get(option, option.replace("-", "_")) not in takes:
             cleared = "None" if option == "max-importance" else "0"
@@ -178,7 +181,11 @@ def _own(
                 f"train expects --{part}.{option} {cleared} for {name}, which takes no "
                 f"{taken.get(option, option.replace('-', '_'))}, got {value}."
             )
-    made = found if isinstance(found, kind) else call_with_known(found, **known)
+    made = (
+        found
+        if isinstance(found, kind)
+        else call_with_known(f"--{part}.name", name, found, **known)
+    )
     if not isinstance(made, kind):
         raise TypeError(
             f"train expects --{part}.name {name} to name a function that returns a "

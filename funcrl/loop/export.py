@@ -1,9 +1,13 @@
 """Writes the model that a run has trained."""
 
 from pathlib import Path
+from typing import Any
 
 from funcrl.core.arguments import checked
 from funcrl.loop import sources
+from funcrl.models import Transformer
+from funcrl.models.functional import bind
+from funcrl.models.logits import is_of_transformers
 from funcrl.tasks.contracts import TaskLike
 from funcrl.weights import save_params
 
@@ -36,4 +40,13 @@ def export(run: Path, out: Path, task: TaskLike | None = None) -> Path:
     _, params = sources.params_of_run("export", run, network)
     options = sources.options_of_run("export", "--run", run)
     tokenizer = sources.tokenizer_place("export", options)
-    return save_params(out, network, params, tokenizer=tokenizer)
+    if isinstance(network, Transformer):
+        return save_params(out, network, params, tokenizer=tokenizer)
+    if is_of_transformers(network) and out.suffix != ".gguf":
+        saved: Any = bind(network, params)
+        saved.save_pretrained(out)
+        return out
+    raise ValueError(
+        f"export expects a Transformer, or a folder for a model of transformers, got "
+        f"{type(network).__name__} and {out}; funcrl.load_run({str(run)!r}) gives its parameters."
+    )

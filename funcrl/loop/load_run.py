@@ -29,7 +29,7 @@ def load_run(
     folder: Path | str,
     task: TaskLike | None = None,
     *,
-    device: str = "cpu",
+    device: sources.Device = "cpu",
     trust: bool = False,
     note: Note = warn_safely,
 ) -> LoadedRun:

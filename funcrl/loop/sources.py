@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from funcrl.weights.sources import find
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
 _WEIGHTS = 0
 _ADAPTERS = 100
+Device: TypeAlias = Literal["cpu", "cuda"]
 
 
 class Source(NamedTuple):
@@ -138,7 +139,9 @@ def _own_network(
     if not isinstance(found, nn.Module):
         with torch.random.fork_rng(devices=[]):  # new weights are drawn from torch's own numbers
             torch.manual_seed(rng.fold_in(config.seed, _WEIGHTS))
-            found = call_with_known(found, vocab_size=vocab_size, tokenizer=tokenizer)
+            found = call_with_known(
+                "--model", name, found, vocab_size=vocab_size, tokenizer=tokenizer
+            )
         if isinstance(found, nn.Module):
             found.eval()  # it is not the user's object: nobody else sees the change
     if not isinstance(found, nn.Module):
@@ -219,7 +222,7 @@ def first_adapters(config: TrainConfig, adapters: Lora) -> Params:
 
 
 def params_of_run(
-    function: str, run: Path, network: nn.Module, device: str = "cpu"
+    function: str, run: Path, network: nn.Module, device: Device = "cpu"
 ) -> tuple[int, Params]:
     """Return the step of a run's newest checkpoint and the parameters of its network by then."""
     options = replace(options_of_run(function, "--model", run), device=device)

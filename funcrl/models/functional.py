@@ -1,15 +1,12 @@
 """Any `nn.Module` as a pure function of its parameters."""
 
 import copy
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -20,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params
+from funcrl.core.unbatched import reads_a_value, value_was_read
 
 # torch's hooks that set a weight before each forward: their names, and their replacements.
 _HOOKS = {
@@ -30,10 +28,6 @@ _HOOKS = {
     BasePruningMethod: ("prune", "make its weights parameters by torch.nn.utils.prune.remove"),
 }  # fmt: skip
 Bound = TypeVar("Bound", bound=nn.Module)
-_ADVICE = (
-    " A model of transformers reads none when it gets attention_mask of shape [1, 1, T, T], with 0 "
-    "where a token sees another and -inf elsewhere, and position_ids: docs/models.md shows how."
-)
 
 
 @checked
@@ -105,7 +99,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
             result = functional_call(skeleton, after, args, kwargs, strict=True)
         except RuntimeError as error:
             if reads_a_value(error):
-                raise _read_in_forward(kind, error) from error
+                raise value_was_read("functional", f"a forward of {kind}", error) from error
             raise
         changed = [name for name, leaf in before.items() if after[name] is not leaf]
         changed += [name for name in buffers if _version(before[name]) != versions[name]]
@@ -147,37 +141,6 @@ def check_params(
     if not isinstance(params, Mapping):
         raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
     _check_params(function, kind, params, shapes, {})
-
-
-def reads_a_value(error: RuntimeError) -> bool:
-    """Return whether the error says that a tensor has no value under vmap or in a trace."""
-    # Imported here, because its module takes long to import and only an error needs it.
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
-        return True
-    # vmap's refusals have no type of their own; all of them begin with these words.
-    return str(error).startswith("vmap: It looks like you're")
-
-
-def _read_in_forward(kind: str, error: RuntimeError) -> ValueError:
-    """Return the error that names the code that read a value, and what to pass instead."""
-    inside = {Path(torch.__file__).parent, Path(__file__)}
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not inside & {Path(frame.filename), *Path(frame.filename).parents}
-    ]
-    place = advice = ""
-    if frames:
-        last = frames[-1]
-        place = f" in {last.name}() at line {last.lineno} of {Path(last.filename).name}"
-        if "transformers" in Path(last.filename).parts:
-            advice = _ADVICE
-    return ValueError(
-        f"functional expects a forward that reads no tensor's value in Python (float(), if) under "
-        f"vmap or funcrl.trace, got {kind}, which reads one{place}.{advice}"
-    )
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -47,9 +47,32 @@ def import_named(option: str, name: str) -> Any:
     return getattr(module, attribute)
 
 
-def call_with_known(function: Callable[..., Any], **known: Any) -> Any:
-    """Return what a user's function returns for those of the known arguments that it takes."""
-    return function(**{name: known[name] for name in arguments_taken(function, known)})
+def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
+    """Return what a user's function returns for those of the known arguments that it takes.
+
+    Args:
+        option: that names the function, for errors.
+        name: file.py:Name or module:Name.
+        function: what was imported.
+        known: argument -> value.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"train expects {option} {name} to name a function or a class, got "
+            f"{type(function).__name__}."
+        )
+    needed = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    unknown = [each for each in needed if each not in known]
+    if unknown:
+        raise TypeError(
+            f"train expects {option} {name} to take no other arguments than {', '.join(known)}, "
+            f"got one that needs {unknown[0]}."
+        )
+    return function(**{each: known[each] for each in arguments_taken(function, known)})
 
 
 def arguments_taken(function: Callable[..., Any], names: Any) -> list[str]:

@@ -1,0 +1,240 @@
+"""A stranger's afternoon: own parts train with all that a run has, in Python and by name."""
+
+import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import mine
+import pytest
+import torch
+from cases import equal, run_command
+
+import funcrl
+from funcrl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    EvalConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from funcrl.generators import HuggingFace, Recompute, Sampler
+from funcrl.run import runs
+
+# torch has no rule to batch nn.GRUCell: it runs one sample after the other, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+FILE = Path(mine.__file__)
+SMALL = TrainConfig(
+    steps=3, num_prompts=2, num_generations=3, warm_start=WarmStartConfig(steps=4, num_prompts=4),
+    evaluation=EvaluationConfig(every=2, num_prompts=3), checkpoint=CheckpointConfig(every=1),
+)  # fmt: skip
+# fmt: off
+LINE = ["--steps", 3, "--num-prompts", 2, "--num-generations", 3, "--warm-start.steps", 4,
+        "--warm-start.num-prompts", 4, "--evaluation.every", 2, "--evaluation.num-prompts", 3,
+        "--checkpoint.every", 1]
+# fmt: on
+VOCABULARY = funcrl.tasks.SumDigits().tokenizer.vocab_size
+# What the stranger replaces: the parts in Python, and the same on the command line.
+CASES = {
+    "GRU": (lambda: {"model": mine.Policy(VOCABULARY)}, "--model {file}:Policy"),
+    "Llama": (lambda: {"model": mine.llama(VOCABULARY).eval()}, "--model {file}:llama"),
+    "GPT-2": (lambda: {"model": mine.gpt2(VOCABULARY).eval()}, "--model {file}:gpt2"),
+    "MaxRL": (
+        lambda: {"algorithm": mine.maxrl(kl=0.1), "optimizer": mine.signed(1e-3)},
+        "--algorithm.name {file}:maxrl --optimizer.name {file}:signed --generator {file}:slowly",
+    ),
+}
+GENERATORS = {"GRU": Recompute, "Llama": HuggingFace, "GPT-2": HuggingFace, "MaxRL": Sampler}
+
+
+def rows_of(folder):
+    """The metrics of a run, without its times."""
+    kept = [dict(row) for row in runs.read_history(folder)]
+    return [{k: v for k, v in row.items() if "time" not in k} for row in kept]
+
+
+def check_whole(folder, steps=3):
+    """A run has evaluations and completions."""
+    rows = runs.read_history(folder)
+    assert [row["step"] for row in rows] == [*range(steps + 1)]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
+    assert {row["step"] for row in runs.read_lines(folder / runs.COMPLETIONS)} == {1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_own_parts_in_python(tmp_path, name):
+    made = CASES[name][0]()
+    config = replace(SMALL, run_dir=tmp_path / "whole")
+    parts = funcrl.build(config)._replace(**made)
+    assert type(parts.generator) is GENERATORS[name]
+    whole = funcrl.train(config, parts=parts)
+    check_whole(config.run_dir)
+    before = {n: leaf.detach().clone() for n, leaf in parts.model.named_parameters()} \
+        if name != "MaxRL" else {}  # fmt: skip
+
+    stopped = replace(config, run_dir=tmp_path / "stopped")
+    calls = []
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(stopped, parts=parts, stop=lambda: calls.append(1) or _steps(stopped) == 2)
+    with pytest.raises(ValueError, match=f"train expects parts=, with {' and '.join(made)}"):
+        funcrl.train(stopped, resume=True)
+    resumed = funcrl.train(stopped, parts=parts, resume=True)
+    assert equal(resumed.state, whole.state)
+    assert rows_of(stopped.run_dir) == rows_of(config.run_dir)
+    assert all(torch.equal(leaf, before[n]) for n, leaf in parts.model.named_parameters() if before)
+
+    asked = EvalConfig(run=stopped.run_dir, num_prompts=3)
+    found = funcrl.evaluate(asked, parts=parts)
+    assert found.accuracy == resumed.history[-1]["eval/accuracy"]
+    if "model" in made:
+        with pytest.raises(ValueError, match="evaluate expects parts=, with model"):
+            funcrl.evaluate(asked)
+    else:  # the network is the configuration's
+        assert funcrl.evaluate(asked).accuracy == found.accuracy
+
+
+def _steps(config):
+    return len(runs.read_lines(config.run_dir / runs.METRICS)) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_own_parts_by_name(tmp_path, capsys, name):
+    run = tmp_path / "run"
+    own = CASES[name][1].format(file=FILE).split()
+    ended = run_command(["train", "--run-dir", run, *LINE, *own], capsys)
+    assert ended.code == 0, ended.err
+    check_whole(run)
+    rows, bits = rows_of(run), (run / "checkpoints" / "3").stat().st_ino
+    params = funcrl.load_run(run, note=print).params
+
+    shutil.rmtree(run / "checkpoints" / "3")  # as if the machine had stopped before the last step
+    ended = run_command(["train", "--resume", run], capsys)
+    assert ended.code == 0, ended.err
+    assert bits != (run / "checkpoints" / "3").stat().st_ino
+    assert rows_of(run) == rows
+    assert equal(funcrl.load_run(run, note=print).params, params)
+
+    ended = run_command(["eval", "--run", run, "--num-prompts", "3"], capsys)
+    assert ended.code == 0, ended.err
+    assert "accuracy" in ended.out
+    assert run_command(["report", run], capsys).code == 0
+    assert "Completions" in (run / "report.html").read_text()
+
+
+def test_a_replaced_part_takes_what_depends_on_it_along():
+    parts = funcrl.build(SMALL)
+    assert parts._replace(task=parts.task)[:-1] == parts[:-1]
+    sharper = parts._replace(algorithm=funcrl.dapo())
+    assert sharper.step is not parts.step
+    assert sharper.generator is parts.generator
+    assert sharper.model_fn is parts.model_fn
+    # A part that was replaced stays, and in any order.
+    step = funcrl.grpo_step(parts.model_fn)
+    assert parts._replace(step=step)._replace(algorithm=funcrl.dapo()).step is step
+    model = mine.Policy(VOCABULARY)
+    other = sharper._replace(model=model)
+    assert type(other.generator) is Recompute
+    assert other.algorithm is sharper.algorithm
+    assert {*other.replaced} == {"algorithm", "model"}
+    assert copy.copy(parts) == parts
+    for reward, task in ((3, funcrl.tasks.SumDigits()), (5, funcrl.tasks.SumDigits(5))):
+        again = parts._replace(task=task)
+        assert again.model.config.vocab_size == task.tokenizer.vocab_size, reward
+        assert again.task.name == task.name
+    with pytest.raises(TypeError, match=r"Parts\._replace expects task, model, .*'modle'"):
+        parts._replace(modle=model)
+
+
+def test_the_algorithm_says_whether_a_reference_is_kept(tmp_path):
+    config = replace(SMALL, steps=1, warm_start=WarmStartConfig(steps=0),
+                     algorithm=AlgorithmConfig(kl=0.0))  # fmt: skip
+    parts = funcrl.build(config, algorithm=funcrl.grpo(kl=0.5))
+    assert parts.kl == 0.5
+    history = funcrl.train(replace(config, run_dir=tmp_path), parts=parts).history
+    assert "kl" in history[1]
+
+
+def test_parts_of_another_configuration_are_refused(tmp_path):
+    parts = funcrl.build(SMALL)
+    config = replace(SMALL, run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="train expects parts .* another seed"):
+        funcrl.train(replace(config, seed=1), parts=parts)
+    with pytest.raises(ValueError, match="train expects task= or parts="):
+        funcrl.train(config, parts=parts, task=funcrl.tasks.SumDigits())
+    for options, given, words in (
+        ({"compile": funcrl.CompileConfig()}, {"step": parts.step}, "--no-compile"),
+        ({"lora": funcrl.config.LoraConfig(rank=2)}, {"model_fn": parts.model_fn}, "--lora.rank 0"),
+        ({"attend": "flash"}, {"model": mine.Policy(VOCABULARY)}, "--attend native"),
+    ):
+        with pytest.raises(ValueError, match=f"train expects {words}"):
+            funcrl.build(replace(SMALL, **options), **given)
+    assert not config.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"algorithm": AlgorithmConfig(name=f"{FILE}:maxrl")}, None),
+        ({"algorithm": AlgorithmConfig(name=f"{FILE}:signed")}, "algorithm.kl 0 for .*:signed"),
+        ({"algorithm": AlgorithmConfig(name=f"{FILE}:nothing")}, ":nothing to name an object"),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:signed")}, None),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:signed", weight_decay=0.1)}, "weight-decay 0"),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:VOCABULARY")}, "to name an object"),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:llama")}, "name .* needs vocab_size"),
+        ({"model": f"{FILE}:signed"}, "--model .* needs learning_rate"),
+        ({"model": f"{FILE}:Policy", "generator": "vllm"}, "--generator sampler"),
+        ({"generator": f"{FILE}:Policy"}, "--generator .* needs vocab_size"),
+    ],
+)  # fmt: skip
+def test_names_of_own_code_are_checked(options, words):
+    config = replace(SMALL, **options)
+    if words is None:
+        assert funcrl.build(config).replaced == frozenset()
+        return
+    with pytest.raises((ValueError, TypeError), match=words):
+        funcrl.build(config)
+
+
+@pytest.mark.parametrize("kind", [AlgorithmConfig, OptimizerConfig])
+def test_other_names_are_refused_with_those_that_are_known(kind):
+    with pytest.raises(ValueError, match=r"name to be one of .*your own as file\.py:name, got 'x'"):
+        kind(name="x")
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_named_optimizers_follow_the_schedule(name):
+    options = OptimizerConfig(name=name, learning_rate=0.5, warmup=4, schedule="constant")
+    parts = funcrl.build(replace(SMALL, optimizer=options))
+    params = {n: torch.ones(leaf.shape) for n, leaf in parts.model.named_parameters()}
+    state = parts.optimizer.init(params)
+    for updates in (1, 2, 3):
+        grads = funcrl.tree.map(torch.ones_like, params)
+        _, state = parts.optimizer.update(grads, state, params)
+        rate = float(funcrl.optim.current_learning_rate(state))
+        assert rate == pytest.approx(0.1 * updates)
+
+
+@pytest.mark.slow
+def test_a_run_is_a_model(tmp_path):
+    config = replace(SMALL, run_dir=tmp_path / "first")
+    first = funcrl.train(config)
+    model, params, task = funcrl.load_run(config.run_dir)
+    assert equal(params, first.state.params)
+    assert (type(model).__name__, task.name) == ("Transformer", "sum_digits")
+    options = funcrl.loop.sources.defaults(str(config.run_dir))
+    assert (options.warm_start.steps, options.model) == (0, str(config.run_dir))
+    second = replace(config, model=str(config.run_dir), run_dir=tmp_path / "second",
+                     warm_start=options.warm_start)  # fmt: skip
+    parts = funcrl.build(second)
+    assert equal(funcrl.loop.build.first_params(parts), params)
+    funcrl.train(second)
+    third = EvalConfig(model=str(second.run_dir), num_prompts=3)
+    assert (
+        funcrl.evaluate(third).accuracy
+        == funcrl.evaluate(EvalConfig(run=second.run_dir, num_prompts=3)).accuracy
+    )
