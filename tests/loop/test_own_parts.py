@@ -8,7 +8,8 @@ from pathlib import Path
 import mine
 import pytest
 import torch
-from cases import equal, run_command
+import transformers
+from cases import equal, run_command, tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import (
@@ -238,3 +239,28 @@ def test_a_run_is_a_model(tmp_path):
         funcrl.evaluate(third).accuracy
         == funcrl.evaluate(EvalConfig(run=second.run_dir, num_prompts=3)).accuracy
     )
+
+
+def test_a_tokenizer_is_named_beside_a_network_of_one_s_own(tmp_path):
+    tiny_pretrained(tmp_path / "chat")
+    config = replace(SMALL, model=f"{FILE}:llama", tokenizer=str(tmp_path / "chat"))
+    parts = funcrl.build(config)
+    assert parts.task.tokenizer.encode("a") == tiny_tokenizer().encode("a")
+    assert parts.model.config.vocab_size == parts.task.tokenizer.vocab_size
+    with pytest.raises(ValueError, match="train expects --tokenizer to be"):
+        funcrl.build(replace(config, tokenizer=str(tmp_path / "none")))
+
+
+@pytest.mark.slow
+def test_what_a_network_of_one_s_own_learned_is_exported_or_loaded(tmp_path):
+    config = replace(SMALL, steps=1, warm_start=WarmStartConfig(steps=0))
+    for name in ("llama", "Policy"):
+        funcrl.train(replace(config, run_dir=tmp_path / name, model=f"{FILE}:{name}"))
+    model, params, _ = funcrl.load_run(tmp_path / "llama", note=print)
+    out = funcrl.export(tmp_path / "llama", tmp_path / "model")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(saved) is type(model)
+    assert all(torch.equal(leaf, params[name]) for name, leaf in saved.named_parameters())
+    with pytest.raises(ValueError, match=r"export expects a Transformer.*Policy.*load_run\("):
+        funcrl.export(tmp_path / "Policy", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
