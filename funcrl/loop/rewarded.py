@@ -53,20 +53,23 @@ def batch_rewards(
 
 def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded:
     """Return the rewards of one completion, after checking that they are numbers."""
-    place = (
+    if isinstance(result, BaseException):
+        what = describe_error(f"The reward of {task.name!r}", result)
+        return Rewarded({}, f"{what} {_place(prompt, outcome)}.", result)
+    if not result:
+        return Rewarded({}, f"The reward of {task.name!r} is empty {_place(prompt, outcome)}.")
+    for name, value in result.items():
+        if not _is_finite(value):
+            what = f"The reward {name!r} of {task.name!r} is {shorten(repr(value), _LONGEST_SHOWN)}"
+            return Rewarded({}, f"{what} {_place(prompt, outcome)}.")
+    return Rewarded(dict(result))
+
+
+def _place(prompt: Prompt, outcome: Any) -> str:
+    return (
         f"for the completion {shorten(repr(outcome), _LONGEST_SHOWN)} of "
         f"{shorten(repr(prompt.text), _LONGEST_SHOWN)}"
     )
-    if isinstance(result, BaseException):
-        what = describe_error(f"The reward of {task.name!r}", result)
-        return Rewarded({}, f"{what} {place}.", result)
-    if not result:
-        return Rewarded({}, f"The reward of {task.name!r} is empty {place}.")
-    for name, value in result.items():
-        if not _is_finite(value):
-            found = shorten(repr(value), _LONGEST_SHOWN)
-            return Rewarded({}, f"The reward {name!r} of {task.name!r} is {found} {place}.")
-    return Rewarded(dict(result))
 
 
 def _is_finite(value: Any) -> bool:
