@@ -110,4 +110,4 @@ def is_data_of(task: str, run: Path, function: str) -> bool:
 
 def _digest(file: Path) -> str:
     with open_file("load", file) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hashlib.sha256(opened.read()).hexdigest()

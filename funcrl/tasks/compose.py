@@ -83,7 +83,9 @@ def _reward_batch(
     own = own_calls(task, prompts, outcomes, limits)
     calls = [calls_of(forms[name], more[name], prompts, outcomes) for name in more]
     results = run_calls([*own, *chain(*calls)], limits)
-    parts = [own_rewards(task, results[: len(own)], len(prompts))]
+    parts: list[Sequence[Mapping[str, float] | BaseException]] = [
+        own_rewards(task, results[: len(own)], len(prompts))
+    ]
     start = len(own)
     for (name, form), each in zip(forms.items(), calls, strict=True):
         part = results[start : start + len(each)]
