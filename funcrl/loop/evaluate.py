@@ -18,10 +18,10 @@ from funcrl.loop.build import Parts, build, first_params, trained_like
 from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.rewarded import RewardError
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
-    RewardError,
     accuracies,
     complete,
     grade,

@@ -118,7 +118,7 @@ def load_rewards(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
             )
         function = import_named("--reward", name)
         if not callable(function) or isinstance(function, type):
-            raise TypeError(f"load expects --reward {name} to be a function, got {function!r}.")
+            raise ValueError(f"load expects --reward {name} to be a function, got {function!r}.")
         found[attribute] = function
     return found
 
