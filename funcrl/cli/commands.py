@@ -46,6 +46,7 @@ from funcrl.run import report, runs
 from funcrl.run.folder import free_folder
 from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
+from funcrl.tasks import data_file
 
 
 class _Stop:
@@ -248,7 +249,8 @@ def _value(args: Sequence[str], name: str) -> str | None:
 
 def _run(config: TrainConfig, resume: bool, command: Sequence[str]) -> None:
     if config.run_dir is None:
-        name = Path(config.task.rpartition(":")[2]).name
+        file = data_file(config.task)
+        name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
         config = replace(config, run_dir=free_folder(Path("runs"), name))
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}

@@ -29,7 +29,8 @@ _GROUPS = {
         "optimizer.learning-rate",
     ),
     "The task and its rewards": (
-        "system-prompt", "reward-weights", "overlong", "on-reward-error", "trust",
+        "reward", "reward-weights", "prompt-template", "held-out", "system-prompt", "overlong",
+        "on-reward-error", "reward-timeout", "reward-concurrency", "trust",
     ),
     "What a rollout teaches": (
         "num-iterations", "num-minibatches", "drop-zero-variance", "mask-truncated",

@@ -14,6 +14,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
 from funcrl.loop.build import REPLACEABLE, Parts, build, empty_state, first_params
+from funcrl.loop.data import check_data, data_facts, limits_of
 from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
@@ -103,6 +104,8 @@ def train(
     given = _given(config, task, parts)
     if resume:
         runs.check_given("train", folder, {*REPLACEABLE} - given)
+        if "task" not in given:
+            check_data("train", config.task, folder)
     if resume and not trust:
         for line in check_run("train", config, folder, given):
             view.note(line)
@@ -166,6 +169,8 @@ def _facts(config: TrainConfig, parts: Parts, given: Collection[str], note: Note
     if objects:
         facts[runs.OBJECTS] = " ".join(objects)
     facts |= {code.fact: code.digest for code in named_code(config, given)}
+    if "task" not in given:
+        facts |= data_facts(config.task)
     try:
         remember(config, given)
     except OSError as error:
@@ -280,7 +285,14 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
 def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
     """Return the rewards of completions, weighted as the run weights them."""
     prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
+    return grade(
+        parts.task,
+        prompts,
+        outcomes,
+        config.reward_weights,
+        config.on_reward_error,
+        limits_of(config),
+    )
 
 
 def _left_out(rolled: Rolled, index: int) -> Iterator[str]:
