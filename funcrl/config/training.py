@@ -27,7 +27,8 @@ GENERATORS = ("sampler", "vllm")
 def is_own(name: str) -> bool:
     """Return whether a name is one of a user's code, file.py:Name or module:Name."""
     place, _, attribute = name.rpartition(":")
-    return bool(place) and attribute.isidentifier() and place != "pypi"
+    names = attribute.split(".")
+    return bool(place) and all(each.isidentifier() for each in names) and place != "pypi"
 
 
 def _one_of(names: tuple[str, ...]) -> Kind:

@@ -1,6 +1,7 @@
 """A pretrained model's own tokenizer, with its chat template around each prompt."""
 
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,12 @@ class ChatTokenizer(Tokenizer):
         """Return the text of tokens; those that end an answer have none."""
         kept = [token for token in tokens if token not in self.ends]
         return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a conversation as text, with the opening of the model's next answer."""

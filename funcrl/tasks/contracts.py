@@ -49,6 +49,13 @@ class Tokenizer:
         """
         return self.encode(text)
 
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files by which transformers reads this tokenizer, by name; none if it cannot.
+
+        A run that begins from nothing keeps them, and `funcrl.export` puts them beside the model.
+        """
+        return {}
+
 
 class Task:
     """Base class of what a policy is trained on.

@@ -2,6 +2,7 @@
 
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
+from funcrl.tasks.tokenizer_files import character_files
 
 
 class CharTokenizer(Tokenizer):
@@ -68,3 +69,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         """Return the text of the bytes; the end token has none."""
         return bytes(token for token in tokens if token != self.end).decode("utf-8", "replace")
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
+        return character_files(self._tokens, self.end)
