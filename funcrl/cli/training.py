@@ -19,6 +19,7 @@ from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import free_folder, missing_folders, remove_empty
 from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
+from funcrl.tasks import data_file
 
 
 class _Stop:
@@ -92,7 +93,8 @@ def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence
     made: list[Path] = []
     if config.run_dir is None:
         made = missing_folders(Path("runs"))
-        name = Path(config.task.rpartition(":")[2]).name
+        file = data_file(config.task)
+        name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
         folder = free_folder(Path("runs"), name)
         config, made = replace(config, run_dir=folder), [folder, *made]
     stop = _Stop()

@@ -58,7 +58,7 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
 
 
 @checked
-def read_config(kind: type[Config], path: Path) -> Config:
+def read_config(kind: type[Config], path: str | Path) -> Config:
     """Return the configuration that a YAML file holds.
 
     Args:
@@ -72,6 +72,7 @@ def read_config(kind: type[Config], path: Path) -> Config:
         Traceback (most recent call last):
         FileNotFoundError: train expects a configuration at no.yaml, got no such file.
     """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"train expects a configuration at {path}, got no such file.")
     values = read_yaml("train", path)

@@ -13,6 +13,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -91,11 +92,15 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 def check_fields(config: Any, command: str = "") -> None:
     """Raise for a field of a dataclass that has a value which its annotation does not allow.
 
-    With a command, the error names it, and its option, in place of the class and the field.
+    With a command, the error names it, and its option, in place of the class and the field. A
+    string in place of a path becomes one.
     """
     for field in dataclasses.fields(config):
         hint: Any = field.type
         kind, value = _kind(hint), getattr(config, field.name)
+        if isinstance(value, str) and Path in (hint, *typing.get_args(hint)):
+            value = Path(value)
+            object.__setattr__(config, field.name, value)  # of a frozen dataclass being made
         if not kind.takes(value):
             option = f"--{field.name.replace('_', '-')}" if command else field.name
             _refuse(command or type(config).__name__, option, kind, value)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from funcrl.core.reprs import described, of_fields
+
 Params: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = Any
 Absent: TypeAlias = tuple[()]
@@ -58,6 +60,9 @@ class Samples(NamedTuple):
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
     policy_version: int  # as given to `push`
 
+    def __repr__(self) -> str:
+        return of_fields(self)
+
 
 class Rollout(NamedTuple):
     """Rewarded completions: B = N prompts x G samples, group-major, padded on the right."""
@@ -68,6 +73,9 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [B]
     group: Tensor  # [B] int64, equal for samples of one prompt
     policy_version: Tensor  # [B] int64, the step whose parameters sampled the row
+
+    def __repr__(self) -> str:
+        return of_fields(self)
 
 
 class Batch(NamedTuple):
@@ -80,6 +88,9 @@ class Batch(NamedTuple):
     advantages: Tensor  # [B, T]
     token_weights: Tensor  # [B, T] every normalisation of the loss lives here
     ref_logprobs: Tensor | Absent = ()  # [B, T]
+
+    def __repr__(self) -> str:
+        return of_fields(self)
 
 
 class PackedBatch(NamedTuple):
@@ -94,6 +105,9 @@ class PackedBatch(NamedTuple):
     segment_ids: Tensor  # [R, T] int64, 0, 1, ... within a row, -1 on padding
     ref_logprobs: Tensor | Absent = ()  # [R, T]
 
+    def __repr__(self) -> str:
+        return of_fields(self)
+
 
 class TrainState(NamedTuple):
     """The values that a step carries to the next one."""
@@ -102,6 +116,9 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: Tensor  # [] int64, the number of steps done
     seed: Tensor  # [] int64
+
+    def __repr__(self) -> str:
+        return of_fields(self)
 
 
 class Metrics(NamedTuple):
@@ -158,6 +175,10 @@ class Algorithm(NamedTuple):
     penalty: PenaltyFn  # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
     weight: WeightFn  # (mask [B, T], dtype) -> token_weights [B, T]
 
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={described(fn)}" for name, fn in self._asdict().items())
+        return f"Algorithm({shown})"
+
 
 class GradientTransformation(NamedTuple):
     """A pair of pure functions: `state = init(params)`, `updates, state = update(...)`."""
@@ -178,6 +199,9 @@ class Step(NamedTuple):
     def __call__(self, state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         """Return `self.update(state, batch)`."""
         return self.update(state, batch)
+
+    def __repr__(self) -> str:
+        return f"Step({described(self.update).removesuffix('.<locals>.update')})"
 
 
 PrepareFn: TypeAlias = Callable[[TokenScores, Any], Any]  # (scores [B, T], batch) -> batch

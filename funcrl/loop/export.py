@@ -29,7 +29,9 @@ _MOST_BYTES = 1 << 28  # of a file of a tokenizer
 
 
 @checked
-def export(run: Path, out: Path, task: TaskLike | None = None, note: Note = warn_safely) -> Path:
+def export(
+    run: str | Path, out: str | Path, task: TaskLike | None = None, note: Note = warn_safely
+) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
     The run's task is not loaded.
@@ -53,6 +55,7 @@ def export(run: Path, out: Path, task: TaskLike | None = None, note: Note = warn
         >>> params["norm.weight"].equal(state.params["norm.weight"])
         True
     """
+    run, out = Path(run), Path(out)
     _check_out(run, out)
     to_gguf = out.suffix == ".gguf"
     network = sources.network_of_run("export", run, task)

@@ -1,11 +1,12 @@
 """The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,6 +15,8 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
 from funcrl.loop.build import REPLACEABLE, Parts, build, empty_state, first_params
+from funcrl.loop.data import check_data, data_facts, limits_of
+from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
@@ -26,6 +29,7 @@ from funcrl.loop.rollouts import (
     to_rollout,
 )
 from funcrl.loop.sources import tokenizer_place
+from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
 from funcrl.rl import metrics
@@ -37,7 +41,7 @@ from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import check_run, named_code, remember
-from funcrl.run.views import SilentView, View
+from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.tasks.watch import Note
@@ -55,22 +59,15 @@ class Rolled(NamedTuple):
     numbers: dict[str, float]
 
 
-class Trained(NamedTuple):
-    """The result of a run."""
-
-    state: TrainState
-    history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
-
-
 @checked
 def train(
     config: TrainConfig,
     *,
     task: TaskLike | None = None,
     parts: Parts | None = None,
-    view: View | None = None,
+    view: View | Literal["live"] | None = None,
     resume: bool = False,
-    fork: Path | None = None,
+    fork: str | Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
@@ -85,7 +82,8 @@ def train(
         task: in place of the one that `config.task` names.
         parts: of `funcrl.build(config)`, with any of them replaced. A run that was given parts is
             resumed with the same ones. Their generator is not closed at the end.
-        view: shows the run; nothing when left out.
+        view: shows the run; nothing when left out. "live" shows it as the command line does: in a
+            notebook or on a terminal an output that is drawn again, anywhere else plain lines.
         resume: go on with the run in `config.run_dir`; options that say what is trained must be
             those that it began with.
         fork: the folder of a run whose newest checkpoint this one begins as, with any options that
@@ -109,15 +107,17 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
-    view = view or SilentView()
+    view = view_for(sys.stdout) if view == "live" else view or SilentView()
     folder = open_folder(config.run_dir, resume)
-    source = folder if fork is None else open_folder(fork, resume=True)
+    source = folder if fork is None else open_folder(Path(fork), resume=True)
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     given = _given(config, task, parts)
     if resume:
         runs.check_given("train", folder, {*REPLACEABLE} - given)
         check_options_kept("train", config, folder)
+        if "task" not in given:
+            check_data("train", config.task, folder)
     if fork is not None:
         runs.check_given("train", source, {"task", "model", "model_fn"} - given)
     if (resume or fork is not None) and not trust:
@@ -148,7 +148,7 @@ def train(
             finally:  # even where nobody reads what the view prints last
                 if own_generator:
                     parts.generator.close()
-    return Trained(record.progress.state, runs.read_history(folder))
+    return Trained(record.progress.state, runs.read_history(folder), folder)
 
 
 # Options that no part is made of: parts of another value of these are the same.
@@ -187,6 +187,8 @@ def _facts(config: TrainConfig, parts: Parts, given: Collection[str], note: Note
     if objects:
         facts[runs.OBJECTS] = " ".join(objects)
     facts |= {code.fact: code.digest for code in named_code(config, given)}
+    if "task" not in given:
+        facts |= data_facts(config.task)
     try:
         remember(config, given)
     except OSError as error:
@@ -251,6 +253,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         rolled = _roll(config, parts, index)
         for line in _left_out(rolled, index):
             record.note(line)
+        seen = _completions_to_record(config, parts, state.params, rolled, index)
         rewarded = time.perf_counter()
         if parts.donates:
             record.give_up_state()
@@ -265,7 +268,7 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             row |= _accuracy(config, parts, policy, index, held_out)
-        record.advance(state, row, _completions_to_record(config, rolled, index))
+        record.advance(state, row, seen)
         if stop() and index < config.steps:
             raise KeyboardInterrupt
 
@@ -300,7 +303,14 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
 def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
     """Return the rewards of completions, weighted as the run weights them."""
     prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
+    return grade(
+        parts.task,
+        prompts,
+        outcomes,
+        config.reward_weights,
+        config.on_reward_error,
+        limits_of(config),
+    )
 
 
 def _left_out(rolled: Rolled, index: int) -> Iterator[str]:
@@ -385,10 +395,14 @@ def _accuracy(
     }
 
 
-def _completions_to_record(config: TrainConfig, rolled: Rolled, index: int) -> list[Completion]:
+def _completions_to_record(
+    config: TrainConfig, parts: Parts, params: Params, rolled: Rolled, index: int
+) -> list[Completion]:
     """Return the completions to record: some of the first prompts, every few steps."""
+    completed, graded, rollout, _ = rolled
+    advantages = advantages_of(parts.algorithm, completed, graded, rollout)
     if index != 1 and index % config.log.completions_every and index != config.steps:
-        count = 1
-    else:
-        count = config.log.num_completions
-    return to_completions(rolled.completed, rolled.graded, index, count)
+        return to_completions(completed, graded, index, 1, advantages)
+    rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
+    tokens = tokens_of_first(parts, params, completed, rollout, config.length_multiple)
+    return [rows[0]._replace(**tokens), *rows[1:]]

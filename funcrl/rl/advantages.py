@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import NotNegative, checked
+from funcrl.core.reprs import remembers
 
 
 @checked
@@ -92,6 +93,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 @checked
+@remembers
 def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return `(rewards [B], group [B]) -> [B]` that applies `fn` to each group by itself.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Finite, NotNegative, checked
+from funcrl.core.reprs import remembers
 from funcrl.core.types import (
     Absent,
     Algorithm,
@@ -91,6 +92,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 @checked
+@remembers
 def as_loss(estimator: EstimatorFn) -> KLCostFn:
     """Return the estimator as a per-token cost, differentiated as it stands.
 
@@ -110,6 +112,7 @@ def as_loss(estimator: EstimatorFn) -> KLCostFn:
 
 
 @checked
+@remembers
 def with_kl_gradient(estimator: EstimatorFn) -> KLCostFn:
     """Return a cost with the estimator's expected value and the gradient of KL(pi, ref).
 
@@ -148,6 +151,7 @@ _KL_COSTS: dict[KLEstimator, tuple[EstimatorFn, KLCostFn]] = {
 
 
 @checked
+@remembers
 def penalty(
     kl: NotNegative = 0.0, kl_estimator: KLEstimator | EstimatorFn = "k3", entropy: Finite = 0.0
 ) -> PenaltyFn:
@@ -159,6 +163,9 @@ def penalty(
             (logprobs, ref_logprobs). Of the names only k2 and those with "+" have the gradient
             of KL(pi, ref); see the module's table.
         entropy: how much a nat of a token's entropy earns, before the token's weight.
+
+    Returns:
+        A function with the arguments as attributes: one whose `kl` is above 0 needs a reference.
 
     Example:
         >>> import torch, funcrl

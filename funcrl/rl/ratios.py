@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import NotNegative, Positive, checked
+from funcrl.core.reprs import remembers
 from funcrl.core.types import Absent, CorrectionFn, Ratio, RatioFn
 
 Level: TypeAlias = Literal["token", "sequence"]
@@ -57,6 +58,7 @@ def sequence(
 
 
 @checked
+@remembers
 def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
     """Return `ratio_fn` against the current policy, with a bounded weight against the generator.
 
@@ -89,6 +91,7 @@ def corrected(ratio_fn: RatioFn, correction: CorrectionFn) -> RatioFn:
 
 
 @checked
+@remembers
 def truncated(cap: Positive = 3.0, level: Level = "token") -> CorrectionFn:
     """Return the correction `min(pi / pi_behavior, cap)`: truncated importance sampling.
 
@@ -106,6 +109,7 @@ def truncated(cap: Positive = 3.0, level: Level = "token") -> CorrectionFn:
 
 
 @checked
+@remembers
 def masked(
     cap: Positive = 3.0, floor: NotNegative = 0.0, level: Level = "sequence"
 ) -> CorrectionFn:

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import Fraction, NotNegative, Positive, checked
+from funcrl.core.reprs import remembers
 from funcrl.core.types import Surrogate, SurrogateFn
 
 
 @checked
+@remembers
 def clipped(
     low: Fraction = 0.2, high: NotNegative = 0.2, dual_clip: float | None = None
 ) -> SurrogateFn:
@@ -54,6 +56,7 @@ def clipped(
 
 
 @checked
+@remembers
 def clipped_weight(low: Fraction = 1.0, high: NotNegative = 4.0) -> SurrogateFn:
     """Return CISPO's objective (arXiv:2506.13585): a clipped, constant weight on the log-prob.
 
@@ -85,6 +88,7 @@ def clipped_weight(low: Fraction = 1.0, high: NotNegative = 4.0) -> SurrogateFn:
 
 
 @checked
+@remembers
 def soft_gate(positive: Positive = 1.0, negative: Positive = 1.05) -> SurrogateFn:
     """Return SAPO's objective (arXiv:2511.20347): a sigmoid in place of the clip.
 

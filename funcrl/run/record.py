@@ -137,7 +137,7 @@ class Record:
         """Write down a finished step, and show it; `seen` are completions to keep."""
         self.claim.check()
         runs.append_lines(self.folder / runs.METRICS, [row])
-        runs.append_lines(self.folder / runs.COMPLETIONS, [each._asdict() for each in seen])
+        runs.append_lines(self.folder / runs.COMPLETIONS, [each.to_row() for each in seen])
         # Only now, because a step whose lines could not be written must be run again.
         self._progress = Progress(row["step"], state, row)
         self._given_up = False

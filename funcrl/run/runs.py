@@ -54,9 +54,19 @@ class Completion(NamedTuple):
     rewards: dict[str, float]
     finish_reason: str
     policy_version: int
+    advantage: float | None = None  # the algorithm's; None where the step does not train on it
+    # Of some completions, each token's text, and its log-probability as the generator and the
+    # trainer computed it with the same parameters; None for a token that was not sampled.
+    tokens: list[str] | None = None
+    logprobs: list[float | None] | None = None
+    trainer_logprobs: list[float | None] | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the fields that have a value."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
+def read_facts(folder: str | Path, function: str = "read_facts") -> dict[str, str]:
     """Return the facts that a run recorded about its machine and its task; none without a file.
 
     Args:
@@ -69,7 +79,7 @@ def read_facts(folder: Path, function: str = "read_facts") -> dict[str, str]:
         >>> runs.read_facts(pathlib.Path(tempfile.mkdtemp()))
         {}
     """
-    path = folder / ENVIRONMENT
+    path = Path(folder) / ENVIRONMENT
     facts = read_json(function, path, _MOST_FACTS) if path.exists() else {}
     for name, value in facts.items():
         if not isinstance(value, str):
@@ -108,7 +118,7 @@ def check_given(function: str, folder: Path, needed: Collection[str]) -> None:
         )
 
 
-def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_lines(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append one JSON object a line; numbers that JSON cannot write become null.
 
     Example:
@@ -136,7 +146,7 @@ def sync_lines(folder: Path) -> None:
             sync(path)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; none when there is no file.
 
     A last line that a crash cut off is left out. A broken line before it means that something
@@ -150,7 +160,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         >>> runs.read_lines(path)
         [{'step': 1}]
     """
-    return [row for _, row in each_line("read_lines", path)]
+    return [row for _, row in each_line("read_lines", Path(path))]
 
 
 def each_line(function: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -191,7 +201,7 @@ def step_of(function: str, path: Path, number: int, row: Mapping[str, Any]) -> i
     return step
 
 
-def read_history(folder: Path) -> list[dict[str, Any]]:
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's steps; null in the file, for numbers not finite, is NaN.
 
     Example:
@@ -202,7 +212,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         >>> runs.read_history(folder)
         [{'step': 1, 'loss': nan}]
     """
-    rows = read_lines(folder / METRICS)
+    rows = read_lines(Path(folder) / METRICS)
     return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
 
 

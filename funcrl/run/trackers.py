@@ -117,6 +117,10 @@ class _TensorBoard:
         self._writer.close()
 
 
+# Fields of a completion that are lists, which a cell of a table does not hold.
+_PER_TOKEN = ("tokens", "logprobs", "trainer_logprobs")
+
+
 class _Wandb:
     def __init__(self, run: Path, config: Mapping[str, Any], first_step: int) -> None:
         del first_step  # wandb itself leaves out steps that it has
@@ -131,8 +135,11 @@ class _Wandb:
         self._run.log(_numbers(row), step=row["step"])
 
     def completions(self, rows: Sequence[Completion]) -> None:
-        columns = list(Completion._fields)
-        data = [[str(value) if isinstance(value, dict) else value for value in row] for row in rows]
+        columns = [name for name in Completion._fields if name not in _PER_TOKEN]
+        values = [[getattr(row, name) for name in columns] for row in rows]
+        data = [
+            [str(value) if isinstance(value, dict) else value for value in row] for row in values
+        ]
         table = self._wandb.Table(columns=columns, data=data)
         self._run.log({"completions": table}, step=rows[0].step)
 

@@ -1,6 +1,7 @@
 """Shows a run on the screen: live on a terminal, or as plain lines."""
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
@@ -12,14 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from funcrl.core.terminal import escaped, print_safely, printable
+from funcrl.core.terminal import print_safely, printable
+from funcrl.run.notebook import NotebookView, in_notebook
+from funcrl.run.pace import SHOWN, Pace, short, visible
 from funcrl.run.runs import Completion, Row
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = {
-    "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
-    "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm",
-}  # fmt: skip
 
 
 class View(Protocol):
@@ -39,7 +38,9 @@ class View(Protocol):
 
 
 def view_for(stream: TextIO) -> View:
-    """Return the live view for a terminal, and plain lines for anything else."""
+    """Return the live view for a terminal or a notebook, and plain lines for anything else."""
+    if stream is sys.stdout and in_notebook():
+        return NotebookView()
     return LiveView(Console(file=stream)) if stream.isatty() else PlainView(stream)
 
 
@@ -69,12 +70,12 @@ class PlainView:
 
     def __init__(self, stream: TextIO, every: float = 5.0) -> None:
         self._stream, self._every = stream, every
-        self._pace = _Pace(0, 0)
+        self._pace = Pace(0, 0)
         self._last = -math.inf
 
     def start(self, title: str, total: int, done: int) -> None:
         """Print the title."""
-        self._pace = _Pace(total, done)
+        self._pace = Pace(total, done)
         self._print(title)
 
     def step(self, row: Row, completion: Completion | None) -> None:
@@ -86,7 +87,7 @@ class PlainView:
         if not ends and now - self._last < self._every:
             return
         self._last = now
-        numbers = [f"{label} {_number(row[name]):>6}" for name, label in _SHOWN.items()
+        numbers = [f"{label} {short(row[name]):>6}" for name, label in SHOWN.items()
                    if name in row]  # fmt: skip
         width = len(str(self._pace.total))
         head = f"step {row['step']:>{width}}/{self._pace.total}"
@@ -110,14 +111,14 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._pace = _Pace(0, 0)
+        self._pace = Pace(0, 0)
         self._title = ""
         self._rewards: list[float] = []
         self._accuracy: float | None = None
 
     def start(self, title: str, total: int, done: int) -> None:
         """Draw the empty panel."""
-        self._title, self._pace = title, _Pace(total, done)
+        self._title, self._pace = title, Pace(total, done)
         self._live.start()
 
     def step(self, row: Row, completion: Completion | None) -> None:
@@ -146,7 +147,7 @@ class LiveView:
             TextColumn("{task.fields[left]} left  {task.fields[speed]}"),
             console=self._console, expand=True,
         )  # fmt: skip
-        speed = f"{_number(row.get('step_time'))} s/step"
+        speed = f"{short(row.get('step_time'))} s/step"
         progress.add_task(
             "", total=self._pace.total, completed=row["step"], left=self._pace.left(), speed=speed
         )
@@ -154,13 +155,13 @@ class LiveView:
 
     def _numbers(self, row: Row) -> Table:
         numbers = {**row, "eval/accuracy": self._accuracy}
-        shown = [(label, numbers[name]) for name, label in _SHOWN.items()
+        shown = [(label, numbers[name]) for name, label in SHOWN.items()
                  if numbers.get(name) is not None]  # fmt: skip
         if row.get("step_time") and row.get("num_tokens"):
             shown.append(("tokens/s", row["num_tokens"] / row["step_time"]))
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_row(*(Text(label, style="dim", no_wrap=True) for label, _ in shown))
-        table.add_row(*(Text(_number(value), style="bold", no_wrap=True) for _, value in shown))
+        table.add_row(*(Text(short(value), style="bold", no_wrap=True) for _, value in shown))
         room = max(self._console.width - 12, 10)
         grid = Table.grid(expand=True)
         grid.add_row(table)
@@ -171,30 +172,9 @@ class LiveView:
         """Return the completion as text without markup, because it may contain anything."""
         room = 3 * max(self._console.width - 4, 10)
         text = Text("\n")
-        text.append(_visible(completion.prompt, room), style="cyan")
-        text.append(_visible(completion.completion, room), style="bold")
-        return text.append(f"   reward {_number(completion.reward)}", style="dim")
-
-
-class _Pace:
-    """Measures the time of steps, and estimates the time left."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self._done, self._first = total, done, done
-        self._started = time.monotonic()
-
-    def tick(self, row: Row) -> None:
-        self._done = int(row["step"])
-
-    def left(self) -> str:
-        steps = self._done - self._first
-        if steps <= 0:
-            return "?"
-        each = (time.monotonic() - self._started) / steps
-        seconds = round(each * (self.total - self._done))
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        text.append(visible(completion.prompt, room), style="cyan")
+        text.append(visible(completion.completion, room), style="bold")
+        return text.append(f"   reward {short(completion.reward)}", style="dim")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -205,15 +185,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, span = min(shown), max(shown) - min(shown)
     scale = (len(_BARS) - 1) / span if span else 0.0
     return "".join(_BARS[math.floor((value - low) * scale + 0.5)] for value in shown)
-
-
-def _number(value: Any) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _visible(text: str, room: int) -> str:
-    """Return text with control characters escaped, of at most `room` characters."""
-    shown = escaped(text)
-    return shown if len(shown) <= room else shown[: room - 1] + "…"

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,26 @@ class ChatTokenizer(Tokenizer):
         """Return the tokens of a conversation up to the start of the model's answer."""
         if self._tokenizer.chat_template is None:
             return list(self._tokenizer.encode(text))
-        messages = [{"role": "user", "content": text}]
-        if self._system is not None:
-            messages = [{"role": "system", "content": self._system}, *messages]
         # The template writes the special tokens itself.
-        return self.encode_answer(self._render(messages))
+        return self.encode_answer(self.render([{"role": "user", "content": text}]))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation as the model reads it, up to the start of its answer.
+
+        The system's message comes first, where the messages have none.
+
+        Args:
+            messages: each with a role and a content.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "ChatTokenizer.render expects a tokenizer with a chat template for messages, got "
+                "none; --prompt-template writes prompts without one."
+            )
+        messages = [dict(each) for each in messages]
+        if self._system is not None and all(each.get("role") != "system" for each in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return self._render(messages)
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
@@ -105,7 +120,7 @@ class ChatTokenizer(Tokenizer):
             self._tokenizer.save_pretrained(folder)
             return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a conversation as text, with the opening of the model's next answer."""
         return str(
             self._tokenizer.apply_chat_template(
@@ -132,7 +147,7 @@ def _end_of_turn(tokenizer: Any) -> int:
 
 
 @checked
-def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
+def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 
     Args:
@@ -146,6 +161,7 @@ def load_tokenizer(path: Path, system: str | None = None) -> ChatTokenizer:
         Traceback (most recent call last):
         FileNotFoundError: load_tokenizer expects a folder or a .gguf file, got no/such/model.
     """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"

@@ -28,7 +28,7 @@ from funcrl.config import (
 from funcrl.generators import Sampler
 from funcrl.loop import build
 from funcrl.loop.build import empty_state
-from funcrl.loop.rollouts import RewardError
+from funcrl.loop.rewarded import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView
 from funcrl.tasks import Prompt, SumDigits

@@ -1,11 +1,14 @@
 """The report: its numbers are those of the files, and it needs nothing but itself."""
 
+import base64
+import hashlib
 import json
 import re
 import struct
 
 import pytest
 import yaml
+from pages import SCRIPT, without_own_scripts
 
 from funcrl import runs
 from funcrl.run import report
@@ -16,7 +19,8 @@ from funcrl.run.report.run import read_run
 def make_run(folder, steps=60, rate=1e-3, seed=0):
     """A run folder as `train` writes it, with values that are easy to recompute."""
     folder.mkdir(parents=True)
-    rows = [{"step": 0, "eval/accuracy": 0.3, "time/startup": 2.0, "time/warm_start": 3.0}]
+    rows = [{"step": 0, "eval/accuracy": 0.3, "time/startup": 2.0, "time/warm_start": 3.0,
+             "warm_start/steps": 250, "warm_start/accuracy": 0.44}]  # fmt: skip
     for step in range(1, steps + 1):
         share = step / steps
         wave = ((step * 7919 + seed) % 13) / 130
@@ -31,21 +35,31 @@ def make_run(folder, steps=60, rate=1e-3, seed=0):
             "sampling/sampling_logp_difference/mean": 1e-7, "step_time": 0.1,
             "sampling/sampling_logp_difference/max": 1e-6, "time/generate": 0.02,
             "sampling/importance_sampling_ratio/mean": 1.0, "time/train": 0.07, "time/push": 1e-5,
-            "time/reward": 0.005,
+            "time/reward": 0.005, "my/metric": 100.0 + 1e-4 * wave, "my/constant": 7.5,
         }  # fmt: skip
         rows.append(row | ({"eval/accuracy": 0.3 + 0.65 * share} if step % 20 == 0 else {}))
     runs.append_lines(folder / "metrics.jsonl", rows)
     seen = [
         {"step": step, "prompt": "1+2=", "completion": text, "answer": "3", "reward": reward,
-         "rewards": {"correct": reward}, "finish_reason": "stop", "policy_version": step - 1}
-        for step in (1, 30, 60)
+         "rewards": {"correct": reward}, "finish_reason": "stop", "policy_version": step - 1,
+         "advantage": None if reward is None else reward - 0.5}
+        for step in range(1, steps + 1)
         for text, reward in (("3", 1.0), ("<script>alert(1)</script>", 0.0), ("a\x07\tb", None))
     ]  # fmt: skip
+    seen[0] |= {"tokens": ["3", ""], "logprobs": [-0.5, None], "trainer_logprobs": [-0.25, None]}
     runs.append_lines(folder / "completions.jsonl", seen)
     config = {"task": "sum_digits", "model": "micro", "steps": steps,
               "optimizer": {"learning_rate": rate, "warmup": 20}}  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "machine": "a & b"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with its report, which takes seconds to write."""
+    folder = make_run(tmp_path_factory.mktemp("report") / "run")
+    assert report.write_report(folder) == folder / "report.html"
     return folder
 
 
@@ -56,34 +70,74 @@ def size_of(png):
 
 
 @pytest.mark.slow
-def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(tmp_path):
-    path = report.write_report(make_run(tmp_path / "run"))
-    text = path.read_text()
+def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(run):
+    text = (run / "report.html").read_text()
     for wanted in ("0.3 → 0.95", "best accuracy", "sum_digits · micro", "60,000", "10,000",
                    "a &amp; b", "optimizer.learning_rate", "11 s"):  # fmt: skip
         assert wanted in text, wanted
-    assert "<script" not in text
+    assert "<script" not in without_own_scripts(text)
     assert "&lt;script&gt;alert(1)" in text
     assert r"a\x07\tb" in text
     assert not re.findall(r'(?:src|href)="(?!#)', text)
     assert not re.search(r'url\((?!#)|@import|="http(?!://www\.w3\.org)', text)
-    assert text.count("<svg") == len(list((tmp_path / "run" / "plots").glob("*.png"))) == 7
+    assert text.count("<svg") == 15  # panels
+    assert len(list((run / "plots").glob("*.png"))) == 8  # groups
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     for target in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text):
         assert "".join(target) in ids
 
 
+def data_of(text, name):
+    return json.loads(re.search(rf'id="{name}-data">(.*?)</script>', text)[1])
+
+
 @pytest.mark.slow
-def test_the_learning_curve_is_a_picture_for_a_readme(tmp_path):
-    report.write_report(make_run(tmp_path / "run"))
-    width, height = size_of(tmp_path / "run" / "plots" / "learning_curve.png")
+def test_the_page_shows_all_that_was_logged(run):
+    text = (run / "report.html").read_text()
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    assert "Warm start: accuracy 0.44 after 250 supervised steps, 3 s." in text
+    assert text.count("> after the warm start</text>") == 1  # in the learning curve
+    assert "my/constant 7.5" in text
+    panels = data_of(text, "curves")
+    of = {line["label"]: line for panel in panels for line in panel["lines"]}
+    assert of["reward"]["steps"] == list(range(1, 61))
+    assert of["learning rate"]["values"][29] == 5e-4
+    assert of["my/metric"]["values"][0] == pytest.approx(100.0, abs=1e-3)
+    names = [panel["lines"][0]["label"] for panel in panels]
+    figures = dict(zip(names, re.findall(r"<figure.*?</figure>", text, re.DOTALL), strict=True))
+    assert "opacity: 0.2; stroke-width: 0.8" in figures["loss"]  # the steps under their average
+    assert "stroke-opacity: 0.2; stroke-width: 0.8" not in figures["learning rate"]
+    ticks = re.findall(r"<text[^>]*>([^<]+)</text>", figures["my/metric"])
+    assert [tick for tick in ticks if tick.startswith("100.0000")]  # whole, not "+1e2" in a corner
+    assert not [tick for tick in ticks if "e" in tick and tick not in ("step", "my/metric")]
+
+
+@pytest.mark.slow
+def test_every_completion_can_be_listed_with_its_advantage_and_tokens(run):
+    text = (run / "report.html").read_text()
+    listed = data_of(text, "completions")
+    assert listed["head"] == ["step", "prompt", "completion", "answer", "reward", "correct",
+                              "advantage", "ended by"]  # fmt: skip
+    assert {row[0] for row in listed["rows"]} == set(range(1, 61))
+    assert listed["rows"][1] == [1, "1+2=", "<script>alert(1)</script>", "3", 0.0, 0.0, -0.5,
+                                 "stop"]  # fmt: skip
+    # 1 - exp(-0.25) = 0.22; the only difference is the largest one
+    title = 'title="generator -0.5, trainer -0.25, difference 0.25"'
+    assert f'{title} style="--p:0.22;--d:1.00">3<' in text
+    assert 'title="not sampled" style="--p:0.00;--d:0.00">∅<' in text
+
+
+@pytest.mark.slow
+def test_the_learning_curve_is_a_picture_for_a_readme(run):
+    width, height = size_of(run / "plots" / "learning_curve.png")
     assert (width, height) == (1050, 540)
 
 
 @pytest.mark.slow
-def test_timings_are_those_of_the_rows(tmp_path):
-    text = report.write_report(make_run(tmp_path / "run")).read_text()
+def test_timings_are_those_of_the_rows(run):
+    text = (run / "report.html").read_text()
     row = re.search(r"<tr><td>generate</td>(.*?)</tr>", text).group(1)
     assert re.findall(r">([^<]+)</td>", row) == ["20.0", "20.0", "20%"]
 
@@ -119,6 +173,21 @@ def test_a_comparison_shows_both_and_only_what_differs(tmp_path):
     assert size_of(tmp_path / "both" / "plots" / "learning_curve.png") == (1050, 540)
     same = report.write_comparison([first, first], tmp_path / "same").read_text()
     assert "the configurations are equal" in same
+
+
+def test_of_very_many_completions_the_first_of_each_step_is_listed(tmp_path):
+    runs.append_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    seen = {"prompt": "1=", "answer": "1", "reward": 1.0, "rewards": {}, "finish_reason": "stop"}
+    for count, kept in ((625, 5000), (700, 700)):
+        (tmp_path / "completions.jsonl").unlink(missing_ok=True)
+        rows = [seen | {"step": line // 8, "completion": "x" * (line % 8) * 500}
+                for line in range(8 * count)]  # fmt: skip
+        runs.append_lines(tmp_path / "completions.jsonl", rows)
+        read = read_run(tmp_path)
+        assert (read.num_completions, len(read.completions)) == (8 * count, kept)
+        assert {row["step"] for row in read.completions} == set(range(count))
+        assert sum(len(row["completion"]) for row in read.completions) < 1_000_000
+    assert {row["completion"] for row in read.completions} == {""}
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from bounded import bounded
+from pages import without_own_scripts
 
 import funcrl
 from funcrl import config
@@ -84,6 +85,15 @@ REFUSED = {
        for name in ("prompt", "completion", "answer", "finish_reason")},
     "a completion's reward of text": (seen(reward="x"), COMPLETIONS),
     "a completion's step of text": (seen(step="x"), COMPLETIONS),
+    "an advantage of text": (seen(advantage="x"), COMPLETIONS),
+    "rewards that are a list": (seen(rewards=[1]), COMPLETIONS),
+    "a named reward of text": (seen(rewards={"a": "x"}), COMPLETIONS),
+    "100 named rewards": (seen(rewards={f"r{n}": 0 for n in range(100)}), COMPLETIONS),
+    "tokens of numbers": (seen(tokens=[1], logprobs=[0], trainer_logprobs=[0]), COMPLETIONS),
+    "tokens without numbers": (seen(tokens=["a"]), COMPLETIONS),
+    "tokens of fewer numbers": (seen(tokens=["a", "b"], logprobs=[0], trainer_logprobs=[0]),
+                                COMPLETIONS),
+    "a million tokens": (seen(tokens=["a"] * 1_000_000), COMPLETIONS),
     "an alias bomb": ({YAML: BOMB}, YAML),
     "a bomb of merges": ({YAML: MERGES}, YAML),
     "a bomb of a long text": ({YAML: "a: &a " + "x" * 20_000 + "\nb: [" + "*a," * 9000 + "]"},
@@ -153,6 +163,11 @@ ACCEPTED = {
     "a long completion": seen(completion="x\x00\x1b[2J\u202e" * 200_000),
     "HTML in a completion": seen(completion="</pre><img src=x onerror=alert(1)>", answer="&amp;",
                                  finish_reason="<b>"),
+    "HTML in tokens and rewards": seen(
+        rewards={"</script><script>alert(1)": 1.0}, advantage=float("nan"), logprobs=[None, 1e99],
+        tokens=["</span><img src=x onerror=alert(1)>", "\x1b"], trainer_logprobs=[-1.0, -1e99]),
+    "20,000 completions": {"completions.jsonl": lines(
+        *(SEEN | {"step": n, "completion": "<&>" * 300} for n in range(20_000)))},
     "HTML in the rest": {YAML: "task: '<script>alert(1)'\n'<b>': '<script>'\n",
                          FACTS: '{"<script>": "<script>alert(1)"}'},
     "a completion without a reward": seen(reward=None),
@@ -168,7 +183,7 @@ def test_a_report_of_an_odd_run_is_a_page(tmp_path, row):
     run = spoilt(tmp_path / "run", ACCEPTED[row])
     with bounded(20.0):
         text = report.write_report(run).read_text()
-    assert "<script" not in text
+    assert "<script" not in without_own_scripts(text)
     assert "<img" not in text
     assert len(text) < 2_000_000
     assert all(char.isprintable() or char == "\n" for char in text)

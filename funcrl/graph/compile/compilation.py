@@ -104,6 +104,7 @@ def compile_step(
             run = programs[shapes] = _program(again, config, pool)
         return _counted(run(state, batch), len(programs) - 1)
 
+    update.__qualname__ = f"compile_step({step}, {config})"
     return Step(step.init, update)
 
 

@@ -15,6 +15,9 @@ _SMOOTH = 0.9
 MOST_LINES = 40  # of a panel and a run
 _MOST_POINTS = 2000  # of a line: more than a page has pixels
 _LONGEST_LABEL = 60
+# Left, top, right and bottom of the axes as fractions of a picture of one panel: a layout that
+# depends on the labels would take most of the time of a report.
+BOX = 0.185, 0.03, 0.985, 0.86
 
 
 class Run(NamedTuple):
@@ -23,7 +26,9 @@ class Run(NamedTuple):
     name: str
     folder: Path
     rows: list[dict[str, Any]]  # metrics.jsonl
-    completions: list[dict[str, Any]]  # those to show
+    metrics: dict[str, tuple[list[int], list[float]]]  # of each the steps and the values it has
+    completions: list[dict[str, Any]]  # those to list
+    num_completions: int  # in completions.jsonl, listed or not
     config: dict[str, Any]
     environment: dict[str, Any]
 
@@ -34,6 +39,15 @@ class Panel(NamedTuple):
     label: str  # of the vertical axis
     names: tuple[str, ...]  # metrics; "rewards/" for the means of all rewards
     logarithmic: bool = False
+    smooth: bool = True  # whether a long line is noisy, so that its average is drawn
+
+
+class Drawn(NamedTuple):
+    """A panel as a picture, and what a page needs to say which values are under the pointer."""
+
+    svg: str
+    horizontal: tuple[float, float]  # limits of the axes
+    lines: list[tuple[str, str, list[int], list[float]]]  # label, colour, steps, values
 
 
 GROUPS: dict[str, tuple[Panel, ...]] = {
@@ -41,7 +55,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     "Rewards": (Panel("mean of each reward", ("rewards/",)),
                 Panel("groups without a difference", ("frac_reward_zero_std",))),
     "Optimisation": (Panel("loss", ("loss",)), Panel("gradient norm", ("grad_norm",), True),
-                     Panel("learning rate", ("learning_rate",))),
+                     Panel("learning rate", ("learning_rate",), smooth=False)),
     "Policy": (Panel("entropy (nats)", ("entropy",)), Panel("KL to the reference", ("kl",)),
                Panel("clipped share", ("clip_ratio/low_mean", "clip_ratio/high_mean"))),
     "Completions": (Panel("tokens", ("completions/mean_length", "completions/min_length",
@@ -53,12 +67,17 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
         Panel("importance ratio", ("sampling/importance_sampling_ratio/mean",))),
     "Time": (Panel("seconds a step", ("time/generate", "time/reward", "time/train", "time/push")),),
 }  # fmt: skip
+OTHERS = "Other metrics"
+MOST_OTHERS = 24  # panels
+# What the page says elsewhere, in words or in a table.
+_SAID = {"step", "step_time", "num_tokens", "time/startup", "time/warm_start", "time/eval",
+         "warm_start/steps", "warm_start/accuracy", "eval/num_prompts"}  # fmt: skip
+AFTER_WARM_START = "after the warm start"
 
 
 def series(run: Run, name: str) -> tuple[list[int], list[float]]:
     """Return the steps and the values of a metric, where it has one."""
-    found = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    return run.metrics.get(name, ([], []))
 
 
 def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
@@ -73,9 +92,11 @@ def smooth(values: Sequence[float], keep: float = _SMOOTH) -> list[float]:
     return shown
 
 
-def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return the lowest and the highest point of each short stretch of a line."""
-    size = math.ceil(2 * len(steps) / _MOST_POINTS)
+def thin(
+    steps: Sequence[int], values: Sequence[float], most: int = _MOST_POINTS
+) -> tuple[list[int], list[float]]:
+    """Return the lowest and the highest point of each short stretch of a line, `most` in all."""
+    size = math.ceil(2 * len(steps) / most)
     if size < 3:
         return list(steps), list(values)
     kept: list[int] = []
@@ -85,18 +106,67 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list
     return [steps[place] for place in kept], [values[place] for place in kept]
 
 
-def draw(group: str, runs: Sequence[Run]) -> Any:
-    """Return the figure of a group, None when no run has any of its metrics."""
+def groups(runs: Sequence[Run]) -> dict[str, list[Panel]]:
+    """Return the panels with anything to draw, by group; last, those of all other metrics.
+
+    A metric of somebody's own is among the others, and so is one of funcrl's without a panel; one
+    that never changes is in none, see `constants`.
+    """
+    found = {
+        group: [panel for panel in panels if any(_names(run, panel) for run in runs)]
+        for group, panels in GROUPS.items()
+    }
+    others = [Panel(name or "(no name)", (name,)) for name, values in _others(runs).items()
+              if len(values) > 1]  # fmt: skip
+    return {group: panels for group, panels in (found | {OTHERS: others}).items() if panels}
+
+
+def constants(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the other metrics that never change, with their value."""
+    return {name: values.pop() for name, values in _others(runs).items() if len(values) == 1}
+
+
+def _others(runs: Sequence[Run]) -> dict[str, set[float]]:
+    """Return the values of each metric that is in no panel of `GROUPS` and is not said in words."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    panels = [panel for panels in GROUPS.values() for panel in panels]
+    drawn = {name for run in runs for panel in panels for name in _names(run, panel)}
+    drawn |= {name for run in runs for name in rewards(run.metrics)}
+    return {name: {value for run in runs for value in series(run, name)[1]}
+            for name in names if name not in drawn | _SAID}  # fmt: skip
+
+
+def draw(panels: Sequence[Panel], runs: Sequence[Run]) -> Any:
+    """Return the figure of a group's panels, side by side."""
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in GROUPS[group] if any(_names(run, panel) for run in runs)]
-    if not panels:
-        return None
     width = 7.0 if len(panels) == 1 else 4.2 * len(panels)
     figure = Figure(figsize=(width, 3.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, panel, runs)
     return figure
+
+
+def draw_one(panel: Panel, runs: Sequence[Run], salt: str, most_points: int) -> Drawn:
+    """Return a panel by itself, of a size that can be read on a telephone.
+
+    Args:
+        panel: to draw.
+        runs: whose metrics.
+        salt: keeps the ids in the picture apart from others'.
+        most_points: of each line, among those under the pointer.
+    """
+    from matplotlib.figure import Figure
+
+    left, top, right, bottom = BOX
+    figure = Figure(figsize=(4.8, 3.2))
+    axes = figure.add_axes((left, 1 - bottom, right - left, bottom - top))
+    named = _draw_panel(axes, panel, runs)
+    svg, lines = to_svg(figure, salt), []
+    for run, name, label, color in named:
+        steps, values = thin(*series(run, name), most_points)
+        lines.append((label, color, steps, [float(f"{value:.5g}") for value in values]))
+    return Drawn(svg, axes.get_xlim(), lines)
 
 
 def to_svg(figure: Any, salt: str) -> str:
@@ -114,58 +184,99 @@ def to_svg(figure: Any, salt: str) -> str:
     return re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg)
 
 
-def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[tuple[Run, str, str, str]]:
+    """Draw a panel and return its lines: of each the run, the metric, the label and the colour."""
     lines = [(run, name) for run in runs for name in _names(run, panel)]
-    handles, labels = [], []
+    handles, named = [], []
     for number, (run, name) in enumerate(lines):
         several = len(runs) > 1
         color = COLORS[(list(runs).index(run) if several else number) % len(COLORS)]
         dashes = "-" if not several else ("-", "--", ":", "-.")[_names(run, panel).index(name) % 4]
-        handles.append(_draw_line(axes, run, name, dashes, color))
-        label = _label(name) if not several else f"{run.name}: {_label(name)}"
-        label = label.replace("\n", " ").lstrip("_")  # matplotlib hides what begins so
-        labels.append(escaped(label[:_LONGEST_LABEL]))
-    if panel.logarithmic and all(
-        value > 0 for run, name in lines for value in series(run, name)[1]
-    ):
-        axes.set_yscale("log")
-    if panel.names[0] == "eval/accuracy":
-        axes.set_ylim(0, None)
-    if panel.names[0].startswith("time/"):
-        # Otherwise one slow step would flatten the curves.
-        values = sorted(value for run, name in lines for value in series(run, name)[1])
-        axes.set_ylim(0, 1.5 * values[int(0.98 * (len(values) - 1))] or None)
+        handles.append(_draw_line(axes, panel, run, name, dashes, color))
+        label = shown(_label(name) if not several else f"{run.name}: {_label(name)}")
+        named.append((run, name, label, color))
+    _scale(axes, panel, [value for run, name in lines for value in series(run, name)[1]])
+    if panel.names[0] == "eval/accuracy" and len(runs) == 1 and warm_start(runs[0]):
+        axes.axvline(0, color="#8b95a3", linewidth=0.8, linestyle=":")
+        axes.text(0, 1, f" {AFTER_WARM_START}", color="#8b95a3", fontsize=8, va="top",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_xlabel("step")
-    axes.set_ylabel(panel.label)
+    size = 10 if len(panel.label) <= 36 else 6.5
+    axes.set_ylabel(shown(panel.label), parse_math=False, fontsize=size)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2, linewidth=0.6)
     if len(lines) > 1:
         columns = 1 + len(lines) // 12
+        labels = [label.lstrip("_") for _, _, label, _ in named]  # matplotlib hides what begins so
         legend = axes.legend(handles, labels, frameon=False, fontsize=8, ncols=columns)
         legend.set_in_layout(False)  # a long one would leave no room for the lines
         for text in legend.get_texts():
             text.set_parse_math(False)  # a name with $ in it is no mathematics
+    return named
 
 
-def _draw_line(axes: Any, run: Run, name: str, dashes: str, color: str) -> Any:
-    """Draw a metric and return its line; a long one has its average drawn over faint points."""
+def _scale(axes: Any, panel: Panel, values: list[float]) -> None:
+    """Set the limits of the axes and the numbers at them, each of which stands for itself."""
+    if panel.logarithmic and all(value > 0 for value in values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_of_powers())
+        axes.yaxis.set_minor_formatter(_of_powers())
+    else:  # no number in the corner that is to be added to the others, or multiplied with them
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.10g}")
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:.16g}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.names[0] == "eval/accuracy":
+        axes.set_ylim(0, None)
+    if panel.names[0].startswith("time/"):
+        # Otherwise one slow step would flatten the curves.
+        values = sorted(values)
+        axes.set_ylim(0, 1.5 * values[int(0.98 * (len(values) - 1))] or None)
+
+
+def _of_powers() -> Any:
+    """Return what writes numbers at a logarithmic axis, where there is room for them."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, value: float, position: int | None = None) -> str:
+            return f"{value:.10g}" if super().__call__(value, position) else ""
+
+    return Plain()
+
+
+def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color: str) -> Any:
+    """Draw a metric and return its line; a noisy one has its average drawn over faint points."""
     steps, values = series(run, name)
     if name == "eval/accuracy":
         return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
-    if len(values) <= 20:
-        return axes.plot(steps, values, dashes, color=color)[0]
+    if len(values) <= 20 or not panel.smooth:
+        return axes.plot(*thin(steps, values), dashes, color=color)[0]
     axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)
     return axes.plot(*thin(steps, smooth(values)), dashes, color=color, linewidth=1.6)[0]
 
 
+def warm_start(run: Run) -> tuple[int, float, float] | None:
+    """Return the supervised steps before step 0, the accuracy after them and their seconds."""
+    for row in run.rows:
+        steps, accuracy = row.get("warm_start/steps"), row.get("warm_start/accuracy")
+        if steps is not None and accuracy is not None:
+            return round(steps), accuracy, row.get("time/warm_start") or 0.0
+    return None
+
+
+def shown(label: str) -> str:
+    """Return a name as a label: one line, without control characters, not too long."""
+    return escaped(label.replace("\n", " ")[:_LONGEST_LABEL])
+
+
 def _names(run: Run, panel: Panel) -> list[str]:
     """Return the panel's metrics that the run has, in order."""
-    logged = dict.fromkeys(name for row in run.rows for name in row if row[name] is not None)
+    known = run.metrics
     found = []
     for name in panel.names:
         if name.endswith("/"):
-            found += rewards(logged)[:MOST_LINES]
-        elif name in logged:
+            found += rewards(known)[:MOST_LINES]
+        elif name in known:
             found.append(name)
     return found
 

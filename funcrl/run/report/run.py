@@ -1,7 +1,7 @@
 """Reads a run's folder, or raises one error that names the file and the line."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,13 @@ from funcrl.run.report.plots import Run
 _MOST_ROWS, _MOST_NAMES = 1_000_000, 1000
 _LARGEST = 1e100  # a number that can still be added up and drawn
 _TEXTS = ("prompt", "completion", "answer", "finish_reason")
-_LONGEST_TEXT = 20_000  # of a completion that is shown, in characters
-_EACH_END = 3  # completions of a step to show, of the best and of the worst
+_LONGEST_TEXTS = (20_000, 5000, 2000, 1000, 500, 200, 100)  # in characters: the longest that fits
+_MOST_TEXT = 500_000  # of all completions that are listed, in characters
+_MOST_LISTED = 5000  # completions
+_MOST_REWARDS = 40  # names of rewards in completions
+_MOST_TOKENS = 1000  # of a completion whose tokens are shown one by one
+_MOST_COLOURED = 5  # such completions
+_LONGEST_TOKEN = 40
 
 
 def read_run(folder: Path) -> Run:
@@ -22,11 +27,15 @@ def read_run(folder: Path) -> Run:
         raise FileNotFoundError(
             f"report expects the folder of a run, got {folder} without a {runs.METRICS}."
         )
+    rows = _metrics(folder / runs.METRICS)
+    count, completions = _completions(folder / runs.COMPLETIONS)
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        rows=_metrics(folder / runs.METRICS),
-        completions=_completions(folder / runs.COMPLETIONS),
+        rows=rows,
+        metrics=_by_name(rows),
+        completions=completions,
+        num_completions=count,
         config=_config(folder / runs.CONFIG),
         environment=dict(runs.read_facts(folder, "report")),
     )
@@ -54,22 +63,58 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _completions(path: Path) -> list[dict[str, Any]]:
-    """Return some of the completions to show: of the first step, the middle one and the last."""
-    steps: dict[int, list[tuple[float, int]]] = {}  # of each, rewards and lines
+def _by_name(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return of each metric that has a value somewhere the steps and the values."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    return found
+
+
+def _completions(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of completions, and those to list: all, or the first of each step."""
+    lengths, rewards = [], set[str]()
+    firsts, in_tokens, last_step = list[int](), list[int](), None
     for number, row in _rows(path):
         _check_completion(path, number, row)
-        reward = -math.inf if row["reward"] is None else row["reward"]
-        steps.setdefault(row["step"], []).append((-reward, number))
-    several = sorted(step for step, lines in steps.items() if len(lines) > 1) or sorted(steps)
-    chosen: list[int] = []
-    for step in dict.fromkeys(several[at] for at in (0, len(several) // 2, -1) if several):
-        lines = [number for _, number in sorted(steps[step])]
-        chosen += lines if len(lines) <= 2 * _EACH_END else lines[:_EACH_END] + lines[-_EACH_END:]
-    wanted = {number: row for number, row in _rows(path) if number in chosen} if chosen else {}
-    return [
-        wanted[number] | {name: _cut(wanted[number][name]) for name in _TEXTS} for number in chosen
-    ]
+        rewards |= row["rewards"].keys()
+        if len(rewards) > _MOST_REWARDS:
+            raise ValueError(
+                f"report expects at most {_MOST_REWARDS} rewards, got another one in line {number} "
+                f"of {path}."
+            )
+        lengths.append(tuple(len(row[name]) for name in _TEXTS))
+        if row["step"] != last_step:
+            firsts.append(number)
+            last_step = row["step"]
+        if row.get("tokens"):
+            in_tokens.append(number)
+    last = max(len(in_tokens) - 1, 0)
+    coloured = {in_tokens[round(last * part / (_MOST_COLOURED - 1))]
+                for part in range(_MOST_COLOURED) if in_tokens}  # fmt: skip
+    # Of too many, the first one of each step; of too many steps, some.
+    lines: Sequence[int] = range(1, len(lengths) + 1) if len(lengths) <= _MOST_LISTED else firsts
+    kept_lines = set(lines[:: math.ceil(len(lines) / _MOST_LISTED) or 1]) | coloured
+    listed = [length for number in kept_lines for length in lengths[number - 1]]
+    longest = next(
+        (most for most in _LONGEST_TEXTS if sum(min(n, most) for n in listed) <= _MOST_TEXT),
+        _LONGEST_TEXTS[-1],
+    )
+    found = []
+    for number, row in _rows(path):
+        if number in kept_lines:
+            _check_completion(path, number, row)
+            kept = {name: row[name] for name in ("step", "reward", "rewards", "advantage")}
+            kept |= {name: _cut(row[name], longest) for name in _TEXTS}
+            if number in coloured:
+                kept |= {name: row[name] for name in ("logprobs", "trainer_logprobs")}
+                kept["tokens"] = [_cut(token, _LONGEST_TOKEN) for token in row["tokens"]]
+            found.append(kept)
+    return len(lengths), found
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -87,7 +132,37 @@ def _check_completion(path: Path, number: int, row: dict[str, Any]) -> None:
                 f"report expects {name} to be a text, got {brief(row.get(name))} in line {number} "
                 f"of {path}."
             )
-    row["reward"] = _number(path, number, "reward", row.get("reward"))
+    for name in ("reward", "advantage"):
+        row[name] = _number(path, number, name, row.get(name))
+    rewards = row.get("rewards", {})
+    if not isinstance(rewards, dict):
+        raise ValueError(
+            f"report expects rewards to be an object, got {brief(rewards)} in line {number} of "
+            f"{path}."
+        )
+    row["rewards"] = {name: _number(path, number, name, rewards[name]) for name in rewards}
+    _check_tokens(path, number, row)
+
+
+def _check_tokens(path: Path, number: int, row: dict[str, Any]) -> None:
+    """Raise if a completion's tokens are not texts with two numbers each."""
+    tokens = row.get("tokens")
+    if tokens is None:
+        return
+    size = len(tokens) if isinstance(tokens, list) else -1
+    if not 0 <= size <= _MOST_TOKENS or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(
+            f"report expects tokens to be at most {_MOST_TOKENS} texts, got {brief(tokens)} in "
+            f"line {number} of {path}."
+        )
+    for name in ("logprobs", "trainer_logprobs"):
+        values = row.get(name)
+        if not isinstance(values, list) or len(values) != size:
+            raise ValueError(
+                f"report expects {name} to be {size} numbers, one of each token, got "
+                f"{brief(values)} in line {number} of {path}."
+            )
+        row[name] = [_number(path, number, name, value) for value in values]
 
 
 def _number(path: Path, number: int, name: str, value: Any) -> float | None:
@@ -101,6 +176,6 @@ def _number(path: Path, number: int, name: str, value: Any) -> float | None:
     return value
 
 
-def _cut(text: str) -> str:
-    rest = len(text) - _LONGEST_TEXT
-    return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}... and {rest} characters more"
+def _cut(text: str, most: int) -> str:
+    rest = len(text) - most
+    return text if rest <= 0 else f"{text[:most]}... and {rest} characters more"

@@ -1,0 +1,49 @@
+"""What the views of a run share: which numbers they show, how, and the time that is left."""
+
+import math
+import time
+from typing import Any
+
+from funcrl.core.terminal import escaped
+from funcrl.run.runs import Row
+
+SHOWN = {
+    "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
+    "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm",
+}  # fmt: skip
+
+
+class Pace:
+    """Measures the time of steps, and estimates the time left."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self._done, self._first = total, done, done
+        self._started = time.monotonic()
+
+    def tick(self, row: Row) -> None:
+        """Note that a step is done."""
+        self._done = int(row["step"])
+
+    def left(self) -> str:
+        """Return the time left, as far as the steps so far tell."""
+        steps = self._done - self._first
+        if steps <= 0:
+            return "?"
+        each = (time.monotonic() - self._started) / steps
+        seconds = round(each * (self.total - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def short(value: Any) -> str:
+    """Return a number in a few characters."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def visible(text: str, room: int) -> str:
+    """Return text with control characters escaped, of at most `room` characters."""
+    shown = escaped(text)
+    return shown if len(shown) <= room else shown[: room - 1] + "…"

@@ -1,0 +1,99 @@
+"""The completions of a run: all in a table to filter, a few as coloured tokens."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from funcrl.core.terminal import escaped
+from funcrl.run.report.markup import Code, data, plain, table, text
+from funcrl.run.report.plots import Run, shown
+from funcrl.run.runs import COMPLETIONS
+
+_MOST_STILL = 12  # rows of the table that needs no script
+_KEYS = """
+<div class="keys">Colour of a token:
+<label><input type="radio" name="colour" value="p" checked> how unlikely it was</label>
+<label><input type="radio" name="colour" value="d"> difference of the trainer to the generator
+</label></div>"""
+
+
+def section(run: Run) -> str:
+    """Return the table that the page's script fills, with its filters, and the coloured tokens."""
+    rows = run.completions
+    if not rows:
+        return f"<p>No {COMPLETIONS} here.</p>"
+    rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    has_advantage = any(row["advantage"] is not None for row in rows)
+    head = ["step", "prompt", "completion", "answer", "reward", *map(shown, rewards)]
+    head += [*(["advantage"] if has_advantage else []), "ended by"]
+    cells = [
+        [row["step"], row["prompt"], row["completion"], row["answer"], _number(row["reward"]),
+         *(_number(row["rewards"].get(name)) for name in rewards),
+         *([_number(row["advantage"])] if has_advantage else []), row["finish_reason"]]
+        for row in rows
+    ]  # fmt: skip
+    left_out = "" if len(rows) == run.num_completions else (
+        f"<p>{len(rows):,} of the {run.num_completions:,} completions in {COMPLETIONS} are listed: "
+        f"the first one of each step, or of some steps in a very long run.</p>"
+    )  # fmt: skip
+    return "\n".join([
+        left_out,
+        '<div id="completions"></div>',
+        f"<noscript>{still_table(rows)}</noscript>",
+        data("completions-data", {"head": head, "rows": cells, "texts": 3}),
+        coloured(rows),
+    ])  # fmt: skip
+
+
+def still_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the last completions as a table without a script."""
+    cells = [
+        [str(row["step"]), Code(row["prompt"]), Code(row["completion"]), Code(row["answer"]),
+         plain(row["reward"]), row["finish_reason"]]
+        for row in rows[-_MOST_STILL:]
+    ]  # fmt: skip
+    return table(["step", "prompt", "completion", "answer", "reward", "ended by"], cells)
+
+
+def coloured(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the tokens of those completions whose tokens are recorded, coloured."""
+    rows = [row for row in rows if row.get("tokens")]
+    if not rows:
+        return ""
+    pairs = [pair for row in rows for pair in zip(row["logprobs"], row["trainer_logprobs"],
+                                                  strict=True)]  # fmt: skip
+    largest = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+    blocks = [
+        f"<p>step {row['step']}, reward {plain(row['reward'])}: {text(row['prompt'])}</p>"
+        f'<div class="tokens">{_tokens(row, largest)}</div>'
+        for row in rows
+    ]
+    legend = (
+        "Point at a token for its numbers. No colour is certain, or no difference; the strongest "
+        f"colour is a probability near 0, or the largest difference here, {plain(largest)}."
+    )
+    return "\n".join(["<h2>Tokens</h2>", _KEYS, *blocks, f"<p>{legend}</p>"])
+
+
+def _tokens(row: dict[str, Any], largest: float) -> str:
+    parts = []
+    of_row = zip(row["tokens"], row["logprobs"], row["trainer_logprobs"], strict=True)
+    for token, generator, trainer in of_row:
+        unlikely, difference = 0.0, 0.0
+        title = "not sampled" if generator is None else f"generator {plain(generator)}"
+        if trainer is not None:
+            title += f", trainer {plain(trainer)}"
+            unlikely = 1 - math.exp(min(trainer, 0.0))
+        if trainer is not None and generator is not None:
+            title += f", difference {trainer - generator:.2g}"
+            difference = abs(trainer - generator) / largest if largest else 0.0
+        letters = escaped(token).replace(" ", "·") or "∅"
+        parts.append(
+            f'<span title="{text(title)}" style="--p:{unlikely:.2f};--d:{difference:.2f}">'
+            f"{text(letters)}</span>"
+        )
+    return "".join(parts)
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is None else float(f"{value:.5g}")
