@@ -26,7 +26,6 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import Sampler
-from funcrl.loop import build
 from funcrl.loop.build import empty_state
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.record import Record
@@ -231,7 +230,8 @@ def test_a_run_goes_on_without_lines_that_somebody_deleted_and_says_so(tmp_path)
     with lines.open("rb+") as file:
         file.truncate(len(file.readline()) + 10)
     funcrl.train(small(tmp_path / "run", steps=5), resume=True, view=Notes(notes))
-    assert f"{lines} ended at step 0, before the checkpoint of step 4" in notes[0]
+    ended = f"{lines} ended at step 0, before the checkpoint of step 4"
+    assert any(ended in note for note in notes)
     again = runs.read_lines(lines)
     assert [row["step"] for row in again] == [0, 4, 5]
     assert again[:2] == [whole[0], whole[4]]
@@ -448,11 +448,13 @@ RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", RATES)
-def test_a_forked_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
+def test_a_forked_run_follows_its_new_learning_rate_at_once(tmp_path, schedule):
     """Beside a run whose schedule is the one before the third update, the other from then on."""
     options = {"steps": 6, "evaluation": EvaluationConfig(every=0)}
     before, after = (
-        OptimizerConfig(rate, schedule, warmup=4 if schedule == "cosine" else 0)
+        OptimizerConfig(
+            learning_rate=rate, schedule=schedule, warmup=4 if schedule == "cosine" else 0
+        )
         for rate in (1e-3, 5e-3)
     )
     folder = tmp_path / "run"
@@ -470,8 +472,8 @@ def test_a_forked_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatc
         return torch.where(count < 3, low(count), high(count))
 
     oracle = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(switched, weight_decay=0.0))
-    monkeypatch.setattr(build, "_optimizer", lambda *_: oracle)
-    whole = funcrl.train(small(tmp_path / "whole", **options))
+    config = small(tmp_path / "whole", **options)
+    whole = funcrl.train(config, parts=funcrl.build(config)._replace(optimizer=oracle))
     assert [row["learning_rate"] for row in resumed.history[1:]] == [
         switched(torch.tensor(count)).item() for count in range(6)
     ]
