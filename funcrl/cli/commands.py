@@ -74,8 +74,8 @@ def run_command(args: Sequence[str]) -> None:
             f"describes them."
         )
     if name not in COMMANDS:
-        own = {each: one for each, one in COMMANDS.items() if each.startswith(name)}
-        print_safely(overview(name, {each: one.about for each, one in own.items()}))
+        listed = {each: one.about for each, one in COMMANDS.items() if each.startswith(name)}
+        print_safely(overview(name, listed))
         return
     command, whole = COMMANDS[name], "--help-all" in wanted
     own = [text for text in rest if text not in wanted]

@@ -67,7 +67,8 @@ def run_train(line: Line) -> None:
 def base_config(line: Line) -> TrainConfig:
     """Return the defaults of `funcrl train`: those of its run, its file or its model, if given."""
     _check_given_once(line.args)
-    run, file = line.values.get("resume"), line.values.get("config")
+    run: Path | None = line.values.get("resume")
+    file: Path | None = line.values.get("config")
     if run is None and file is None:
         model = line.values.get("model")
         return TrainConfig() if model is None else defaults(model)
@@ -75,7 +76,8 @@ def base_config(line: Line) -> TrainConfig:
         raise ValueError("train expects --resume or --config, got both.")
     if run is not None and line.values.get("run-dir") is not None:
         raise ValueError("train expects --resume or --run-dir, got both.")
-    config = read_config(TrainConfig, file if file is not None else run / runs.CONFIG)
+    path = file or Path(str(run)) / runs.CONFIG
+    config = read_config(TrainConfig, path)
     return config if run is None else replace(config, run_dir=line.values.get("fork") or run)
 
 
@@ -93,8 +95,8 @@ def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence
         made = missing_folders(Path("runs"))
         file = data_file(config.task)
         name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
-        config = replace(config, run_dir=free_folder(Path("runs"), name))
-        made.insert(0, config.run_dir)
+        folder = free_folder(Path("runs"), name)
+        config, made = replace(config, run_dir=folder), [folder, *made]
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

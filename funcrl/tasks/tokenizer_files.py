@@ -52,7 +52,7 @@ def byte_files(end: int) -> dict[str, bytes]:
     plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     plain |= {"trim_offsets": False}
     vocab = {char: byte for byte, char in enumerate(_byte_characters())}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
         "vocab": {**vocab, text: end}, "merges": [],
