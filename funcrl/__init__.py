@@ -20,6 +20,7 @@ from funcrl.core.types import (
     TokenScores,
     TrainState,
 )
+from funcrl.core.version import VERSION
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
 from funcrl.loop import memory, rollouts
 from funcrl.loop.build import build
@@ -63,7 +64,7 @@ from funcrl.run import runs
 from funcrl.run.checkpoint import restore, save
 from funcrl.weights import load_params, save_params
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Algorithm",

@@ -396,6 +396,7 @@ TABLE_OF_CALLS = {
         lambda x, w: ops.project(x, [(w, None)]), (torch.randn(4, 3), torch.randn(2, 3))),
     "ops.rms_norm": (lambda x: ops.rms_norm(x, x[0], 1e-6), (torch.randn(4, 3),)),
     "ops.swiglu": (ops.swiglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "rng.permutation": (lambda: rng.permutation(5, 3), ()),
     "rng.uniform": (lambda s: rng.uniform(s, 3), (TOKENS,)),
     "rollouts.complete": (lambda: roll()[0].texts, ()),
     "rollouts.grade": (lambda: roll()[1].total, ()),
@@ -411,6 +412,10 @@ TABLE_OF_CALLS = {
     "memory.num_trained": (lambda: memory.num_trained(TRAIN, MICRO.config), ()),
     "tasks.is_built_in": (lambda: tasks.is_built_in("sum_digits"), ()),
     "tasks.source_file": (lambda: tasks.source_file("sum_digits") is None, ()),
+    "tasks.data_file": (lambda: tasks.data_file("data.csv").name, ()),
+    "tasks.from_rows": (
+        lambda: tasks.from_rows([{"prompt": "a", "answer": "b"}] * 3).prompts(0, 0, 2), ()),
+    "tasks.load_rewards": (lambda: list(tasks.load_rewards(["math:sqrt"])), ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
 import wrong_types
 from wrong_types import WRONG, calls, outcome, takes
 
 import funcrl
 from funcrl import cli, config
 from funcrl.cli.bench import GenerateBenchConfig, LoopBenchConfig, StepBenchConfig, VLLMBenchConfig
-from funcrl.cli.command_line import NUMBERS
+from funcrl.cli.command_line import UsageError, options_of, read_line
 from funcrl.loop.parity import ParityConfig
 
 EMPTY, TENSOR = {"[]", "{}"}, {"a tensor"}
@@ -175,14 +174,15 @@ def options(kind: type) -> Iterator[tuple[type, dataclasses.Field]]:
 
 @functools.cache
 def read(hint: Any, text: str) -> tuple[Any, str]:
-    """What the parser reads, and what it prints instead."""
-    option = dataclasses.make_dataclass("Option", [("value", hint, dataclasses.field())])
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        try:
-            return tyro.cli(option, args=[f"--value={text}"], registry=NUMBERS).value, ""
-        except SystemExit:
-            return None, printed.getvalue()
+    """What the parser reads, and its error instead."""
+    option = dataclasses.make_dataclass(
+        "Option", [("value", hint, dataclasses.field(default=None))]
+    )
+    try:
+        line = read_line("train", [*options_of(option())], [f"--value={text}"])
+    except UsageError as error:
+        return None, str(error)
+    return line.values["value"], ""
 
 
 def end(kind: type, field: dataclasses.Field, text: str) -> str:

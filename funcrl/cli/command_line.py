@@ -1,33 +1,18 @@
-"""Options of the commands: their names, how numbers are read, and flags, which take no value."""
+"""Options of the commands: their names, how a line is read, and how it changes a configuration."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from funcrl.cli.bench import LoopBenchConfig
+from funcrl.cli.suggest import close, did_you_mean, suggest
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.plain import read_integer, read_number
-from funcrl.loop.parity import ParityConfig
+from funcrl.core.arguments import check_value
+from funcrl.core.reading import brief
 
-NUMBERS = ConstructorRegistry()
-"""How the commands read integers and numbers."""
-
-
-@NUMBERS.primitive_rule
-def _number_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    if kind.type not in (int, float):
-        return None
-    read = read_integer if kind.type is int else read_number
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT" if kind.type is int else "FLOAT",
-        instance_from_str=lambda texts: read(texts[0]),
-        is_instance=lambda value: isinstance(value, int if kind.type is int else int | float),
-        str_from_instance=lambda value: [str(value)],
-    )
+# Groups that are named by one of their options: `--algorithm dapo` is `--algorithm.name dapo`.
+_NAMED = ("algorithm", "optimizer")
 
 
 class UsageError(ValueError):
@@ -39,7 +24,11 @@ class StartConfig:
     """How `funcrl train` starts: what is no option of the run itself."""
 
     resume: Path | None = None
-    """Continue the run in this folder, with its options; those given here come first."""
+    """Continue the run in this folder, with its options. Those given here come first; what says
+    what is trained must stay."""
+    fork: Path | None = None
+    """With resume: leave that run as it is, and begin one in this new folder as its newest
+    checkpoint, with any options."""
     config: Path | None = None
     """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
     dry_run: bool = False
@@ -58,39 +47,39 @@ class CompileSwitch:
     turns this on; no-compile turns off what a file or a resumed run turns on."""
 
 
-def with_compile_options(config: TrainConfig) -> TrainConfig:
-    """Return the options with those of compilation, so that the command line has them."""
-    return replace(config, compile=config.compile or CompileConfig())
+@dataclass(frozen=True)
+class TrustSwitch:
+    """Whether a run's code may run."""
+
+    trust: bool = False
+    """Run the code that the run's folder names, such as a task of one's own, even if this account
+    has not run it before or it has changed."""
 
 
-def switch_of(config: TrainConfig, args: Sequence[str], prefix: str = "") -> CompileSwitch:
-    """Return the switch's default: on where the configuration compiles, or the line says how."""
-    return CompileSwitch(config.compile is not None or _names_compile(args, prefix))
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is exported, and where it goes."""
+
+    run: Path | None = None
+    """The folder of a run."""
+    out: Path | None = None
+    """Where the model goes: a Hugging Face folder, or a .gguf file."""
 
 
-def with_switch(
-    command: str, config: TrainConfig, switch: CompileSwitch, args: Sequence[str], prefix: str = ""
-) -> TrainConfig:
-    """Return the options without those of compilation where it is off."""
-    if switch.compile:
-        return config
-    if _names_compile(args, prefix):
-        raise UsageError(
-            f"{command} expects --{prefix}no-compile without --{prefix}compile.*, got both."
-        )
-    return replace(config, compile=None)
+@dataclass(frozen=True)
+class ReportOptions:
+    """Where a page goes."""
 
-
-def _names_compile(args: Sequence[str], prefix: str) -> bool:
-    """Return whether the line has an option of compilation besides the switch."""
-    return any(text.startswith(f"--{prefix}compile.") for text in args)
+    out: Path | None = None
+    """Where a comparison goes: a folder, `comparison` beside the first run when left out."""
 
 
 class Option(NamedTuple):
     """An option of a command: a field of a configuration, or of one inside it."""
 
     name: str  # without the leading dashes, such as optimizer.learning-rate
-    kind: Any  # the annotation
+    kind: Any  # the type
+    hint: Any  # the annotation, which may say the bounds of a number
     default: Any
     owner: type[Any]  # the dataclass whose field it is
 
@@ -107,6 +96,14 @@ class Option(NamedTuple):
         return (f"--{self.name}", *opposite)
 
 
+class Line(NamedTuple):
+    """A command line that has been read."""
+
+    args: Sequence[str]  # as they were given
+    values: Mapping[str, Any]  # of the options that were given, by name
+    rest: Sequence[str]  # what belongs to no option
+
+
 def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a configuration and of those inside it, in the order of the fields."""
     kinds = get_type_hints(type(config))
@@ -117,29 +114,137 @@ def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
         if inner is not None:
             yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
         else:
-            yield Option(f"{prefix}{name}", kind, default, type(config))
+            yield Option(f"{prefix}{name}", kind, field.type, default, type(config))
 
 
-def check_flags(args: Sequence[str]) -> None:
-    """Raise an error that names the option if a value follows one that takes none.
+def read_line(command: str, options: Sequence[Option], args: Sequence[str], rest: str = "") -> Line:
+    """Return what a line says; of an option that is given twice, the last one counts.
 
-    The parser's own error names the value alone.
+    Args:
+        command: for errors.
+        options: those of the command.
+        args: the line, without the command.
+        rest: what stands for arguments that belong to no option, "" if there may be none.
     """
-    command = " ".join(args[: 2 if args[:1] == ["bench"] else 1])
-    options = {
-        "train": [
-            *options_of(TrainConfig()),
-            *options_of(StartConfig()),
-            *options_of(CompileSwitch()),
-        ],
-        "parity": options_of(ParityConfig()),
-        "bench loop": [*options_of(LoopBenchConfig()), *options_of(CompileSwitch(), "train.")],
-    }.get(command, ())
-    flags = {flag for option in options if option.kind is bool for flag in option.flags}
-    flags |= {"--trust", "--no-trust"} if command == "eval" else set()
-    for text, following in zip(args, [*args[1:], "--"], strict=True):
-        name, equals, value = text.partition("=")
-        if (name := name.replace("_", "-")) in flags and (equals or not following.startswith("--")):
-            raise UsageError(
-                f"{command} expects {name} without a value, got {value if equals else following!r}."
-            )
+    named = {flag: option for option in options for flag in option.flags}
+    values: dict[str, Any] = {}
+    others: list[str] = []
+    place = 0
+    while place < len(args):
+        text, place = args[place], place + 1
+        if not _is_option(text):
+            others.append(text)
+            continue
+        given, equals, value = text.partition("=")
+        flag = _full_name(given.replace("_", "-"), named)
+        texts = [value] if equals else []
+        while place < len(args) and not _is_option(args[place]):
+            texts.append(args[place])
+            place += 1
+        option = named.get(flag)
+        if option is None:
+            raise UsageError(_unknown(command, given, [each.name for each in options]))
+        if rest and option.kind is not bool and len(texts) > 1 and not _takes_many(option.kind):
+            others += texts[1:]
+            del texts[1:]
+        values[option.name] = _read(command, option, flag, texts)
+    if others and not rest:
+        raise UsageError(f"{command} expects options, which begin with --, got {brief(others[0])}.")
+    return Line(args, values, others)
+
+
+def with_values(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a configuration with the values of options; a group's are put in together."""
+    changes: dict[str, Any] = {}
+    for field in fields(config):
+        name = prefix + field.name.replace("_", "-")
+        before = getattr(config, field.name)
+        if field.name == "compile" and CompileConfig in get_args(field.type):
+            changes[field.name] = _compilation(before, values, name)
+        elif is_dataclass(before):
+            changes[field.name] = with_values(before, values, f"{name}.")
+        elif name in values:
+            changes[field.name] = values[name]
+    return replace(config, **changes)
+
+
+def with_compile_options(config: TrainConfig) -> TrainConfig:
+    """Return the options with those of compilation, so that the command line has them."""
+    return replace(config, compile=config.compile or CompileConfig())
+
+
+def _compilation(
+    before: CompileConfig | None, values: Mapping[str, Any], name: str
+) -> CompileConfig | None:
+    """Return how a step is compiled: the switch, or one of the options, turns that on."""
+    has_options = any(each.startswith(f"{name}.") for each in values)
+    switch = values.get(name, has_options or before is not None)
+    if has_options and not switch:
+        prefix = name.removesuffix("compile")
+        command = "bench loop" if prefix else "train"
+        raise UsageError(f"{command} expects --{prefix}no-compile without --{name}.*, got both.")
+    made: CompileConfig = with_values(before or CompileConfig(), values, f"{name}.")
+    return made if switch else None
+
+
+def _is_option(text: str) -> bool:
+    """Return whether a text names an option; a negative number does not."""
+    return text.startswith("-") and len(text) > 1 and not (text[1].isdigit() or text[1] == ".")
+
+
+def _full_name(flag: str, named: Mapping[str, Option]) -> str:
+    last = flag.removeprefix("--").rpartition(".")[2]
+    return f"{flag}.name" if last in _NAMED and f"{flag}.name" in named else flag
+
+
+def _unknown(command: str, given: str, names: Sequence[str]) -> str:
+    name = given.lstrip("-").replace("_", "-")
+    meant = [f"--{each}" for each in suggest(name, names)] if given != "--" else []
+    where = "" if meant else f" funcrl {command} --help-all lists them."
+    return f"{command} has no option {brief(given)[1:-1]}{did_you_mean(meant)}{where}"
+
+
+def _takes_many(kind: Any) -> bool:
+    return get_origin(kind) in (tuple, dict)
+
+
+def _read(command: str, option: Option, flag: str, texts: Sequence[str]) -> Any:
+    """Return the value that the texts after an option say, in its type and its bounds."""
+    if option.kind is bool:
+        if texts:
+            raise UsageError(f"{command} expects {flag} without a value, got {brief(texts[0])}.")
+        return flag == option.flags[0]
+    if not _takes_many(option.kind) and len(texts) != 1:
+        got = " and ".join(map(brief, texts)) or "none"
+        raise UsageError(f"{command} expects one value after {flag}, got {got}.")
+    try:
+        value = read_value(option.kind, texts)
+        check_value(command, flag, option.hint, value)
+    except (ValueError, TypeError) as error:
+        reason = str(error)
+        if reason.startswith("expects "):
+            reason = f"{command} expects {flag} to be {reason.removeprefix('expects ')}"
+        raise UsageError(reason) from error
+    return value
+
+
+def read_value(kind: Any, texts: Sequence[str]) -> Any:
+    """Return the value of a type that texts say; errors begin with "expects"."""
+    inner = [each for each in get_args(kind) if each not in (type(None), ...)]
+    if get_origin(kind) is tuple:
+        return tuple(read_value(inner[0], [text]) for text in texts)
+    if get_origin(kind) is dict:
+        if len(texts) % 2:
+            raise ValueError(f"expects pairs of a name and a number, got {brief(' '.join(texts))}.")
+        pairs = zip(texts[::2], texts[1::2], strict=True)
+        return {name: read_value(inner[1], [text]) for name, text in pairs}
+    text = texts[0]
+    if get_origin(kind) is Literal:
+        if text not in inner:
+            meant = did_you_mean(close(text, inner))
+            raise ValueError(f"expects {' or '.join(inner)}, got {brief(text)}{meant}")
+        return text
+    if inner:  # of an option that may be None
+        return None if text == "None" else read_value(inner[0], texts)
+    readers: dict[Any, Any] = {int: read_integer, float: read_number, Path: Path}
+    return readers.get(kind, str)(text)

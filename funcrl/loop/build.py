@@ -23,14 +23,13 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop import chosen, sources
+from funcrl.loop import chosen, data, sources
 from funcrl.models import SHAPES, Transformer
 from funcrl.models.logits import vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
 from funcrl.ops import AttendFn, attend_flash
 from funcrl.rl.step import grpo_step
-from funcrl.tasks import check_task, load
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
 
@@ -204,6 +203,12 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
             f"{function} expects --lora.rank 0 with a model_fn of one's own, for which funcrl.lora "
             f"makes adapters, got {config.lora.rank}."
         )
+    of_rows = config.prompt_template is not None or config.held_out != TrainConfig.held_out
+    if of_rows and "task" in given:
+        raise ValueError(
+            f"{function} expects --prompt-template and --held-out with a --task that is a file of "
+            f"rows, got a task of its own prompts."
+        )
     if config.system_prompt is not None and (config.model in SHAPES or "task" in given):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
@@ -223,11 +228,9 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
 
 
 def _task(making: _Making) -> Task:
-    config, task = making.config, making.given.get("task")
-    if task is None:
-        tokenizer = sources.tokenizer_of(making.function, config)
-        task = load(config.task, tokenizer)
-    return watch(check_task(making.function, task), making.note)
+    config, given = making.config, making.given.get("task")
+    tokenizer = None if given is not None else sources.tokenizer_of(making.function, config)
+    return watch(data.task_of(making.function, config, tokenizer, given), making.note)
 
 
 def _model(making: _Making) -> nn.Module:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +15,13 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
 from funcrl.loop.build import Parts, build, first_params, trained_like
+from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.rewarded import RewardError
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
-    RewardError,
     accuracies,
     complete,
     grade,
@@ -29,6 +30,7 @@ from funcrl.loop.rollouts import (
 from funcrl.loop.sources import defaults, options_of_run, trained_params
 from funcrl.run import runs
 from funcrl.run.trust import check_run
+from funcrl.tasks import data_file
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import ForkedError, Note
 
@@ -99,8 +101,12 @@ def evaluate(
     if task is not None or config.task is not None:  # another task than the run's
         given.add("task")
     if config.run is not None:
-        for line in check_run("evaluate", options, config.run, given, trust):
+        # Rewards that this evaluation names itself are the user's own choice.
+        named = replace(options, reward=()) if config.reward else options
+        for line in check_run("evaluate", named, config.run, given, trust):
             note(line)
+        if "task" not in given:
+            check_data("evaluate", options.task, config.run)
         runs.check_given("evaluate", config.run, {"task", "model", "model_fn"} - given)
     own_generator = parts is None
     if parts is None:
@@ -121,8 +127,9 @@ def evaluate(
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
     own = config.run is not None and parts.task.name == trained_on
+    own = own and data_file(config.task or "") is None  # a file may have the name of the run's
     weights = options.reward_weights if own else None  # they are of the run's rewards
-    graded = _grade(out, step, parts.task, completed, weights, options.on_reward_error)
+    graded = _grade(out, step, parts.task, completed, weights, options)
     result = _summarise(config, parts.task, completed, graded)
     if json_file is not None:
         write_whole(json_file, json.dumps(result._asdict(), indent=1) + "\n")
@@ -153,12 +160,26 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
     system_prompt = config.system_prompt
     if system_prompt is None and task is None:  # a task that is given brings its own
         system_prompt = options.system_prompt
+    template, share = config.prompt_template, config.held_out
+    if task is None and data_file(config.task or options.task):
+        template = options.prompt_template if template is None else template
+        share = _held_out(config, options) if share is None else share
     return replace(
         options, task=config.task or options.task, system_prompt=system_prompt,
+        reward=config.reward or (options.reward if config.task is None else ()),
+        prompt_template=template, held_out=TrainConfig.held_out if share is None else share,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,
     )  # fmt: skip
+
+
+def _held_out(config: EvalConfig, options: TrainConfig) -> float:
+    """Return the share of a file's rows to ask; all of one that the run was not trained on."""
+    other = config.task is not None and not (
+        config.run is not None and is_data_of(config.task, config.run, "evaluate")
+    )
+    return 1.0 if other else options.held_out
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
@@ -192,13 +213,20 @@ def _grade(
     task: Task,
     completed: Completed,
     weights: Mapping[str, float] | None,
-    on_error: Literal["stop", "skip"],
+    options: TrainConfig,
 ) -> Graded:
     """Return the rewards of completions, which are written to `out` even if a reward raises."""
     unknown = torch.full((len(completed.texts),), torch.nan, dtype=torch.float32, device="cpu")
     graded = Graded({}, unknown, [])
     try:
-        graded = grade(task, completed.prompts, completed.outcomes, weights, on_error)
+        graded = grade(
+            task,
+            completed.prompts,
+            completed.outcomes,
+            weights,
+            options.on_reward_error,
+            limits_of(options),
+        )
     except ForkedError:
         out = None  # the file is the parent's
         raise

@@ -9,9 +9,9 @@ from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Params
 from funcrl.loop import sources
+from funcrl.loop.data import check_data, task_of
 from funcrl.run import runs
 from funcrl.run.trust import check_run
-from funcrl.tasks import check_task, load
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note
 
@@ -63,6 +63,8 @@ def load_run(
         note(line)
     model = sources.network_of_run("load_run", run, task, trust)
     _, params = sources.params_of_run("load_run", run, model, device)
+    tokenizer = None
     if task is None:
-        task = load(options.task, sources.tokenizer_of("load_run", options))
-    return LoadedRun(model, params, check_task("load_run", task))
+        check_data("load_run", options.task, run)
+        tokenizer = sources.tokenizer_of("load_run", options)
+    return LoadedRun(model, params, task_of("load_run", options, tokenizer, task))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.types import Rollout, Samples
 from funcrl.generators import Generator
-from funcrl.loop.episodes import Episode, Failure, play, read_turns
+from funcrl.loop.episodes import Episode, play, read_turns
+from funcrl.loop.rewarded import RewardError, batch_rewards
 from funcrl.rl import rewards
 from funcrl.rl.batching import pad_rows
 from funcrl.run.runs import Completion
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
-
-# Rewards are float32: what is larger would become infinite.
-_LARGEST = torch.finfo(torch.float32).max
+from funcrl.tasks.rewards.calls import RewardLimits
 
 
 class Completed(NamedTuple):
@@ -34,10 +33,6 @@ class Completed(NamedTuple):
     outcomes: list[Any]  # [B] what is rewarded: the text, or the last state of an environment
     turns: list[int]  # [B] number of the policy's turns
     group_size: int
-
-
-class RewardError(ValueError):
-    """A reward that raised, or that is not a finite number."""
 
 
 class Graded(NamedTuple):
@@ -134,16 +129,18 @@ def grade(
     outcomes: Sequence[Any],
     weights: Mapping[str, float] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
+    limits: RewardLimits | None = None,
 ) -> Graded:
     """Return every completion's rewards, and their weighted sum.
 
     Args:
-        task: whose `reward` to call.
+        task: whose `reward_batch` to call, which calls `reward` for each if it is not overridden.
         prompts: [B].
         outcomes: [B] the texts of completions, or an environment's last states.
         weights: name -> factor; of those left out, the task's `reward_weights`, or else 1.
         on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
             "skip" gives that completion no total.
+        limits: of rewards that are `async def`; 32 at a time and 30 s each when left out.
 
     Example:
         >>> import funcrl
@@ -155,11 +152,12 @@ def grade(
     task = check_task("grade", task)
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        row, error = named_rewards(task, prompt, outcome)
+    graded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())
+    for row, error, cause in graded:
         if error:
             if on_error == "stop":
-                raise RewardError(f"{error} --on-reward-error skip leaves such samples out.")
+                message = f"{error} --on-reward-error skip leaves such samples out."
+                raise RewardError(message) from cause
             errors.append(error)
         rows.append(row)
     good = [row for row in rows if row]
@@ -219,7 +217,8 @@ def accuracies(task: TaskLike, graded: Graded) -> Tensor:
         tensor([1.])
     """
     task = check_task("accuracies", task)
-    name = task.accuracy
+    correct = "correct" if "correct" in graded.rewards else next(iter(graded.rewards), "correct")
+    name = task.accuracy or correct
     if name not in graded.rewards:
         raise ValueError(
             f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
@@ -373,24 +372,5 @@ def named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
-    if isinstance(outcome, Failure):
-        return {}, outcome.message
-    place = f"for the completion {repr(outcome)[:80]} of {prompt.text[:80]!r}"
-    try:
-        row = dict(task.reward(prompt, outcome))
-    except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run
-        return {}, f"The reward of {task.name!r} raised {type(error).__name__}: {error} {place}."
-    if not row:
-        return {}, f"The reward of {task.name!r} is empty {place}."
-    for name, value in row.items():
-        if not _is_finite(value):
-            return {}, f"The reward {name!r} of {task.name!r} is {value!r} {place}."
-    return row, ""
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a reward is a number of float32."""
-    try:
-        return isinstance(value, SupportsFloat) and abs(float(value)) <= _LARGEST
-    except (OverflowError, TypeError, ValueError):  # an integer too large, an array of several
-        return False
+    ((row, error, _),) = batch_rewards(task, [prompt], [outcome], RewardLimits())
+    return row, error

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
 from funcrl.loop.build import REPLACEABLE, Parts, build, empty_state, first_params
+from funcrl.loop.data import check_data, data_facts, limits_of
 from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
@@ -26,12 +28,14 @@ from funcrl.loop.rollouts import (
     to_completions,
     to_rollout,
 )
+from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
+from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import open_folder
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
@@ -39,6 +43,7 @@ from funcrl.run.trackers import check_trackers
 from funcrl.run.trust import check_run, named_code, remember
 from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike
+from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.tasks.watch import Note
 
 # Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
@@ -62,6 +67,7 @@ def train(
     parts: Parts | None = None,
     view: View | Literal["live"] | None = None,
     resume: bool = False,
+    fork: Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
@@ -78,7 +84,10 @@ def train(
             resumed with the same ones. Their generator is not closed at the end.
         view: shows the run; nothing when left out. "live" shows it as the command line does: in a
             notebook or on a terminal an output that is drawn again, anywhere else plain lines.
-        resume: go on with the run in `config.run_dir`.
+        resume: go on with the run in `config.run_dir`; options that say what is trained must be
+            those that it began with.
+        fork: the folder of a run whose newest checkpoint this one begins as, with any options that
+            fit it.
         command: what started the run, for its environment.json.
         stop: called after each step; True saves and raises `KeyboardInterrupt`.
         trust: go on with a run whose task's code is not what it began with, or that this account
@@ -100,19 +109,31 @@ def train(
     check_trackers(config.log.trackers)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
     folder = open_folder(config.run_dir, resume)
+    source = folder if fork is None else open_folder(fork, resume=True)
+    if fork is not None and resume:
+        raise ValueError(f"train expects resume or fork, got both ({fork}).")
     given = _given(config, task, parts)
     if resume:
         runs.check_given("train", folder, {*REPLACEABLE} - given)
-    if resume and not trust:
-        for line in check_run("train", config, folder, given):
+        if "task" not in given:
+            check_data("train", config.task, folder)
+        check_options_kept("train", config, folder)
+    if fork is not None:
+        runs.check_given("train", source, {"task", "model", "model_fn"} - given)
+    if (resume or fork is not None) and not trust:
+        for line in check_run("train", config, source, given):
             view.note(line)
     own_generator = parts is None
     if parts is None:
         parts = build(config, task, note=view.note)
     facts = _facts(config, parts, given, view.note)
-    record = Record(config, folder, parts.task.name, view, command, facts)
+    # What `export` writes beside a model that has no tokenizer of its own.
+    kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
+    record = Record(config, folder, parts.task.name, view, command, facts, kept)
     try:
-        if record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
+        if fork is not None:
+            record.forked(source, empty_state(parts), needs_reference=parts.kl > 0)
+        elif record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
         record.wait()
@@ -166,6 +187,8 @@ def _facts(config: TrainConfig, parts: Parts, given: Collection[str], note: Note
     if objects:
         facts[runs.OBJECTS] = " ".join(objects)
     facts |= {code.fact: code.digest for code in named_code(config, given)}
+    if "task" not in given:
+        facts |= data_facts(config.task)
     try:
         remember(config, given)
     except OSError as error:
@@ -280,7 +303,14 @@ def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
 def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
     """Return the rewards of completions, weighted as the run weights them."""
     prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(parts.task, prompts, outcomes, config.reward_weights, config.on_reward_error)
+    return grade(
+        parts.task,
+        prompts,
+        outcomes,
+        config.reward_weights,
+        config.on_reward_error,
+        limits_of(config),
+    )
 
 
 def _left_out(rolled: Rolled, index: int) -> Iterator[str]:

@@ -9,12 +9,13 @@ from funcrl.config import WarmStartConfig
 from funcrl.core.arguments import checked
 from funcrl.core.types import ModelFn, Params, Rollout
 from funcrl.loop.episodes import Demonstration, demonstration
-from funcrl.loop.rollouts import RewardError, named_rewards
+from funcrl.loop.rewarded import RewardError, batch_rewards
 from funcrl.rl import algorithms
 from funcrl.rl.batching import collate, pad_rows
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
+from funcrl.tasks.rewards.calls import RewardLimits
 
 
 @checked
@@ -71,15 +72,17 @@ def warm_start(
 
 def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration]) -> None:
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
-    for prompt, (_, _, outcome) in zip(prompts, rows, strict=True):
-        row, error = named_rewards(task, prompt, outcome)
+    outcomes, name = [outcome for _, _, outcome in rows], task.accuracy or "correct"
+    rewarded = batch_rewards(task, prompts, outcomes, RewardLimits())
+    for prompt, outcome, (row, error, cause) in zip(prompts, outcomes, rewarded, strict=True):
         if error:
-            raise RewardError(f"{error} A warm start checks that demonstrations are right.")
-        value = row.get(task.accuracy, 1.0)
+            message = f"{error} A warm start checks that demonstrations are right."
+            raise RewardError(message) from cause
+        value = row.get(name, 1.0)
         if value < 1.0:
             raise ValueError(
                 f"warm_start expects demonstrations that are right, got {repr(outcome)[:80]} for "
-                f"{prompt.text[:80]!r}, for which the reward {task.accuracy!r} of {task.name!r} is "
+                f"{prompt.text[:80]!r}, for which the reward {name!r} of {task.name!r} is "
                 f"{value}; give the task demonstrate(prompt), or use --warm-start.steps 0."
             )
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import yaml
 
 from funcrl import config as configs
 from funcrl.config import TrainConfig
-from funcrl.core.files import write_whole
+from funcrl.core.files import whole_file, write_whole
+from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
 from funcrl.tasks.watch import ForkedError
 
@@ -53,6 +55,63 @@ def free_folder(parent: Path, name: str) -> Path:
             return folder
 
 
+def missing_folders(folder: Path) -> list[Path]:
+    """Return a folder and those above it that are not there, the deepest first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, the deepest first, up to one that holds something or is not there."""
+    for each in folders:
+        try:
+            each.rmdir()
+        except OSError:
+            return
+
+
+class Traces:
+    """What the start of a run changes in its folder, which is made as it was if the start fails.
+
+    Make it before anything is written there.
+    """
+
+    _FOLDERS = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)
+    _FILES = (
+        runs.CONFIG, runs.ENVIRONMENT, runs.METRICS, runs.COMPLETIONS, runs.CHANGES, ".lock",
+    )  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._missing = folder, missing_folders(folder)
+        paths = [folder / name for name in (*self._FOLDERS, *self._FILES)]
+        self._there = [each for each in paths if os.path.lexists(each)]
+        # Files of lines, which may be long, are not kept: of them a start only drops or adds what
+        # the next one would as well.
+        small = [folder / name for name in (runs.CONFIG, runs.ENVIRONMENT)]
+        self._contents = {
+            each: each.read_bytes() for each in small if each.is_file() and not each.is_symlink()
+        }
+
+    def remove(self) -> None:
+        """Take back what was written; only the process that holds the claim may."""
+        for name in self._FOLDERS:
+            if self._folder / name not in self._there:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        for name in self._FILES:
+            path = self._folder / name
+            if path not in self._there:
+                path.unlink(missing_ok=True)
+            elif path in self._contents and path.read_bytes() != self._contents[path]:
+                with whole_file(path) as file:
+                    file.write(self._contents[path])
+        remove_empty(self._missing)
+
+    def remove_folders(self) -> None:
+        """Take back the folders that were made, as far as nothing is in them."""
+        if self._folder / runs.CHECKPOINTS not in self._there:
+            remove_empty([self._folder / runs.CHECKPOINTS])
+        remove_empty(self._missing)
+
+
 class Claim:
     """The right of one process to write to a run's folder, until it closes this or dies."""
 
@@ -87,8 +146,24 @@ class Claim:
         os.close(self._file)
 
 
-def write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> None:
-    """Write a run's configuration and the facts about its machine and task."""
+def write_facts(
+    folder: Path, config: TrainConfig, facts: Mapping[str, str], tokenizer: Mapping[str, bytes]
+) -> None:
+    """Write a run's configuration, the facts about its machine and task, and its tokenizer.
+
+    Args:
+        folder: the run's.
+        config: the run's.
+        facts: for environment.json.
+        tokenizer: files by name, none where the run's model has them.
+    """
+    for name, content in tokenizer.items():
+        place = folder / runs.TOKENIZER
+        if place.is_symlink():  # which could lead anywhere
+            raise OSError(f"train expects {place} to be a folder, got a link.")
+        place.mkdir(exist_ok=True)
+        with whole_file(place / name) as file:
+            file.write(content)
     plain = configs.to_plain(config)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_whole(folder / runs.CONFIG, text)
@@ -96,8 +171,10 @@ def write_facts(folder: Path, config: TrainConfig, facts: Mapping[str, str]) -> 
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:
-    """Return the versions, the machine and the command of a run."""
+    """Return the versions, the machine and the command of a run, as texts."""
     facts = {
+        "funcrl": VERSION,
+        "commit": commit() or "",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -10,14 +10,15 @@ from funcrl.config import TrainConfig
 from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
+from funcrl.run.changes import changes_since, describe_changes, write_changes
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
-from funcrl.run.folder import Claim, environment, write_facts
+from funcrl.run.folder import Claim, Traces, environment, write_facts
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
 from funcrl.tasks.watch import Note
 
-_REFERENCE = "reference"
+_OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
 
 class Progress(NamedTuple):
@@ -38,21 +39,28 @@ class Record:
         view: shows the run.
         command: that started the run, for environment.json.
         facts: for environment.json, too.
+        tokenizer: the files of the task's tokenizer, by name, where the model has none of its own.
     """
 
     def __init__(
         self, config: TrainConfig, folder: Path, title: str, view: View,
         command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.note, self._config = folder, view.note, config
         self._display = _Display(view, f"{title} in {config.run_dir}")
         self._progress: Progress | None = None
+        self._tokenizer = tokenizer or {}
         self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
-        self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
-        # A run without a checkpoint; a state that an update is overwriting.
-        self._empty, self._given_up = False, False
-        self.claim = Claim(folder, title)
+        self._traces = Traces(folder)
+        try:
+            self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
+            self.claim = Claim(folder, title)
+        except OSError:
+            self._traces.remove_folders()
+            raise
+        self._given_up = False  # whether an update is overwriting the state
 
     @property
     def progress(self) -> Progress:
@@ -69,24 +77,58 @@ class Record:
             needs_reference: whether the policy of step 0 is needed, for a KL penalty.
         """
         found = self._checkpoints.restore_latest(like, on_skip=self.note)
-        if found is not None:
-            _check_goes_on(self._config, self.folder, found, needs_reference)
-        # From here on `--resume` finds a run in the folder, even before its first step.
-        write_facts(self.folder, self._config, self._facts)
         if found is None:
-            self._empty = True
+            # From here on `--resume` finds a run in the folder, even before its first step.
+            write_facts(self.folder, self._config, self._facts, self._tokenizer)
             return None
-        _drop_lines_after(self.folder, found.extra["row"], self.note)
-        self._display.start(self.folder, self._config, found.step)
+        was = runs.read_facts(self.folder, "train")
+        self._facts |= {name: was[name] for name in _OF_A_FORK if name in was}
+        self._go_on(self.folder, found, needs_reference)
         self._progress = Progress(found.step, found.state, found.extra["row"])
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
+    def forked(self, parent: Path, like: TrainState, needs_reference: bool = False) -> int:
+        """Begin as another run's newest good checkpoint, and return its step.
+
+        Args:
+            parent: the folder of that run, which is read alone.
+            like: a state of the structure of both.
+            needs_reference: as for `resumed`.
+        """
+        state, extra = restore(parent / runs.CHECKPOINTS, like)
+        step = extra.get("step")
+        found = Restored(step if type(step) is int else -1, state, extra)
+        self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(step)), strict=True))
+        # The seed is an option, which a fork may change.
+        found = found._replace(state=state._replace(seed=like.seed))
+        self._go_on(parent, found, needs_reference)
+        if (parent / runs.REFERENCE).exists():
+            params = dict(like.params)
+            save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
+        progress = Progress(found.step, found.state, extra["row"])
+        self._checkpoints.save(found.step, found.state, extra, extra["row"].get("eval/accuracy"))
+        self._checkpoints.wait()
+        self._progress = progress
+        self.note(f"Began {self.folder} as {parent} was after step {found.step}.")
+        return found.step
+
+    def _go_on(self, source: Path, found: Restored, needs_reference: bool) -> None:
+        """Write down what is known before the first step that follows a checkpoint in `source`."""
+        _check_goes_on(self._config, source, found, needs_reference)
+        changes = changes_since(source, self._config, self._facts, found.step)
+        for line in describe_changes(self._config, changes):
+            self.note(line)
+        _take_lines_until(self.folder, source, found.extra["row"], self.note)
+        write_changes(self.folder, source, found.step, changes)
+        write_facts(self.folder, self._config, self._facts, self._tokenizer)
+        self._display.start(self.folder, self._config, found.step)
+
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
+        self._display.start(self.folder, self._config, 0)
         for name in (runs.METRICS, runs.COMPLETIONS):  # of an earlier attempt without a checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        self._display.start(self.folder, self._config, 0)
         self._progress = Progress(0, state, row)
         runs.append_lines(self.folder / runs.METRICS, [row])
         self.save()
@@ -120,12 +162,20 @@ class Record:
         """Save what an error or an interruption would lose, and report what is saved.
 
         The report becomes a note of an error, which is printed after it; else it is shown now.
+        A start that an error ends leaves nothing.
         """
-        if self._progress is None and not self._empty:
+        if self._progress is None:
+            if isinstance(error, Exception):
+                self._traces.remove()
+            elif (self.folder / runs.CONFIG).exists():
+                again = f"begin again with: {_resume_command(self.folder)}"
+                self.note(f"Stopped before the first step; {again}")
             return
         lost = self._save_whole_step()
-        step = None if self._progress is None else self._progress.step
-        text = _what_is_saved(self.folder, self._checkpoints.newest, step, lost)
+        # An error of the disk is the reason already why the last step is not saved.
+        why = "" if lost is None or isinstance(error, OSError) else str(lost)
+        saved, unsaved = self._checkpoints.newest, None if lost is None else self._progress.step
+        text = _what_is_saved(self.folder, saved, unsaved, why)
         if isinstance(error, Exception):
             error.add_note(text)
         else:
@@ -191,9 +241,9 @@ def reference_policy(folder: Path, step: int, params: Params) -> Params:
     `params` are the policy's after `step` steps.
     """
     if step == 0:
-        save(folder / _REFERENCE, params)
+        save(folder / runs.REFERENCE, params)
         return params
-    found, _ = restore(folder / _REFERENCE, like=params)
+    found, _ = restore(folder / runs.REFERENCE, like=params)
     return dict(found)
 
 
@@ -212,36 +262,35 @@ def _check_goes_on(
             f"train expects --steps of at least {step}, which {folder} has done, got "
             f"{config.steps}."
         )
-    if step and needs_reference and not (folder / _REFERENCE).exists():
+    if step and needs_reference and not (folder / runs.REFERENCE).exists():
         raise ValueError(
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
             f"no reference policy, got a KL penalty."
         )
 
 
-def _what_is_saved(folder: Path, newest: int | None, step: int | None, lost: OSError | None) -> str:
-    """Return which step of a run is on disk, why the last one is not, and how to go on."""
-    command = f"funcrl train --resume {shlex.quote(str(folder))}"
-    if step is None:
-        return f"Stopped before the first step; begin again with: {command}"
-    place = folder / runs.CHECKPOINTS
-    if lost is None:
+def _resume_command(folder: Path) -> str:
+    return f"funcrl train --resume {shlex.quote(str(folder))}"
+
+
+def _what_is_saved(folder: Path, newest: int | None, unsaved: int | None, why: str) -> str:
+    """Return which step of a run is on disk, why a later one is not, and how to go on."""
+    place, command = folder / runs.CHECKPOINTS, _resume_command(folder)
+    if unsaved is None:
         return f"Saved step {newest} in {place}; go on with: {command}"
     saved = "No step" if newest is None else f"Step {newest}"
-    return (
-        f"Step {step} is not saved: {lost}\n{saved} is saved in {place}; once this is fixed, "
-        f"go on with: {command}"
-    )
+    lost = f"Step {unsaved} is not saved: {why}\n" if why else ""
+    return f"{lost}{saved} is saved in {place}; once this is fixed, go on with: {command}"
 
 
-def _drop_lines_after(folder: Path, row: dict[str, Any], note: Note) -> None:
-    """Drop the lines of the steps after that of `row`, which will be run again."""
+def _take_lines_until(folder: Path, source: Path, row: dict[str, Any], note: Note) -> None:
+    """Keep the lines of `source` up to the step of `row`; those after it will be run again."""
     path, step = folder / runs.METRICS, row["step"]
-    last = runs.keep_until(path, step)
-    runs.keep_until(folder / runs.COMPLETIONS, step)
+    last = runs.keep_until(path, step, source / runs.METRICS)
+    runs.keep_until(folder / runs.COMPLETIONS, step, source / runs.COMPLETIONS)
     if last != step:
         runs.append_lines(path, [row])
         note(
-            f"{path} ended at step {last}, before the checkpoint of step {step}: somebody has "
-            "changed it. The steps between are missing there."
+            f"{source / runs.METRICS} ended at step {last}, before the checkpoint of step {step}: "
+            f"somebody has changed it. The steps between are missing there."
         )

@@ -4,6 +4,8 @@ RUN/config.yaml         the resolved configuration
 RUN/environment.json    machine, versions, command
 RUN/metrics.jsonl       one JSON object a step
 RUN/completions.jsonl   one JSON object a logged completion
+RUN/changes.jsonl       one JSON object for each option that changed on the way, if any did
+RUN/tokenizer/          the task's tokenizer, of a run whose model began from nothing
 RUN/checkpoints/        what `funcrl.restore` reads
 """
 
@@ -19,8 +21,8 @@ from funcrl.core.files import ENCODING, sync, whole_file
 from funcrl.core.reading import brief, open_file, parse_json, read_json
 
 __all__ = [
-    "CHECKPOINTS", "COMPLETIONS", "CONFIG", "ENVIRONMENT", "METRICS", "Completion", "Row",
-    "append_lines", "read_facts", "read_history", "read_lines",
+    "CHANGES", "CHECKPOINTS", "COMPLETIONS", "CONFIG", "ENVIRONMENT", "METRICS", "Completion",
+    "Row", "append_lines", "read_facts", "read_history", "read_lines",
 ]  # fmt: skip
 
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
@@ -29,7 +31,10 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
+CHANGES = "changes.jsonl"
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"  # files for transformers, of a run whose model began from nothing
+REFERENCE = "reference"  # the policy of step 0, for a KL penalty
 # The key in environment.json of the names of parts that a run was given as objects.
 OBJECTS = "objects"
 
@@ -211,16 +216,17 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     return [{key: math.nan if row[key] is None else row[key] for key in row} for row in rows]
 
 
-def keep_until(path: Path, step: int) -> int | None:
+def keep_until(path: Path, step: int, source: Path | None = None) -> int | None:
     """Drop the rows after `step`, and a torn last line: what a resumed run will write again.
 
-    Returns the step of the last row that is kept, None if there is none.
+    With a `source`, its rows are taken. Returns the step of the last row that is kept, None if
+    there is none.
     """
-    last = None
-    if path.exists() or path.is_symlink():  # a link to nothing would be written through
+    last, source = None, source or path
+    if source.exists() or path.is_symlink():  # a link to nothing would be written through
         with whole_file(path) as file:
-            for number, row in each_line("train", path):
-                if (own := step_of("train", path, number, row)) <= step:
+            for number, row in each_line("train", source):
+                if (own := step_of("train", source, number, row)) <= step:
                     file.write(bytes(_line(row), **ENCODING))
                     last = own
     return last

@@ -1,9 +1,9 @@
 """Decides which code that a configuration names may run without `--trust`.
 
 What a user names (`--task` on the command line, an object or a configuration in Python) runs: a
-task, a network, an algorithm, an optimizer, a generator. What
-a file names (a run's config.yaml, or one that `--config` reads) runs if this account has run that
-very file before, and, to go on with a run, if it is the one that the run recorded.
+task, a reward, a network, an algorithm, an optimizer, a generator. What a file names (a run's
+config.yaml, or one that `--config` reads) runs if this account has run that very file before, and,
+to go on with a run, if it is the one that the run recorded. A file of rows is no code.
 """
 
 import hashlib
@@ -41,16 +41,17 @@ def named_code(config: TrainConfig, given: Collection[str] = ()) -> list[Code]:
         config: the whole configuration.
         given: parts that are given as objects, in place of what the configuration names.
     """
-    named = {
-        "task": ("--task", "" if is_built_in(config.task) else config.task),
-        "model": ("--model", config.model),
-        "algorithm": ("--algorithm.name", config.algorithm.name),
-        "optimizer": ("--optimizer.name", config.optimizer.name),
-        "generator": ("--generator", config.generator),
-    }
+    named = [
+        ("task", "--task", "" if is_built_in(config.task) else config.task),
+        ("model", "--model", config.model),
+        ("algorithm", "--algorithm.name", config.algorithm.name),
+        ("optimizer", "--optimizer.name", config.optimizer.name),
+        ("generator", "--generator", config.generator),
+        *((f"reward_{each.rpartition(':')[2]}", "--reward", each) for each in config.reward),
+    ]
     return [
         _file_code(option, name, f"{part}_sha256")
-        for part, (option, name) in named.items()
+        for part, option, name in named
         if part not in given and is_own(name)
     ]
 

@@ -9,21 +9,31 @@ from funcrl.tasks.answers import (
     same_number,
     tagged_answer,
 )
-from funcrl.tasks.calculator import Calculator
+from funcrl.tasks.builtin.calculator import Calculator
+from funcrl.tasks.builtin.competition import Math
+from funcrl.tasks.builtin.countdown import Countdown
+from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.judge import Judge
+from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
-from funcrl.tasks.competition import Math
 from funcrl.tasks.compose import RewardFn, matches, with_rewards
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
-from funcrl.tasks.countdown import Countdown
-from funcrl.tasks.gsm8k import Gsm8k
-from funcrl.tasks.gym import ReasoningGym
-from funcrl.tasks.judge import Judge
-from funcrl.tasks.load import TASKS, is_built_in, load, source_file
-from funcrl.tasks.sum_digits import SumDigits
-from funcrl.tasks.tokenizers import CharTokenizer
+from funcrl.tasks.load import (
+    TASKS,
+    data_file,
+    is_built_in,
+    load,
+    load_rewards,
+    source_file,
+)
+from funcrl.tasks.rewards.calls import RewardLimits
+from funcrl.tasks.rows.task import from_rows
+from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer
 
 __all__ = [
     "TASKS",
+    "ByteTokenizer",
     "Calculator",
     "CharTokenizer",
     "ChatTokenizer",
@@ -35,14 +45,18 @@ __all__ = [
     "Prompt",
     "ReasoningGym",
     "RewardFn",
+    "RewardLimits",
     "SumDigits",
     "Task",
     "Tokenizer",
     "boxed_answer",
     "check_task",
+    "data_file",
+    "from_rows",
     "is_built_in",
     "last_number",
     "load",
+    "load_rewards",
     "load_tokenizer",
     "marked_answer",
     "matches",

@@ -1,7 +1,8 @@
 """A pretrained model's own tokenizer, with its chat template around each prompt."""
 
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,26 @@ class ChatTokenizer(Tokenizer):
         """Return the tokens of a conversation up to the start of the model's answer."""
         if self._tokenizer.chat_template is None:
             return list(self._tokenizer.encode(text))
-        messages = [{"role": "user", "content": text}]
-        if self._system is not None:
-            messages = [{"role": "system", "content": self._system}, *messages]
         # The template writes the special tokens itself.
-        return self.encode_answer(self._render(messages))
+        return self.encode_answer(self.render([{"role": "user", "content": text}]))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation as the model reads it, up to the start of its answer.
+
+        The system's message comes first, where the messages have none.
+
+        Args:
+            messages: each with a role and a content.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "ChatTokenizer.render expects a tokenizer with a chat template for messages, got "
+                "none; --prompt-template writes prompts without one."
+            )
+        messages = [dict(each) for each in messages]
+        if self._system is not None and all(each.get("role") != "system" for each in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return self._render(messages)
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
@@ -98,7 +114,13 @@ class ChatTokenizer(Tokenizer):
         kept = [token for token in tokens if token not in self.ends]
         return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def files(self) -> dict[str, bytes]:
+        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a conversation as text, with the opening of the model's next answer."""
         return str(
             self._tokenizer.apply_chat_template(

@@ -1,30 +1,39 @@
 """Adds rewards to those of a task."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.tasks.adapt import changed, check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
+from funcrl.tasks.rewards.calls import RewardLimits, run_calls
+from funcrl.tasks.rewards.functions import calls_of, columns_of, form_of, rewards_of_calls
+from funcrl.tasks.rewards.own import own_calls, own_rewards
 
 RewardFn: TypeAlias = Callable[[Prompt, Any], float]
+_LIMITS = RewardLimits()
 
 
 @checked
 def with_rewards(
     task: TaskLike,
-    more: Mapping[str, RewardFn],
+    more: Mapping[str, Callable[..., Any]],
     weights: Mapping[str, float] | None = None,
 ) -> Task:
     """Return a task that gives more rewards beside its own.
 
+    A function gets the prompt and what the task itself rewards, the completion's text or an
+    environment's last state; or what its parameters name: `prompt`, `completion`, `answer` and the
+    columns of the task's data, or for a whole batch `prompts`, `completions` and columns. It
+    returns a number, or several by name; for a batch a list of them. It may be `async def`.
+
     Args:
         task: any task or environment.
-        more: name -> function of the prompt and of what the task itself rewards: the completion's
-            text, or an environment's last state.
+        more: name -> function.
         weights: name -> factor, 1 when left out; the task keeps its own.
 
     Example:
@@ -45,22 +54,61 @@ def with_rewards(
     inner = check_task("with_rewards", task)
     return changed(
         inner,
-        reward=partial(_rewards, inner, dict(more)),
+        reward=partial(_reward, inner, dict(more)),
+        reward_batch=partial(_reward_batch, inner, dict(more)),
         reward_weights={**inner.reward_weights, **(weights or {})},
     )
 
 
-def _rewards(
-    task: Task, more: Mapping[str, RewardFn], prompt: Prompt, outcome: Any
+def _reward(
+    task: Task, more: Mapping[str, Callable[..., Any]], prompt: Prompt, outcome: Any
 ) -> Mapping[str, float]:
-    """Return a task's own rewards, and the others."""
-    own = task.reward(prompt, outcome)
-    both = own.keys() & more.keys()
-    if both:
-        raise ValueError(
-            f"with_rewards expects new names, got {min(both)!r}, which {task.name!r} has."
-        )
-    return {**own, **{name: fn(prompt, outcome) for name, fn in more.items()}}
+    """Return a task's own rewards of one completion, and the others."""
+    (found,) = _reward_batch(task, more, [prompt], [outcome])
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _reward_batch(
+    task: Task,
+    more: Mapping[str, Callable[..., Any]],
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Any],
+    limits: RewardLimits = _LIMITS,
+) -> list[Mapping[str, float] | BaseException]:
+    """Return a task's own rewards of each completion, and the others, or the first error."""
+    columns = columns_of(prompts[0])
+    forms = {name: form_of(name, function, columns) for name, function in more.items()}
+    own = own_calls(task, prompts, outcomes, limits)
+    calls = [calls_of(forms[name], more[name], prompts, outcomes) for name in more]
+    results = run_calls([*own, *chain(*calls)], limits)
+    parts: list[Sequence[Mapping[str, float] | BaseException]] = [
+        own_rewards(task, results[: len(own)], len(prompts))
+    ]
+    start = len(own)
+    for (name, form), each in zip(forms.items(), calls, strict=True):
+        part = results[start : start + len(each)]
+        parts.append(rewards_of_calls(name, form, part, len(prompts)))
+        start += len(each)
+    return [_merged(task.name, row) for row in zip(*parts, strict=True)]
+
+
+def _merged(
+    task: str, parts: Sequence[Mapping[str, float] | BaseException]
+) -> Mapping[str, float] | BaseException:
+    """Return the rewards of a completion, by name; the first error if there is one."""
+    row: dict[str, float] = {}
+    for part in parts:
+        if isinstance(part, BaseException):
+            return part
+        both = row.keys() & part.keys()
+        if both:
+            return ValueError(
+                f"with_rewards expects new names, got {min(both)!r}, which {task!r} has."
+            )
+        row |= part
+    return row
 
 
 @checked

@@ -1,8 +1,15 @@
 """What a task, an environment and a tokenizer are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from funcrl.tasks.rewards.calls import RewardLimits, run_calls
+
+# What rewards a completion: numbers by name, or one, which has the name of the task's accuracy.
+Reward: TypeAlias = Mapping[str, float] | float
+_LIMITS = RewardLimits()
 
 
 class Prompt(NamedTuple):
@@ -42,6 +49,13 @@ class Tokenizer:
         """
         return self.encode(text)
 
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files by which transformers reads this tokenizer, by name; none if it cannot.
+
+        A run that begins from nothing keeps them, and `funcrl.export` puts them beside the model.
+        """
+        return {}
+
 
 class Task:
     """Base class of what a policy is trained on.
@@ -64,7 +78,8 @@ class Task:
 
     name: str
     tokenizer: Tokenizer
-    accuracy: str = "correct"  # the reward whose mean is `eval/accuracy`
+    # The reward whose mean is `eval/accuracy`; "" is `correct`, or else the first of them.
+    accuracy: str = "correct"
     reward_weights: Mapping[str, float] = MappingProxyType(
         {}
     )  # reward -> factor, 1 for those left out
@@ -75,9 +90,19 @@ class Task:
         """Return the training prompts number start, start + 1, ... of the seed's stream."""
         raise NotImplementedError
 
-    def reward(self, prompt: Prompt, completion: Any) -> Mapping[str, float]:
-        """Return the named rewards of one completion, which is a text."""
+    def reward(self, prompt: Prompt, completion: Any) -> Reward | Awaitable[Reward]:
+        """Return the named rewards of one completion, which is a text; it may be `async def`."""
         raise NotImplementedError
+
+    def reward_batch(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Any],
+        limits: RewardLimits = _LIMITS,
+    ) -> Sequence[Reward | BaseException]:
+        """Return the rewards of many completions; in place of each that raised, the exception."""
+        pairs = zip(prompts, completions, strict=True)
+        return run_calls([partial(self.reward, *pair) for pair in pairs], limits)
 
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return at most `count` held-out prompts, always the same; none if there are none."""
@@ -123,8 +148,8 @@ class Environment(Task):
         """Return what the policy reads next; None when the episode is over."""
         raise NotImplementedError
 
-    def reward(self, prompt: Prompt, state: Any) -> Mapping[str, float]:
-        """Return the named rewards of the last state."""
+    def reward(self, prompt: Prompt, state: Any) -> Reward | Awaitable[Reward]:
+        """Return the named rewards of the last state; it may be `async def`."""
         raise NotImplementedError
 
     def extract(self, state: Any) -> str | None:
@@ -147,7 +172,7 @@ class TaskLike(Protocol):
     def prompts(self, seed: int, start: int, count: int, /) -> Sequence[Prompt]:
         """Return training prompts; see `Task.prompts`."""
 
-    def reward(self, prompt: Prompt, outcome: Any, /) -> Mapping[str, float]:
+    def reward(self, prompt: Prompt, outcome: Any, /) -> Reward | Awaitable[Reward]:
         """Return the named rewards of a completion, or of the last state of an environment."""
 
 

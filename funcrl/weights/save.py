@@ -1,7 +1,7 @@
 """Parameters to files: `save_params`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ from funcrl.weights.load import CONFIG, INDEX, SINGLE
 from funcrl.weights.names import translate
 from funcrl.weights.safetensors import NAMES, write_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER
-from funcrl.weights.tokenizer import tokenizer_files, tokenizer_metadata
+from funcrl.weights.tokenizer import (
+    GENERATION,
+    special_tokens,
+    tokenizer_files,
+    tokenizer_metadata,
+)
 
 
 @checked
@@ -31,6 +36,7 @@ def save_params(
     params: Mapping[str, Tensor],
     *,
     tokenizer: str | Path | None = None,
+    ends: Sequence[int] = (),
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write a model that transformers, llama.cpp or vLLM and `load_params` read; return its path.
@@ -44,6 +50,8 @@ def save_params(
         params: in the dtype to be written.
         tokenizer: the folder or the .gguf file whose tokenizer goes along, such as the one that
             the parameters were loaded from. Without one, llama.cpp does not run a .gguf file.
+        ends: the tokens that end a completion, for the config.json of a model whose `tokenizer`
+            does not say them. With neither, what transformers generates does not end by itself.
         max_shard_bytes: larger models are spread over several files of a folder.
 
     Example:
@@ -60,12 +68,15 @@ def save_params(
     dtype = _check(model, params, GGUF_DTYPES if to_gguf else NAMES)
     config, source = model.config, None if tokenizer is None else Path(tokenizer)
     hf_config = to_hugging_face(config, str(dtype).removeprefix("torch."))
+    hf_config |= special_tokens(source, ends)
     if to_gguf:
         metadata = [] if source is None else tokenizer_metadata(source, config.vocab_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(path, config, params, metadata)
         return path
     files = {} if source is None else tokenizer_files(source)
+    if ends and GENERATION not in files:
+        files[GENERATION] = (json.dumps(special_tokens(None, ends), indent=2) + "\n").encode()
     _check_same_network(path, config)
     path.mkdir(parents=True, exist_ok=True)
     weights = _write_weights(

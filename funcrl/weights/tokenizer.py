@@ -1,26 +1,30 @@
 """The tokenizer that is saved beside weights."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from funcrl.core import checks
-from funcrl.core.reading import brief
+from funcrl.core.reading import brief, read_json
 from funcrl.weights.gguf import read_gguf
 from funcrl.weights.load import find_model
 
-_FILES = (
+GENERATION = "generation_config.json"
+_LONGEST_JSON = 1 << 20  # of a model's description, in bytes
+FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION,
 )  # fmt: skip
-_VOCABULARIES = _FILES[:3]  # one of these is in every folder with a tokenizer
+_VOCABULARIES = FILES[:3]  # one of these is in every folder with a tokenizer
 
 
 def tokenizer_files(source: Path) -> dict[str, bytes]:
     """Return the files of a folder's tokenizer by name, made by transformers from a GGUF file."""
-    if _has_tokenizer(source):
-        return {name: (source / name).read_bytes() for name in _FILES if (source / name).exists()}
+    if has_tokenizer(source):
+        return {name: (source / name).read_bytes() for name in FILES if (source / name).exists()}
     model = find_model(source)
-    if _has_tokenizer(model):
+    if has_tokenizer(model):
         return tokenizer_files(model)
     if model.suffix != ".gguf" or not model.is_file():
         raise FileNotFoundError(
@@ -35,6 +39,29 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
         return tokenizer_files(Path(folder))
+
+
+def special_tokens(source: Path | None, ends: Sequence[int]) -> dict[str, Any]:
+    """Return what a config.json says of the tokens that begin, end and fill a text; null for none.
+
+    Without it, transformers ends a text at token 2, whatever that is.
+
+    Args:
+        source: a folder with a tokenizer, whose model's files say it; None if there is none.
+        ends: what ends a text where the folder does not say it.
+    """
+    end = ends[0] if len(ends) == 1 else list(ends) or None
+    found = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": ends[0] if ends else None}
+    for name in ("config.json", GENERATION):
+        if source is not None and (source / name).is_file():
+            said = read_json("save_params", source / name, _LONGEST_JSON)
+            found |= {key: said[key] for key in found if _is_tokens(said.get(key))}
+    return found
+
+
+def _is_tokens(value: Any) -> bool:
+    tokens = value if isinstance(value, list) else [value]
+    return bool(tokens) and all(type(token) is int for token in tokens)
 
 
 def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
@@ -60,5 +87,6 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
     return [raw[slice(*span)] for name, span in gguf.spans.items() if name.startswith("tokenizer.")]
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has the files of a tokenizer."""
     return any((folder / name).exists() for name in _VOCABULARIES)

@@ -1,5 +1,6 @@
 """The command line: what a user types, and what comes back."""
 
+import dataclasses
 import io
 import os
 import re
@@ -16,7 +17,7 @@ from cases import run_command as run
 import funcrl
 from funcrl import config, runs
 from funcrl.cli import commands, main
-from funcrl.cli.command_line import options_of
+from funcrl.cli.command_line import StartConfig, options_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import terminal
 
@@ -148,21 +149,26 @@ def names_in(plain, prefix=""):
         yield from names_in(value, f"{name}.") if nested else [name]
 
 
-def test_help_begins_with_what_a_beginner_needs_and_has_every_option_once(capsys, monkeypatch):
+def test_help_is_a_screen_for_a_beginner_and_all_of_it_has_every_option_once(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    code, out, _ = run(["train", "--help"], capsys)
+    code, first, _ = run(["train", "--help"], capsys)
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 100
-    first = "\n".join(out.splitlines()[:40])
+    assert len(first.splitlines()) <= 40
     for name in (
         "task", "model", "run-dir", "resume", "steps", "seed", "device", "generator",
         "num-prompts", "num-generations", "optimizer.learning-rate",
     ):  # fmt: skip
         assert f"\n  --{name} " in first
+    code, out, _ = run(["train", "--help-all"], capsys)
+    assert code == 0
+    assert max(map(len, [*first.splitlines(), *out.splitlines()])) <= 100
     listed = re.findall(r"^  --([\w.-]+)", out, re.M)
-    own = {"resume", "config", "dry-run", "trust", "compile"}
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(StartConfig)} | {"compile"}
     whole = TrainConfig(compile=CompileConfig())
     assert sorted(listed) == sorted({*names_in(config.to_plain(whole)), *own})
+    # vLLM has compile options of its own, and none of the trainer's.
+    of_vllm = {name for name in listed if name.startswith("vllm.compile.")}
+    assert of_vllm == {"vllm.compile.backend", "vllm.compile.cudagraph"}
 
 
 def test_help_shows_the_defaults_of_a_pretrained_model(capsys):
@@ -267,21 +273,26 @@ def test_configurations_survive_yaml():
 
 
 @pytest.mark.slow
-def test_reward_weights_override_those_of_a_run(tmp_path, capsys):
+def test_reward_weights_are_those_of_the_run_unless_it_is_forked(tmp_path, capsys):
     folder = tmp_path / "run"
     run(["train", "--run-dir", folder, *SMALL, "--reward-weights", "correct", "1.0"], capsys)
     args = ["train", "--resume", folder, "--steps", "4"]
     assert run(args, capsys)[0] == 0
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["reward_weights"] == {"correct": 1.0}
-    code, _, err = run([*args, "--reward-weights", "correct", "2.0"], capsys)
+    heavier = [*args, "--reward-weights", "correct", "2.0"]
+    code, _, err = run(heavier, capsys)
+    assert code == 1
+    assert '--reward-weights {"correct": 2.0} (was {"correct": 1.0})' in err
+    code, _, err = run([*heavier, "--fork", tmp_path / "new"], capsys)
     assert code == 0, err
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())
     assert saved["reward_weights"] == {"correct": 2.0}
 
 
 @pytest.mark.parametrize(("args", "message"), [
     (["train", "--resume", "a", "--run-dir", "b"], "train expects --resume or --run-dir"),
+    (["train", "--fork", "a"], "train expects --resume RUN with --fork"),
     (["train", "--config", "a", "--config", "b"], "train expects --config once"),
     (["report"], "report expects the folder"),
     (["report", "a", "--out", "b"], "report expects --out"),

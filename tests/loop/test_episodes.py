@@ -19,7 +19,8 @@ from funcrl.config import (
 )
 from funcrl.core.types import Samples
 from funcrl.loop.episodes import Failure, demonstration
-from funcrl.loop.rollouts import RewardError, complete, grade, punish_overlong, to_rollout
+from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts import complete, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
 
 

@@ -28,7 +28,7 @@ from funcrl.config import (
 from funcrl.generators import Sampler
 from funcrl.loop import build
 from funcrl.loop.build import empty_state
-from funcrl.loop.rollouts import RewardError
+from funcrl.loop.rewarded import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView
 from funcrl.tasks import Prompt, SumDigits
@@ -448,7 +448,7 @@ RATES = {"constant": optim.constant, "linear": lambda rate: optim.linear(rate, 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", RATES)
-def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
+def test_a_forked_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypatch, schedule):
     """Beside a run whose schedule is the one before the third update, the other from then on."""
     options = {"steps": 6, "evaluation": EvaluationConfig(every=0)}
     before, after = (
@@ -461,7 +461,8 @@ def test_a_resumed_run_follows_its_new_learning_rate_at_once(tmp_path, monkeypat
             small(folder, optimizer=before, **options),
             stop=lambda: len(runs.read_lines(folder / "metrics.jsonl")) == 4,
         )
-    resumed = funcrl.train(small(folder, optimizer=after, **options), resume=True)
+    forked = small(tmp_path / "forked", optimizer=after, **options)
+    resumed = funcrl.train(forked, fork=folder)
 
     low, high = RATES[schedule](1e-3), RATES[schedule](5e-3)
 
@@ -517,7 +518,7 @@ def test_a_resume_that_cannot_go_on_leaves_the_folder_as_it_was(tmp_path):
     funcrl.train(small(folder, algorithm=AlgorithmConfig(kl=0.0)))
     before = (folder / "config.yaml").read_text()
     for options, option in (
-        ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, r"--algorithm\.kl"),
+        ({"algorithm": AlgorithmConfig(kl=0.3), "steps": 6}, r"--algorithm\.kl 0\.3 \(was 0\.0\)"),
         ({"algorithm": AlgorithmConfig(kl=0.0), "steps": 2}, "--steps"),
     ):
         with pytest.raises(ValueError, match=f"train expects.*{option}"):

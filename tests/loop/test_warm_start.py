@@ -4,7 +4,7 @@ import pytest
 
 import funcrl
 from funcrl.config import WarmStartConfig
-from funcrl.loop.rollouts import RewardError
+from funcrl.loop.rewarded import RewardError
 from funcrl.tasks import Calculator, SumDigits
 from funcrl.tasks.watch import TaskError
 

@@ -54,10 +54,9 @@ def test_a_full_disk_ends_in_our_words_and_the_run_goes_on_to_the_same_bits(stop
     ended = on_a_full_disk("train", "--resume", folder)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    first, lost, last = ended.stderr.splitlines()
+    first, last = ended.stderr.splitlines()
     assert first.startswith("funcrl: save could not write ")
     assert "File too large" in first
-    assert "is not saved" in lost
     assert f"Step 3 is saved in {folder / 'checkpoints'}; " in last
     assert last.endswith(f"go on with: funcrl train --resume {folder}")
     cli.main(["train", "--resume", str(folder)])

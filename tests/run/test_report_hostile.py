@@ -336,6 +336,7 @@ def test_a_run_is_not_resumed_without_its_metrics(tmp_path, row):
     options = config.TrainConfig(run_dir=tmp_path / "run", algorithm=config.AlgorithmConfig(kl=0.0))
     parts = funcrl.build(options)
     run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text("algorithm: {kl: 0.0}")
     extra = {} if row is None else {"row": row}
     funcrl.save(run / "checkpoints" / "1", empty_state(parts), extra)
     with pytest.raises(ValueError, match=r"^train expects .*checkpoints"):

@@ -32,7 +32,7 @@ from funcrl.tasks import (
     tagged_answer,
     with_rewards,
 )
-from funcrl.tasks.countdown import evaluate
+from funcrl.tasks.builtin.countdown import evaluate
 
 # --- answers ----------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ def test_more_rewards_are_weighed_beside_the_tasks_own():
     with pytest.raises(ValueError, match="^weighted_sum .*weight.*'size'"):
         funcrl.rollouts.grade(task, prompts, ["5", "5"], {"size": 0.0})
     with pytest.raises(ValueError, match="^with_rewards .*names.*'correct'"):
-        with_rewards(Gsm8kLike(), {"correct": thinks}).reward(*prompts)
+        with_rewards(Gsm8kLike(), {"correct": thinks}).reward(prompts[0], "5")
     with pytest.raises(ValueError, match="^with_rewards .*weights .*'x'"):
         with_rewards(Gsm8kLike(), {"thinks": thinks}, {"x": 1.0})
     wrapped = with_rewards(funcrl.tasks.Calculator(), {"x": lengths})

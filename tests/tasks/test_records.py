@@ -5,8 +5,10 @@ import json
 import pytest
 
 from funcrl.tasks import Prompt
-from funcrl.tasks.generated import is_held_out
-from funcrl.tasks.records import check_apart, epochs, read_records, spread
+from funcrl.tasks.builtin.generated import is_held_out
+from funcrl.tasks.builtin.records import check_apart
+from funcrl.tasks.rows.reading import read_records
+from funcrl.tasks.rows.split import epochs, spread
 
 PROBLEMS = [Prompt(text) for text in "abcde"]
 

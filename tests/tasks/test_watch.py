@@ -14,7 +14,7 @@ from torch import set_num_threads  # torch's own: vLLM's CPU worker puts one tha
 import funcrl
 from funcrl import cli, config, rollouts, runs
 from funcrl.config import Sampling
-from funcrl.loop.rollouts import RewardError
+from funcrl.loop.rewarded import RewardError
 from funcrl.run.views import SilentView
 from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, watch
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from funcrl.core.files import whole_file
 from funcrl.run.report import completions, curves
+from funcrl.run.report.changes import COLUMNS, change_rows
 from funcrl.run.report.markup import Code, plain, strip, table, text
 from funcrl.run.report.plots import Run, series, warm_start
 from funcrl.run.report.run import read_run
@@ -26,12 +27,14 @@ def write_report(run: str | Path) -> Path:
     subject = " · ".join(
         str(read.config[name]) for name in ("task", "model") if name in read.config
     )
+    changes = change_rows(run)
     parts = [
         f"<h1>{text(read.name)}</h1><p>{text(subject)}</p>",
         strip(headline(read)), _warm_start(read),
         curves.section([read], _saver(run / "plots")),
         "<h2>Completions</h2>", completions.section(read),
         "<h2>Time</h2>", _timings(read),
+        *(["<h2>Changes</h2>", table(COLUMNS, changes)] if changes else []),
         "<h2>Configuration</h2>", _facts(flat(read.config), CONFIG),
         "<h2>Environment</h2>", _facts(read.environment, ENVIRONMENT),
     ]  # fmt: skip

@@ -114,9 +114,7 @@ def test_a_model_that_no_shape_has_is_refused_before_anything_runs():
 
 
 def test_help_is_readable(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "step", "--help"])
-    assert stop.value.code == 0
+    cli.main(["bench", "step", "--help"])
     assert "samples in the batch" in capsys.readouterr().out
 
 

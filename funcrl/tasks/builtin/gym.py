@@ -7,8 +7,8 @@ from typing import Any
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
+from funcrl.tasks.builtin.generated import GeneratedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.generated import GeneratedTask
 
 _INSTRUCTION = "\nEnd with your final answer as <answer>...</answer>."
 _MOST_HELD_OUT = 500

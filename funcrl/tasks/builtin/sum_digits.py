@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
+from funcrl.tasks.builtin.generated import GeneratedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.generated import GeneratedTask
 from funcrl.tasks.tokenizers import CharTokenizer
 
 _MOST_LISTED = 4  # digits

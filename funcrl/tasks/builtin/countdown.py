@@ -8,8 +8,8 @@ from fractions import Fraction
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import tagged_answer
+from funcrl.tasks.builtin.generated import GeneratedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.generated import GeneratedTask
 
 _SIGNS = "+-*"
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

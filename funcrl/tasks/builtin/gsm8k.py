@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import marked_answer, number_of, same_number
+from funcrl.tasks.builtin.records import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.records import RecordedTask, read_records
+from funcrl.tasks.rows.reading import read_records
 
 _INSTRUCTION = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from funcrl.core import checks, rng
 from funcrl.tasks.answers import last_number
+from funcrl.tasks.builtin.generated import GeneratedTask, is_held_out
 from funcrl.tasks.contracts import Environment, Prompt, Tokenizer
-from funcrl.tasks.generated import GeneratedTask, is_held_out
 from funcrl.tasks.tokenizers import CharTokenizer
 
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import boxed_answer, number_of
+from funcrl.tasks.builtin.judge import Judge
+from funcrl.tasks.builtin.records import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.judge import Judge
-from funcrl.tasks.records import RecordedTask, read_records
+from funcrl.tasks.rows.reading import read_records
 
 _INSTRUCTION = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
 

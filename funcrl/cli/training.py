@@ -1,0 +1,130 @@
+"""`funcrl train`: which run a line means, and how a signal stops it."""
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from funcrl.cli.command_line import Line, StartConfig, with_values
+from funcrl.cli.preview import describe_run
+from funcrl.config import TrainConfig, read_config
+from funcrl.core.terminal import print_safely
+from funcrl.loop.sources import defaults
+from funcrl.loop.train import train as run_training
+from funcrl.run import runs
+from funcrl.run.changes import check_options_kept
+from funcrl.run.folder import free_folder, missing_folders, remove_empty
+from funcrl.run.trust import cache_code, check_trusted, named_code
+from funcrl.run.views import view_for
+from funcrl.tasks import data_file
+
+
+class _Stop:
+    """Asks a run to stop after its step at the first SIGINT or SIGTERM, and at once at the second.
+
+    A handler that raises is not enough: raised inside a destructor or a callback of the garbage
+    collector, an exception is printed and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __call__(self) -> bool:
+        return self.received is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal; `signal.signal` calls this."""
+        del frame
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def run_train(line: Line) -> None:
+    """Run `funcrl train`."""
+    base, values = base_config(line), line.values
+    start: StartConfig = with_values(StartConfig(), values)
+    options: TrainConfig = with_values(base, values)
+    resume, parent = start.resume is not None, None
+    if start.fork is not None:
+        if start.resume is None:
+            raise ValueError(f"train expects --resume RUN with --fork, got --fork {start.fork}.")
+        resume, parent = False, start.resume
+    elif start.resume is not None:
+        check_options_kept("train", options, start.resume)
+    if start.dry_run:
+        print_safely(describe_run(options, start.resume, start.trust))
+        return
+    file = start.config if start.resume is None else start.resume / runs.CONFIG
+    if file is not None:
+        _check_code(options, file, start.resume, values, start.trust)
+    _run(options, resume, parent, ["funcrl", "train", *line.args])
+
+
+def base_config(line: Line) -> TrainConfig:
+    """Return the defaults of `funcrl train`: those of its run, its file or its model, if given."""
+    _check_given_once(line.args)
+    run, file = line.values.get("resume"), line.values.get("config")
+    if run is None and file is None:
+        model = line.values.get("model")
+        return TrainConfig() if model is None else defaults(model)
+    if run is not None and file is not None:
+        raise ValueError("train expects --resume or --config, got both.")
+    if run is not None and line.values.get("run-dir") is not None:
+        raise ValueError("train expects --resume or --run-dir, got both.")
+    config = read_config(TrainConfig, file if file is not None else run / runs.CONFIG)
+    return config if run is None else replace(config, run_dir=line.values.get("fork") or run)
+
+
+def _check_given_once(args: Sequence[str]) -> None:
+    """Raise if an option that says where the others come from is given twice."""
+    names = [text.partition("=")[0].replace("_", "-") for text in args]
+    for name in ("--resume", "--config", "--run-dir", "--model", "--task"):
+        if names.count(name) > 1:
+            raise ValueError(f"train expects {name} once, got it {names.count(name)} times.")
+
+
+def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence[str]) -> None:
+    made: list[Path] = []
+    if config.run_dir is None:
+        made = missing_folders(Path("runs"))
+        file = data_file(config.task)
+        name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
+        config = replace(config, run_dir=free_folder(Path("runs"), name))
+        made.insert(0, config.run_dir)
+    stop = _Stop()
+    before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        view = view_for(sys.stdout)
+        trained = run_training(
+            config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=True
+        )
+    except KeyboardInterrupt:
+        sys.exit(128 + (stop.received or signal.SIGINT))
+    finally:
+        remove_empty(made)  # nothing is in them where a start failed
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    first, last = trained.history[0], trained.history[-1]
+    if "eval/accuracy" in first and "eval/accuracy" in last:
+        print_safely(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
+    print_safely(f"funcrl report {config.run_dir} makes a page of it.")
+
+
+def _check_code(
+    config: TrainConfig, file: Path, run: Path | None, values: Mapping[str, Any], trust: bool
+) -> None:
+    """Print which code a file names that the command line does not; raise if it must not run."""
+    cache = config.compile.cache_dir if config.compile else None
+    # What the command line names itself is the user's own choice.
+    named = [
+        each
+        for each in named_code(config)
+        if not values.get(each.option.split()[0].removeprefix("--"))
+    ]
+    folder = None if values.get("compile.cache-dir") else cache_code(cache)
+    for line in check_trusted("train", [*named, folder], file, run, trust):
+        print_safely(line, sys.stderr)

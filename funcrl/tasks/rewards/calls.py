@@ -1,0 +1,119 @@
+"""Makes many calls of rewards; those that are `async def` run side by side, within limits."""
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from funcrl.core.arguments import CheckedFields, Count, FinitePositive
+
+_GRACE = 1.0  # seconds that a cancelled call has to end; one that does not is left behind
+
+
+@dataclass(frozen=True)
+class RewardLimits(CheckedFields):
+    """How rewards that are `async def` run."""
+
+    concurrency: Count = 32
+    """How many run at a time."""
+    timeout: FinitePositive = 30.0
+    """The seconds that each may take, from when it begins."""
+
+
+class NoRewardError(Exception):
+    """A call gave no reward, for a reason that goes on after `The reward`; nothing was raised."""
+
+
+def run_calls(calls: Sequence[Callable[[], Any]], limits: RewardLimits) -> list[Any]:
+    """Return what each call returns, or the exception that it raised, in the order of the calls.
+
+    What a call returns is awaited if it can be. Calls are made one after the other; only what they
+    return runs side by side, in one event loop.
+
+    Args:
+        calls: functions without arguments.
+        limits: of those that are awaited.
+    """
+    results: list[Any] = []
+    try:
+        results += [_caught(call) for call in calls]
+        places = [place for place, each in enumerate(results) if inspect.isawaitable(each)]
+        if places:
+            for place, value in zip(
+                places, _await_all([results[each] for each in places], limits), strict=True
+            ):
+                results[place] = value
+        return results
+    finally:
+        for each in results:  # after an interrupt: Python warns of a coroutine that never began
+            if inspect.iscoroutine(each) and inspect.getcoroutinestate(each) == "CORO_CREATED":
+                each.close()
+
+
+def _caught(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # sys.exit would end the run
+        return error
+
+
+def _await_all(awaitables: Sequence[Awaitable[Any]], limits: RewardLimits) -> list[Any]:
+    """Return the results of awaitables, each of which may be an exception."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(loop, awaitables, limits)
+    # A loop runs in this thread already, as in Jupyter: another thread can have one of its own.
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(context.run, _run, loop, awaitables, limits)
+        try:
+            return future.result()
+        except BaseException:  # an interrupt must not wait for all of the calls
+            if not future.done():
+                loop.call_soon_threadsafe(loop.stop)
+            raise
+
+
+def _run(
+    loop: asyncio.AbstractEventLoop, awaitables: Sequence[Awaitable[Any]], limits: RewardLimits
+) -> list[Any]:
+    """Run a new loop until all are done, and close it."""
+    try:
+        return loop.run_until_complete(_gather(awaitables, limits))
+    finally:
+        left = asyncio.all_tasks(loop)
+        for each in left:
+            each.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_GRACE))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        # Unlike `asyncio.run`, this does not wait for threads that late calls have left behind.
+        loop.close()
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]], limits: RewardLimits) -> list[Any]:
+    slots = asyncio.Semaphore(limits.concurrency)
+    return await asyncio.gather(*(_limited(each, slots, limits.timeout) for each in awaitables))
+
+
+async def _limited(awaitable: Awaitable[Any], slots: asyncio.Semaphore, seconds: float) -> Any:
+    async with slots:
+        task = asyncio.ensure_future(_awaited(awaitable))
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+        task.cancel()
+        return NoRewardError(f"took longer than {seconds:g} s (--reward-timeout)")
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    # Cancelled by the function itself; a task that ends by SystemExit would end the loop.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return error

@@ -1,0 +1,152 @@
+"""Calls reward functions of several forms: of a completion, of a batch, by the names of columns."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from funcrl.core.reading import brief
+from funcrl.tasks.rewards.calls import NoRewardError
+from funcrl.tasks.rewards.failures import FunctionError, function_error
+
+
+class Form(NamedTuple):
+    """How a reward function is called."""
+
+    kind: Literal["positional", "one", "batch"]
+    names: tuple[str, ...] = ()  # of its keyword arguments
+    takes_all: bool = False  # whether it takes all columns besides
+
+
+def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
+    """Return how a reward function is called, which its parameters say.
+
+    One that takes `prompts` or `completions` is called once for a batch. Parameters that are
+    called prompt, completion, answer, data, or like a column get these. Any other function of two
+    arguments gets the prompt and the completion.
+
+    Args:
+        name: of the reward, for errors.
+        function: any callable.
+        columns: of the data; none for a task that has no rows.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a function of C that does not say
+        return Form("positional")
+    kinds = {each.kind for each in parameters}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    plain = [
+        each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    names = [each.name for each in plain]
+    needed = [each.name for each in plain if each.default is each.empty]
+    is_batch = not {"prompts", "completions"}.isdisjoint(names)
+    known = {*columns, *(_BATCH | _plurals(columns) if is_batch else _ONE)}
+    unknown = [each for each in needed if each not in known]
+    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL} & kinds
+    if (names or takes_all) and not unknown and not by_position:
+        return Form(
+            "batch" if is_batch else "one", tuple(n for n in names if n in known), takes_all
+        )
+    of_two = len(needed) == 2 and (needed[0] == "prompt" or known.isdisjoint(needed))
+    if not is_batch and (of_two or (by_position and len(needed) <= 2)):
+        return Form("positional")
+    raise ValueError(
+        f"The reward {name!r} is expected to take what there is ({', '.join(sorted(known))}), got "
+        f"a function with {', '.join(map(repr, unknown)) or 'no arguments'}."
+    )
+
+
+def calls_of(
+    form: Form, function: Callable[..., Any], prompts: Sequence[Any], outcomes: Sequence[Any]
+) -> list[Callable[[], Any]]:
+    """Return the calls that reward completions: one for each, or a single one for all.
+
+    Args:
+        form: of the function.
+        function: any callable.
+        prompts: [B] the prompts, as `funcrl.tasks.Prompt`.
+        outcomes: [B] the texts of completions, or an environment's last states.
+    """
+    if form.kind == "batch":
+        return [partial(_call_batch, function, form, prompts, outcomes)]
+    if form.kind == "positional":
+        return [partial(function, *row) for row in zip(prompts, outcomes, strict=True)]
+    return [
+        partial(_call_one, function, form, prompt, outcome)
+        for prompt, outcome in zip(prompts, outcomes, strict=True)
+    ]
+
+
+def rewards_of_calls(
+    name: str, form: Form, results: Sequence[Any], count: int
+) -> list[Mapping[str, Any] | FunctionError]:
+    """Return the named rewards of each completion, from what the calls of a function returned."""
+    if form.kind == "batch":
+        (result,) = results
+        results = as_list(result, count)
+    return [
+        function_error(name, each) if isinstance(each, BaseException) else named(name, each)
+        for each in results
+    ]
+
+
+def named(name: str, value: Any) -> Mapping[str, Any]:
+    """Return what a reward function returned as named rewards: a number gets the name."""
+    return value if isinstance(value, Mapping) else {name: value}
+
+
+def as_list(result: Any, count: int) -> Sequence[Any]:
+    """Return the values of a batch, one for each completion; each the error if it is one."""
+    if isinstance(result, BaseException):
+        return [result] * count
+    is_list = hasattr(result, "__len__") and hasattr(result, "__iter__")
+    if is_list and not isinstance(result, str | bytes | Mapping) and len(result) == count:
+        return list(result)
+    found = f"{len(result)}" if is_list else brief(result)
+    error = NoRewardError(f"gave {found} for a batch of {count} completions, not {count} numbers")
+    return [error] * count
+
+
+_ONE = {"prompt", "completion", "state", "answer", "data"}
+_BATCH = {"prompts", "completions", "states", "answers", "data"}
+# Where a column has one of these names, the argument is not the column; `data` has it.
+_RESERVED = {"prompt", "completion", "prompts", "completions"}
+
+
+def columns_of(prompt: Any) -> Mapping[str, Any]:
+    """Return the row that a prompt was made of, by column; empty if there is none."""
+    return prompt.data if isinstance(prompt.data, Mapping) else {}
+
+
+def _plurals(columns: Collection[str]) -> set[str]:
+    return {f"{each}s" for each in columns}
+
+
+def _call_one(function: Callable[..., Any], form: Form, prompt: Any, outcome: Any) -> Any:
+    given = {
+        "prompt": prompt, "completion": outcome, "state": outcome, "answer": prompt.answer,
+        "data": prompt.data,
+    }  # fmt: skip
+    given |= {name: v for name, v in columns_of(prompt).items() if name not in _RESERVED}
+    wanted = [*form.names, *(given if form.takes_all else ())]
+    return function(**{each: given[each] for each in wanted})
+
+
+def _call_batch(
+    function: Callable[..., Any], form: Form, prompts: Sequence[Any], outcomes: Sequence[Any]
+) -> Any:
+    names = [each for each in columns_of(prompts[0]) if each not in _RESERVED]
+    columns = {name: [columns_of(each)[name] for each in prompts] for name in names}
+    plain = {
+        "prompts": [each.text for each in prompts],
+        "completions": list(outcomes),
+        "states": list(outcomes),
+        "answers": [each.answer for each in prompts],
+        "data": [each.data for each in prompts],
+    }
+    given = plain | {f"{name}s": values for name, values in columns.items()} | columns
+    # As TRL does it: the prompts, the completions and every column by its own name.
+    every = ("prompts", "completions", *columns) if form.takes_all else ()
+    return function(**{each: given[each] for each in (*form.names, *every)})

@@ -1,0 +1,118 @@
+"""From rows of data to prompts: a text, messages or a template, and an answer."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funcrl.core.reading import brief
+from funcrl.tasks.adapt import TokenizerStandIn
+from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.rows.reading import Table
+from funcrl.tasks.rows.templates import Template
+
+
+class Prompts(NamedTuple):
+    """The prompts of a table."""
+
+    prompts: list[Prompt]
+    contents: list[str]  # of each, what it says, before a chat template is put around it
+    tokenizer: Tokenizer  # that encodes their texts
+    finish: Callable[[Prompt], Prompt]  # writes the text of a prompt that is drawn
+
+
+def read_prompts(
+    function: str, table: Table, tokenizer: Tokenizer, template: str | None
+) -> Prompts:
+    """Return the prompts of a table's rows.
+
+    Args:
+        function: for errors.
+        table: with rows of the same columns.
+        tokenizer: the model's, which writes messages.
+        template: of the texts, in place of the columns prompt and messages.
+    """
+    column = _column(function, table, template)
+    if column == "messages":
+        return _conversations(function, table, tokenizer, _messages_column(table))
+    filled = None if template is None else Template(function, template)
+    texts = []
+    for index, row in enumerate(table.rows):
+        place = table.place(index)
+        text = row["prompt"] if filled is None else filled.fill(row, place)
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{function} expects a text as prompt, got {brief(text)} in {place}.")
+        texts.append(text)
+    return Prompts(_prompts(function, table, texts), texts, tokenizer, lambda prompt: prompt)
+
+
+def _column(function: str, table: Table, template: str | None) -> str:
+    """Return what prompts are made of: the column prompt, messages, or a template."""
+    if template is not None:
+        return "template"
+    columns = table.rows[0]
+    found = [name for name in ("prompt", "messages") if name in columns]
+    if len(found) != 1:
+        raise ValueError(
+            f"{function} expects either a column prompt or a column messages in {table.name}, or "
+            f"--prompt-template, got {', '.join(columns)[:300]}."
+        )
+    return "messages" if isinstance(columns[found[0]], list | tuple) else found[0]
+
+
+def _messages_column(table: Table) -> str:
+    return "messages" if "messages" in table.rows[0] else "prompt"  # TRL has them there
+
+
+def _conversations(function: str, table: Table, tokenizer: Tokenizer, column: str) -> Prompts:
+    """Return prompts that the model's chat template writes, and that are encoded as they are."""
+    render = getattr(tokenizer, "render", None)
+    if render is None:
+        raise ValueError(
+            f"{function} expects a pretrained model, whose chat template writes messages, or "
+            f"--prompt-template for {table.name}, got a tokenizer without a template."
+        )
+    contents = [
+        json.dumps(_messages(function, row[column], table.place(index)), sort_keys=True)
+        for index, row in enumerate(table.rows)
+    ]
+
+    def finish(prompt: Prompt) -> Prompt:  # a template takes a while for all the rows of a file
+        return prompt._replace(text=render(prompt.data[column]))
+
+    prompts = _prompts(function, table, contents)
+    finish(prompts[0])  # so that a template that does not take the messages fails at once
+    # The texts hold the template's marks already.
+    whole = TokenizerStandIn(tokenizer, encode=tokenizer.encode_answer)
+    return Prompts(prompts, contents, whole, finish)
+
+
+def _messages(function: str, value: Any, place: str) -> list[dict[str, str]]:
+    good = isinstance(value, list | tuple) and bool(value)
+    for each in value if good else ():
+        fields = each if isinstance(each, Mapping) else {}
+        good = good and all(isinstance(fields.get(name), str) for name in ("role", "content"))
+    if not good or value[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{function} expects messages with a role and a content, texts, of which the last is "
+            f"not the assistant's, got {brief(value)} in {place}."
+        )
+    return [{name: str(each[name]) for name in ("role", "content")} for each in value]
+
+
+def _prompts(function: str, table: Table, texts: Sequence[str]) -> list[Prompt]:
+    return [
+        Prompt(text, _answer(function, row, table.place(index)), row)
+        for index, (text, row) in enumerate(zip(texts, table.rows, strict=True))
+    ]
+
+
+def _answer(function: str, row: Mapping[str, Any], place: str) -> str:
+    """Return a row's answer as a text, "" for none."""
+    answer = row.get("answer")
+    if answer is None:
+        return ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(
+            f"{function} expects a text or a number as answer, got {brief(answer)} in {place}."
+        )
+    return str(answer)

@@ -1,0 +1,224 @@
+"""Lines that a command does not take: one or two lines of ours that say what was meant."""
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from cases import run_command as run
+
+import funcrl
+from funcrl.cli.command_line import (
+    CompileSwitch,
+    StartConfig,
+    options_of,
+    read_line,
+    with_compile_options,
+)
+from funcrl.cli.suggest import _KNOWN_AS
+from funcrl.config import TrainConfig
+
+MALFORMED = """
+train --lr 3
+train --optimizer
+train --optimizer 3 4
+train --optimizer.nope 3
+train --algorithm
+train --algorithm nope
+train --algorithm.name
+train --algorithm.nam grpo
+train --sampling 3
+train --sampling.nope
+train --vllm 3
+train --vllm.compile 3
+train --vllm.compile.fuse none
+train --vllm.compile.backend
+train --lora
+train --compile.cudagraph maybe
+train --compile on
+train --no-compile --compile.backend eager
+train --steps
+train --steps x
+train --steps 0
+train --steps -1
+train --steps 1 2
+train --steps=
+train --steps --seed 3
+train --seed 1.5
+train --microbatch 0
+train --device tpu
+train --device=
+train --generator magic
+train --generators vllm
+train --optimizer.learning-rate fast
+train --optimizer.learning-rate nan
+train --sampling.top-p 2
+train --sampling.temperature -3
+train --sampling.min-tokens 5 --sampling.max-tokens 3
+train --sampling.stop-tokens a b
+train --sampling.stop-tokens 1 -1
+train --checkpoint.every 0
+train --reward-weights a
+train --reward-weights a b
+train --log.trackers nothing
+train --num-generations 1
+train --dry-run=yes
+train --nope
+train --
+train -x
+train ---
+train extra
+train steps=3
+train --__tyro-dummy-inner__.options.steps 3
+train --resume
+train --config
+train --run-dir
+train --task
+train --model
+eval --foo 3
+eval extra
+eval --run
+eval --ks
+eval --ks 0
+eval --ks x
+eval --ks 5
+eval --num-samples many
+eval --temperature
+eval --run a --model b
+parity --limit x
+parity --vllm.form
+parity --vllm.form magic
+parity --json 3
+export
+export --run a
+export --out b
+export --run
+export a b
+export --nope a
+report
+report --out
+report a b --nope
+models extra
+models --all
+bench
+bench nope
+bench step --nope
+bench step --num-layers x
+bench step --repeats
+bench loop --train
+bench loop --train.steps x
+bench loop --train.nope 3
+bench loop --train.compile 3
+bench generate --dtypes int8
+bench generate extra
+bench vllm --modes
+bench vllm --modes nothing
+bench --steps 3
+dance
+trian
+Train
+--nope
+-x
+--steps 3
+""".strip().splitlines()
+
+
+def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in ["", *MALFORMED]:
+        # A list may be left empty, which is right: these begin a run or a measurement.
+        if line in ("eval --ks", "bench vllm --modes"):
+            continue
+        code, out, err = run(shlex.split(line), capsys)
+        assert code in (1, 2), line
+        assert out == "", line
+        assert err.startswith("funcrl: "), (line, err)
+        assert len(err.splitlines()) <= 2, (line, err)
+        for leak in ("tyro", "__", "Traceback", "╭", "NoneType"):
+            assert leak not in err or leak in line, (line, err)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("train --lr 3", "--optimizer.learning-rate?"),
+        ("train --learning-rate 3", "--optimizer.learning-rate?"),
+        ("train --learning_rate=3", "--optimizer.learning-rate?"),
+        ("train --beta 0", "--algorithm.kl?"),
+        ("train --kl 0", "--algorithm.kl?"),
+        ("train --epochs 1", "--steps?"),
+        ("train --max-steps 1", "--steps?"),
+        ("train --batch-size 8", "--num-prompts?"),
+        ("train --max_new_tokens 8", "--sampling.max-tokens?"),
+        ("train --max-completion-length 8", "--sampling.max-tokens?"),
+        ("train --temperature 1", "--sampling.temperature?"),
+        ("train --output-dir x", "--run-dir?"),
+        ("train --group-size 4", "--num-generations?"),
+        ("train --n 4", "--num-generations?"),
+        ("train --stpes 4", "did you mean --steps "),
+        ("train --rank 4", "--lora.rank?"),
+        ("train --optimiser.learning-rate 4", "--optimizer.learning-rate or"),
+        ("train --sampling.max-token 4", "--sampling.max-tokens"),
+        ("train --device cdua", "did you mean cuda?"),
+        ("train --algorithm drgrpo", "dr_grpo"),
+        ("eval --max-new-tokens 4", "--max-tokens?"),
+        ("eval --n 4", "--num-samples?"),
+        ("bench loop --train.lr 3", "--train.optimizer.learning-rate?"),
+        ("bench loop --lr 3", "--train.optimizer.learning-rate?"),
+        ("trian", "funcrl train?"),
+        ("bench setp", "did you mean funcrl bench step "),
+        ("train --zzz 1", "funcrl train --help-all lists them."),
+    ],
+)
+def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
+    code, _, err = run(line.split(), capsys)
+    assert code == 2
+    assert meant in err
+
+
+def test_what_peers_call_an_option_leads_to_one_that_there_is():
+    every = {option.name for each in (TrainConfig(), StartConfig(), CompileSwitch())
+             for option in options_of(each)}  # fmt: skip
+    of_train = {name for name, meant in _KNOWN_AS.items() if every & {*meant}}
+    assert len(of_train) > len(_KNOWN_AS) - 3
+    assert not every & _KNOWN_AS.keys()
+
+
+@pytest.mark.parametrize("given", [["--algorithm", "dapo"], ["--algorithm=dapo"]])
+def test_a_group_that_is_given_a_value_is_given_its_name(given):
+    options = [*options_of(with_compile_options(TrainConfig()))]
+    assert read_line("train", options, given).values == {"algorithm.name": "dapo"}
+
+
+def test_a_line_is_read_in_its_types_and_the_last_value_counts():
+    line = ["--steps", "3", "--num_prompts=4", "--sampling.stop-tokens", "1", "2",
+            "--sampling.stop", "--reward-weights", "a", "1", "b", "-2", "--mask-truncated",
+            "--vllm.no-sleep", "--microbatch", "None", "--run-dir", "x",
+            "--steps", "5"]  # fmt: skip
+    assert read_line("train", [*options_of(TrainConfig())], line).values == {
+        "steps": 5, "num-prompts": 4, "sampling.stop-tokens": (1, 2), "sampling.stop": (),
+        "reward-weights": {"a": 1.0, "b": -2.0}, "mask-truncated": True, "vllm.sleep": False,
+        "microbatch": None, "run-dir": Path("x"),
+    }  # fmt: skip
+
+
+def test_the_version_is_the_packages(capsys):
+    code, out, _ = run(["--version"], capsys)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert (code, out) == (0, f"funcrl {project['version']}\n")
+    assert funcrl.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("command", [
+    "", "train", "eval", "report", "export", "models", "parity", "bench", "bench step",
+    "bench generate", "bench vllm", "bench loop",
+])  # fmt: skip
+def test_every_help_fits_the_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag in ("-h", "--help", "--help-all"):
+        code, out, _ = run([*command.split(), flag], capsys)
+        assert code == 0
+        assert out.startswith(f"usage: funcrl {command}")
+        longest = max(map(len, [text for text in out.splitlines() if "   adds digits" not in text]))
+        assert longest <= 95

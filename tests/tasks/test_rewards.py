@@ -1,0 +1,299 @@
+"""Reward functions of every form: of one completion, a batch, by name, async; their errors."""
+
+import asyncio
+import inspect
+import time
+
+import pytest
+import torch
+
+from funcrl import rollouts
+from funcrl.loop.rewarded import RewardError
+from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
+from funcrl.tasks.watch import settings, watch
+
+ROWS = [{"prompt": f"{n}?", "answer": n, "level": n % 2} for n in range(4)]
+PROMPTS = [Prompt(row["prompt"], str(row["answer"]), row) for row in ROWS]
+TEXTS = ["0", "9", "22", "3"]
+
+
+def graded(reward, texts=TEXTS, **options):
+    task = from_rows(ROWS, reward, held_out=0.0)
+    found = rollouts.grade(task, PROMPTS, texts, **options)
+    return {name: values.tolist() for name, values in found.rewards.items()}
+
+
+def by_position(prompt, completion):
+    return completion == prompt.answer
+
+
+def by_other_names(given, text):
+    return float(text == given.answer)
+
+
+def in_another_order(completion, prompt):
+    return completion == prompt.answer
+
+
+def by_columns(completion, answer):
+    return completion == str(answer)  # the column, an integer
+
+
+def by_column_of_its_own(completion, level):
+    return len(completion) + 10 * level
+
+
+def by_all_columns(completion, **columns):
+    return len(completion) + 10 * columns["level"]
+
+
+def of_a_batch(prompts, completions, answers):
+    return [
+        p == f"{a}?" and c == str(a) for p, c, a in zip(prompts, completions, answers, strict=True)
+    ]
+
+
+def as_trl_writes_it(completions, answer, **kwargs):
+    assert set(kwargs) == {"prompts", "level"}
+    return torch.tensor([float(c == str(a)) for c, a in zip(completions, answer, strict=True)])
+
+
+async def one_by_one(prompt, completion):
+    # The first ends last.
+    await asyncio.sleep(0.02 if completion == "0" else 0)
+    return completion == prompt.answer
+
+
+async def all_at_once(completions, answers):
+    await asyncio.sleep(0)
+    return [text == str(answer) for text, answer in zip(completions, answers, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_position, by_other_names, in_another_order, by_columns, of_a_batch, as_trl_writes_it,
+        one_by_one, all_at_once,
+    ],
+)  # fmt: skip
+def test_every_form_of_a_reward_gives_the_same(function):
+    # "0" and "3" are the answers 0 and 3; "9" is not 1 and "22" is not 2.
+    assert graded(function) == {function.__name__: [1.0, 0.0, 0.0, 1.0]}
+
+
+@pytest.mark.parametrize("function", [by_column_of_its_own, by_all_columns])
+def test_columns_are_arguments(function):
+    assert graded(function) == {function.__name__: [1.0, 11.0, 2.0, 11.0]}
+
+
+def test_functions_may_be_several_and_return_several():
+    def both(completion):
+        return {"long": float(len(completion) > 1), "nine": completion == "9"}
+
+    found = graded([by_position, both])
+    assert found == {
+        "by_position": [1.0, 0.0, 0.0, 1.0],
+        "long": [0.0, 0.0, 1.0, 0.0],
+        "nine": [0.0, 1.0, 0.0, 0.0],
+    }
+    task = from_rows(ROWS, {"a": by_position, "b": both}, weights={"a": 2.0})
+    total = rollouts.grade(task, PROMPTS, TEXTS, {"nine": 0.5}).total
+    assert total.tolist() == [2.0, 0.5, 1.0, 2.0]
+    with pytest.raises(ValueError, match="names of their own.*'by_position' twice"):
+        from_rows(ROWS, [by_position, by_position])
+
+
+class Float(SumDigits):
+    def reward(self, prompt, completion):
+        return super().reward(prompt, completion)["correct"]
+
+
+class Later(SumDigits):
+    async def reward(self, prompt, completion):
+        await asyncio.sleep(0)
+        return super().reward(prompt, completion)
+
+
+class Batched(SumDigits):
+    def reward_batch(self, prompts, completions):
+        return [float(c == p.answer) for p, c in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("made", [SumDigits, Float, Later, Batched])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_task_rewards_by_a_number_later_or_in_batches(made, watched):
+    task = watch(made(), print) if watched else made()
+    prompts = [Prompt("1+2=", "3"), Prompt("1+3=", "4")]
+    found = rollouts.grade(task, prompts, ["3", "3"])
+    assert {name: values.tolist() for name, values in found.rewards.items()} == {
+        "correct": [1.0, 0.0]
+    }
+    assert rollouts.accuracies(task, found).tolist() == [1.0, 0.0]
+    more = rollouts.grade(with_rewards(task, {"one": lambda p, c: 1}), prompts, ["3", "3"])
+    assert more.total.tolist() == [2.0, 1.0]
+
+
+def test_a_task_of_rows_is_as_accurate_as_its_first_reward_or_the_correct_one():
+    def correct(completion):
+        return completion == "9"
+
+    for functions, expected in (
+        ([by_position], [1.0, 0.0, 0.0, 1.0]),
+        ([by_position, correct], [0.0, 1.0, 0.0, 0.0]),
+    ):
+        task = from_rows(ROWS, functions)
+        found = rollouts.grade(task, PROMPTS, TEXTS)
+        assert rollouts.accuracies(task, found).tolist() == expected
+
+
+def test_at_most_so_many_run_at_a_time_and_each_has_its_own_time():
+    running, most = [], []
+
+    async def slow(completion):
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.02)
+        running.pop()
+        return 1.0
+
+    # Four in turn take 0.08 s, more than the limit of each.
+    assert graded(slow, limits=RewardLimits(1, timeout=0.06)) == {"slow": [1.0] * 4}
+    assert max(most) == 1
+    most.clear()
+    graded(slow, limits=RewardLimits(3))
+    assert max(most) == 3
+
+
+def test_a_late_reward_is_an_error_and_is_not_waited_for():
+    async def slow(completion):
+        if completion == "9":
+            await asyncio.to_thread(time.sleep, 1.0)  # which nothing can cancel
+        return 1.0
+
+    start = time.monotonic()
+    with pytest.raises(
+        RewardError, match=r"'slow' took longer than 0.05 s \(--reward-timeout\).*9"
+    ):
+        graded(slow, limits=RewardLimits(timeout=0.05))
+    assert time.monotonic() - start < 0.9
+    found = graded(slow, limits=RewardLimits(timeout=0.05), on_error="skip")
+    assert [value == 1.0 for value in found["slow"]] == [True, False, True, True]
+
+
+def test_async_rewards_run_where_a_loop_runs_already():
+    async def cell():  # as in Jupyter
+        return graded(one_by_one)
+
+    assert asyncio.run(cell()) == {"one_by_one": [1.0, 0.0, 0.0, 1.0]}
+
+
+def test_an_interrupt_ends_the_loop_at_once():
+    async def slow(completion):
+        if completion == "9":
+            raise KeyboardInterrupt
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        graded(slow)
+
+
+def raises(completion):
+    return {"a": 1}["b"] if completion == "9" else 1.0
+
+
+def raises_in_a_library(completions):
+    return [float(each) for each in torch.ones(2).view(3)]
+
+
+async def raises_later(completion):
+    await asyncio.sleep(0)
+    return raises(completion)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [(raises, "KeyError: 'b'"), (raises_later, "KeyError: 'b'"),
+     (raises_in_a_library, "RuntimeError: shape")],
+)  # fmt: skip
+def test_an_error_has_the_file_the_line_the_completion_and_the_prompt(function, error):
+    inner = raises if function is raises_later else function
+    line = inspect.getsourcelines(inner)[1] + 1
+    with pytest.raises(RewardError) as found:
+        graded(function)
+    text = str(found.value)
+    assert f"The reward '{function.__name__}' raised {error}" in text
+    assert f"({__file__}, line {line})" in text
+    row = 0 if function is raises_in_a_library else 1
+    assert f"for the completion '{TEXTS[row]}' of '{ROWS[row]['prompt']}'." in text
+    assert isinstance(found.value.__cause__.__cause__, KeyError | RuntimeError)
+
+
+def test_an_error_is_of_a_few_lines_however_long_the_completion_is():
+    def refuses(completion):
+        raise ValueError(completion)
+
+    with pytest.raises(RewardError) as found:
+        graded(refuses, texts=["x" * 100_000] * 4)
+    assert len(str(found.value)) < 1500
+
+
+def test_a_reward_that_fails_is_skipped_in_every_form():
+    for function in (raises, raises_later):
+        values = graded(function, on_error="skip")[function.__name__]
+        assert [value == 1.0 for value in values] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions: [1.0], r"'f' gave 1 for a batch of 4 completions"),
+        (lambda completions: 1.0, r"'f' gave 1.0 for a batch of 4"),
+        (lambda completion: None, r"reward 'f' of 'rows' is None"),
+        (lambda completion: float("nan"), r"reward 'f' of 'rows' is nan"),
+        (lambda completion: {}, r"reward of 'rows' is empty"),
+        (lambda completion: {"f": "good"}, r"reward 'f' of 'rows' is 'good'"),
+    ],
+)
+def test_what_is_no_reward_is_refused_by_name(function, message):
+    with pytest.raises(RewardError, match=message):
+        graded({"f": function})
+
+
+def typo(completion, anwser):
+    return 1.0
+
+
+def nothing():
+    return 1.0
+
+
+def of_ids(prompts, completions, completion_ids):
+    return completions
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(typo, "anwser"), (nothing, "no arguments"), (of_ids, "completion_ids")]
+)
+def test_a_function_of_something_else_is_refused_before_any_work(function, name):
+    with pytest.raises(ValueError, match=f"{function.__name__}.*what there is.*{name}"):
+        from_rows(ROWS, function)
+
+
+def test_settings_that_rewards_change_come_back_after_the_batch():
+    notes, before = [], settings()
+
+    async def later(completion):
+        await asyncio.sleep(0)
+        torch.set_default_dtype(torch.float64)
+        return 1.0
+
+    def now(completion):
+        torch.use_deterministic_algorithms(True)
+        return 1.0
+
+    task = watch(from_rows(ROWS, [later, now]), notes.append)
+    rollouts.grade(task, PROMPTS, TEXTS)
+    assert settings() == before
+    assert len(notes) == 2
+    rollouts.grade(watch(Later(), notes.append), [Prompt("1+2=", "3")], ["3"])
+    assert len(notes) == 2
