@@ -2,7 +2,7 @@
 
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
-from funcrl.tasks.tokenizer_files import character_files
+from funcrl.tasks.tokenizer_files import byte_files
 
 
 class CharTokenizer(Tokenizer):
@@ -72,4 +72,4 @@ class ByteTokenizer(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
-        return character_files(self._tokens, self.end)
+        return byte_files(self.end)
