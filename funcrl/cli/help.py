@@ -24,13 +24,13 @@ _BEGIN = "Options to begin with"
 # The options of each group; those of nested configurations make groups of their own.
 _GROUPS = {
     _BEGIN: (
-        "task", "reward", "model", "steps", "run-dir", "resume", "seed", "device", "generator",
+        "task", "model", "steps", "run-dir", "resume", "seed", "device", "generator",
         "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
         "optimizer.learning-rate",
     ),
     "How a run starts": ("config", "fork", "dry-run", "trust"),
     "The task and its rewards": (
-        "reward-weights", "prompt-template", "held-out", "system-prompt", "overlong",
+        "reward", "reward-weights", "prompt-template", "held-out", "system-prompt", "overlong",
         "on-reward-error", "reward-timeout", "reward-concurrency",
     ),
     "What a rollout teaches": (
@@ -42,7 +42,7 @@ _GROUPS = {
     ),
 }  # fmt: skip
 _LAST = "None clears an option that has no default. A list may be left empty."
-_INDENT, _COLUMN = 2, 30  # of an option's name, and of its help
+_INDENT, _COLUMN = 2, 28  # of an option's name, and of its help
 
 
 def overview(group: str, commands: Mapping[str, str]) -> str:
@@ -63,9 +63,9 @@ def train_help(options: Sequence[Option], whole: bool) -> str:
     groups = dict(_grouped(options))
     if whole:
         return "\n".join([_TRAIN, *_listed(groups), _LAST])
-    others = [title.partition(":")[0] for title in groups if title != _BEGIN]
-    names = ", ".join(each if each.startswith("--") else each.lower() for each in others)
-    more = f"funcrl train --help-all lists all options: {names}."
+    names = [title.partition(":")[0] for title in groups if title.startswith("--")]
+    outer = ", ".join(name for name in names if "." not in name)
+    more = f"funcrl train --help-all lists all options, in groups: {outer} ..."
     lines = textwrap.wrap(more, _width(), break_on_hyphens=False)
     return "\n".join([_TRAIN, *_listed({_BEGIN: groups[_BEGIN]}), *lines])
 

@@ -14,10 +14,10 @@ from funcrl.core.arguments import checked
 MAY_CHANGE = (
     "steps",  # how long; a schedule that ends with the run is stretched
     "evaluation", "checkpoint", "log",  # what is measured, kept and written down
-    "on-reward-error",  # whether an error ends the run
+    "on-reward-error", "reward-timeout",  # what a reward that fails does to the run
     # How it is computed: the same mathematics at another speed, rounded otherwise.
     "device", "threads", "microbatch", "logprob-chunk", "slots", "length-multiple", "attend",
-    "compile",
+    "compile", "reward-concurrency",
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",
 )  # fmt: skip
@@ -67,6 +67,8 @@ def _differences(before: Any, after: Any, prefix: str) -> Iterator[Change]:
 
 def _same_file(old: Any, new: Any) -> bool:
     """Return whether two names are those of one file that has moved."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return all(a == b or _same_file(a, b) for a, b in zip(old, new, strict=True))
     if not (isinstance(old, str) and isinstance(new, str)):
         return False
     return PurePath(old).name == PurePath(new).name and ("/" in old + new)

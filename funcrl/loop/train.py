@@ -67,7 +67,7 @@ def train(
     parts: Parts | None = None,
     view: View | Literal["live"] | None = None,
     resume: bool = False,
-    fork: Path | None = None,
+    fork: str | Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
@@ -109,15 +109,15 @@ def train(
     check_trackers(config.log.trackers)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
     folder = open_folder(config.run_dir, resume)
-    source = folder if fork is None else open_folder(fork, resume=True)
+    source = folder if fork is None else open_folder(Path(fork), resume=True)
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     given = _given(config, task, parts)
     if resume:
         runs.check_given("train", folder, {*REPLACEABLE} - given)
+        check_options_kept("train", config, folder)
         if "task" not in given:
             check_data("train", config.task, folder)
-        check_options_kept("train", config, folder)
     if fork is not None:
         runs.check_given("train", source, {"task", "model", "model_fn"} - given)
     if (resume or fork is not None) and not trust:

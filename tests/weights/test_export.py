@@ -13,28 +13,12 @@ import funcrl
 from funcrl import runs
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.generators import sample
-from funcrl.tasks import CharTokenizer, SumDigits
-from funcrl.tasks.contracts import Tokenizer
-from funcrl.tasks.tokenizer_files import byte_files, tokenizer_files
+from funcrl.tasks import ByteTokenizer, CharTokenizer, SumDigits
+from funcrl.tasks.tokenizer_files import tokenizer_files
 
 transformers = pytest.importorskip("transformers")
 # With the characters of the end token's usual name, and some that other libraries strip or join.
 ALPHABET = "ab <|end>\n\t+=0é漢😀\u200d\u0301"
-
-
-class Bytes(Tokenizer):
-    """A token for each byte."""
-
-    vocab_size, end = 257, 256
-
-    def encode(self, text):
-        return [*text.encode()]
-
-    def decode(self, tokens):
-        return bytes(each for each in tokens if each != 256).decode("utf-8", "replace")
-
-    def files(self):
-        return byte_files(self.end)
 
 
 def as_transformers_reads(tokenizer, folder):
@@ -44,7 +28,9 @@ def as_transformers_reads(tokenizer, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [CharTokenizer(ALPHABET), Bytes()], ids=["characters", "bytes"])
+@pytest.mark.parametrize(
+    "own", [CharTokenizer(ALPHABET), ByteTokenizer()], ids=["characters", "bytes"]
+)
 def test_a_tokenizer_is_the_same_in_transformers(tmp_path, own):
     other = as_transformers_reads(own, tmp_path)
     assert (len(other), other.eos_token_id) == (own.vocab_size, own.end)
