@@ -2,7 +2,7 @@
 
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
-from funcrl.tasks.tokenizer_files import character_files
+from funcrl.tasks.tokenizer_files import byte_files, character_files
 
 
 class CharTokenizer(Tokenizer):
@@ -43,6 +43,10 @@ class CharTokenizer(Tokenizer):
         """Return the characters; the end token has none."""
         return "".join(self._chars[token] for token in tokens)
 
+    def files(self) -> dict[str, bytes]:
+        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
+        return character_files(self._tokens, self.end)
+
 
 class ByteTokenizer(Tokenizer):
     """A tokenizer with one token for each byte of UTF-8; token 256 ends a completion.
@@ -72,4 +76,4 @@ class ByteTokenizer(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
-        return character_files(self._tokens, self.end)
+        return byte_files(self.end)
