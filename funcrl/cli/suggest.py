@@ -57,7 +57,6 @@ _KNOWN_AS = {
     "precision": ("dtype",),
     "report-to": ("log.trackers",),
     "resume-from-checkpoint": ("resume",),
-    "reward": ("reward", "reward-weights"),
     "reward-fn": ("reward", "task"),
     "reward-funcs": ("reward", "task"),
     "rollouts": ("num-generations", "num-samples"),

@@ -2,7 +2,7 @@
 
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
-from funcrl.tasks.tokenizer_files import byte_files, character_files
+from funcrl.tasks.tokenizer_files import byte_files
 
 
 class CharTokenizer(Tokenizer):
@@ -42,10 +42,6 @@ class CharTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         """Return the characters; the end token has none."""
         return "".join(self._chars[token] for token in tokens)
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
-        return character_files(self._tokens, self.end)
 
 
 class ByteTokenizer(Tokenizer):
