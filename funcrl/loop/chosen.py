@@ -128,7 +128,7 @@ def _embedded(model: nn.Module) -> Any:
 def _checked_generator(name: str, found: Any) -> Generator:
     for member in ("push", "generate", "close", "context_length"):
         if not hasattr(found, member):
-            raise TypeError(
+            raise ValueError(
                 f"train expects --generator {name} to make a funcrl.generators.Generator, got "
                 f"{type(found).__name__} without {member}."
             )
@@ -187,7 +187,7 @@ def _own(
         else call_with_known(f"--{part}.name", name, found, **known)
     )
     if not isinstance(made, kind):
-        raise TypeError(
+        raise ValueError(
             f"train expects --{part}.name {name} to name a function that returns a "
             f"{kind.__name__}, or one, got {type(made).__name__}."
         )

@@ -157,7 +157,7 @@ def _own_network(
         if isinstance(found, nn.Module):
             found.eval()  # it is not the user's object: nobody else sees the change
     if not isinstance(found, nn.Module):
-        raise TypeError(
+        raise ValueError(
             f"{function} expects --model {name} to name an nn.Module, or what returns one, got "
             f"{type(found).__name__}."
         )

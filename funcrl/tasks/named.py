@@ -57,7 +57,7 @@ def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
         known: argument -> value.
     """
     if not callable(function):
-        raise TypeError(
+        raise ValueError(
             f"train expects {option} {name} to name a function or a class, got "
             f"{type(function).__name__}."
         )
@@ -68,7 +68,7 @@ def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
     ]
     unknown = [each for each in needed if each not in known]
     if unknown:
-        raise TypeError(
+        raise ValueError(
             f"train expects {option} {name} to take no other arguments than {', '.join(known)}, "
             f"got one that needs {unknown[0]}."
         )

@@ -98,6 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
     "checks.check_shape": {"shape": LOGPROBS.shape},
     "checks.import_extra": {"module": "math"},
     "compile_step": {"config": funcrl.CompileConfig()},
+    "config.changed_options": {"before": purity.TRAIN, "after": purity.TRAIN},
     "config.from_plain": {"kind": config.CheckpointConfig, "values": {"every": 5}},
     "config.read_config": {"kind": config.CheckpointConfig},
     "evaluate": {"config": purity.EVALUATION},
@@ -109,6 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "graph.split_repeated": {"module": purity.FLAT.gm},
     "graph.step_graph": {"config": funcrl.CompileConfig()},
     "grads.summed_gradient": {"loss_fn": purity.aux_loss_fn},
+    "load_run": {"folder": FOLDER / "run"},
     "lora": {"model_fn": purity.MICRO_FN},
     "memory.num_params": {"config": purity.MICRO.config},
     "metrics.describe_rollout": {"rewards": None},
@@ -209,7 +211,7 @@ def place(fn: Callable[..., Any]) -> tuple[str, str]:
 # What is never called with right values: it would train, read files, or compile.
 SLOW = {
     "build", "compile_step", "config.read_config", "evaluate", "export", "graph.compile_at_first",
-    "graph.step_graph", "load_params", "parity", "restore", "save", "save_params",
+    "graph.step_graph", "load_params", "load_run", "parity", "restore", "save", "save_params",
     "tasks.load_tokenizer", "train", "warm_start", "weights.load_config", "weights.find_model",
 }  # fmt: skip
 
@@ -235,6 +237,7 @@ RETURNED: dict[str, dict[str, Any]] = {
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
     "logprob_fn": {"params": purity.MICRO_PARAMS},
+    "models.logits_fn": {"params": purity.MICRO_PARAMS},
     "recenter": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "top_entropy": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "lora": {"adapters": funcrl.lora(purity.MICRO_FN, purity.MICRO_PARAMS).init(0)},

@@ -115,7 +115,7 @@ def test_what_it_cannot_do_is_said_in_its_own_name(run, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"evaluate expects {option}"):
             funcrl.evaluate(EvalConfig(**options))
     with pytest.raises(TypeError, match="evaluate expects --run"):
-        EvalConfig(run="runs/a")
+        EvalConfig(run=3)
     with pytest.raises(ValueError, match="evaluate expects task= or --task"):
         funcrl.evaluate(EvalConfig(run=run[0], task="countdown"), task=SumDigits())
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import funcrl
-from funcrl.tasks import ByteTokenizer, from_rows, load
+from funcrl.tasks import ByteTokenizer, CharTokenizer, from_rows, load
 from funcrl.tasks.rows.split import hold_out
 
 ROWS = [
@@ -83,6 +83,8 @@ def test_a_task_without_a_models_tokenizer_has_one_of_bytes():
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("ä") == [195, 164]
     assert ByteTokenizer().decode([195, 65, 256]) == "\ufffdA"
+    for own in (ByteTokenizer(), CharTokenizer("ab")):
+        assert json.loads(own.files()["tokenizer.json"])["added_tokens"][0]["id"] == own.end
 
 
 WRONG = {
