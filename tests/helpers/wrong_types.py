@@ -205,7 +205,7 @@ def calls() -> Iterator[Call]:
 
 def place(fn: Callable[..., Any]) -> tuple[str, str]:
     """Where a function is defined: factories return the same one under several names."""
-    return fn.__module__, fn.__qualname__
+    return fn.__module__, inspect.unwrap(fn).__code__.co_qualname
 
 
 # What is never called with right values: it would train, read files, or compile.
