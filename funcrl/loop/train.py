@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +14,9 @@ from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
-from funcrl.loop.build import REPLACEABLE, Parts, build, empty_state, first_params
-from funcrl.loop.data import check_data, data_facts, limits_of
+from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.data import limits_of
+from funcrl.loop.opening import facts_of, open_run
 from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
@@ -35,16 +36,12 @@ from funcrl.models.logprobs import score
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
-from funcrl.run.changes import check_options_kept
-from funcrl.run.folder import open_folder
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
-from funcrl.run.trust import check_run, named_code, remember
 from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
-from funcrl.tasks.watch import Note
 
 # Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
 _PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
@@ -108,31 +105,19 @@ def train(
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
-    folder = open_folder(config.run_dir, resume)
-    source = folder if fork is None else open_folder(Path(fork), resume=True)
-    if fork is not None and resume:
-        raise ValueError(f"train expects resume or fork, got both ({fork}).")
-    given = _given(config, task, parts)
-    if resume:
-        runs.check_given("train", folder, {*REPLACEABLE} - given)
-        check_options_kept("train", config, folder)
-        if "task" not in given:
-            check_data("train", config.task, folder)
-    if fork is not None:
-        runs.check_given("train", source, {"task", "model", "model_fn"} - given)
-    if (resume or fork is not None) and not trust:
-        for line in check_run("train", config, source, given):
-            view.note(line)
+    start = open_run(config, task, parts, resume, fork)
+    if not trust:
+        start.check_code(config, view.note)
     own_generator = parts is None
     if parts is None:
         parts = build(config, task, note=view.note)
-    facts = _facts(config, parts, given, view.note)
+    facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
-    record = Record(config, folder, parts.task.name, view, command, facts, kept)
+    record = Record(config, start.folder, parts.task.name, view, command, facts, kept)
     try:
-        if fork is not None:
-            record.forked(source, empty_state(parts), needs_reference=parts.kl > 0)
+        if start.parent is not None:
+            record.forked(start.parent, empty_state(parts), needs_reference=parts.kl > 0)
         elif record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
             _begin(config, parts, record, started, stop)
         _loop(config, parts, record, stop)
@@ -148,52 +133,7 @@ def train(
             finally:  # even where nobody reads what the view prints last
                 if own_generator:
                     parts.generator.close()
-    return Trained(record.progress.state, runs.read_history(folder), folder)
-
-
-# Options that no part is made of: parts of another value of these are the same.
-_OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
-
-
-def _given(config: TrainConfig, task: TaskLike | None, parts: Parts | None) -> set[str]:
-    """Return the names of the parts that are given as objects; raise if they are of another run."""
-    if parts is None:
-        return set() if task is None else {"task"}
-    if task is not None:
-        raise ValueError("train expects task= or parts=, which have a task, got both.")
-    same = {name: getattr(config, name) for name in _OF_NO_PART}
-    if replace(parts.config, **same) != config:
-        different = [
-            each.name
-            for each in fields(config)
-            if each.name not in _OF_NO_PART
-            and getattr(parts.config, each.name) != getattr(config, each.name)
-        ]
-        raise ValueError(
-            f"train expects parts that were built of its config, got parts of another "
-            f"{different[0]}; funcrl.build(config, ...) makes them of this one."
-        )
-    return {*parts.replaced}
-
-
-def _facts(config: TrainConfig, parts: Parts, given: Collection[str], note: Note) -> dict[str, str]:
-    """Return facts of the parts for the run's record, and remember that their code has been run."""
-    facts = {
-        "task_object" if "task" in given else "task": parts.task.name,
-        "vocab_size": str(parts.task.tokenizer.vocab_size),
-        "max_turns": str(parts.task.max_turns),
-    }
-    objects = [name for name in REPLACEABLE if name in given and name != "task"]
-    if objects:
-        facts[runs.OBJECTS] = " ".join(objects)
-    facts |= {code.fact: code.digest for code in named_code(config, given)}
-    if "task" not in given:
-        facts |= data_facts(config.task)
-    try:
-        remember(config, given)
-    except OSError as error:
-        note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
-    return facts
+    return Trained(record.progress.state, runs.read_history(start.folder), start.folder)
 
 
 def _begin(

@@ -1,0 +1,104 @@
+"""Before a run begins: what it may begin with, what it goes on from, and what it records of it."""
+
+from collections.abc import Collection
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from funcrl.config import TrainConfig
+from funcrl.loop.build import REPLACEABLE, Parts
+from funcrl.loop.data import check_data, data_facts
+from funcrl.run import runs
+from funcrl.run.changes import check_options_kept
+from funcrl.run.folder import open_folder
+from funcrl.run.trust import check_run, named_code, remember
+from funcrl.tasks.contracts import TaskLike
+from funcrl.tasks.watch import Note
+
+# Options that no part is made of: parts of another value of these are the same.
+_OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
+
+
+class Start(NamedTuple):
+    """How a run begins."""
+
+    folder: Path  # of the run, absolute
+    parent: Path | None  # the run that it goes on from in a folder of its own
+    resumes: bool  # whether it goes on with the run in its folder
+    given: set[str]  # the parts that are given as objects
+
+    def check_code(self, config: TrainConfig, note: Note) -> None:
+        """Raise if the code that the run's folder names must not run; note which does."""
+        source = self.folder if self.resumes else self.parent
+        if source is not None:
+            for line in check_run("train", config, source, self.given):
+                note(line)
+
+
+def open_run(
+    config: TrainConfig,
+    task: TaskLike | None,
+    parts: Parts | None,
+    resume: bool,
+    fork: str | Path | None,
+) -> Start:
+    """Return how a run begins; raise, before anything is made, if it cannot begin like that.
+
+    The arguments are those of `train`.
+    """
+    if fork is not None and resume:
+        raise ValueError(f"train expects resume or fork, got both ({fork}).")
+    folder = open_folder(config.run_dir, resume)
+    parent = None if fork is None else open_folder(Path(fork), resume=True)
+    given = _given(config, task, parts)
+    if resume:
+        runs.check_given("train", folder, {*REPLACEABLE} - given)
+        check_options_kept("train", config, folder)
+        if "task" not in given:
+            check_data("train", config.task, folder)
+    if parent is not None:
+        runs.check_given("train", parent, {"task", "model", "model_fn"} - given)
+    return Start(folder, parent, resume, given)
+
+
+def _given(config: TrainConfig, task: TaskLike | None, parts: Parts | None) -> set[str]:
+    """Return the names of the parts that are given as objects; raise if they are of another run."""
+    if parts is None:
+        return set() if task is None else {"task"}
+    if task is not None:
+        raise ValueError("train expects task= or parts=, which have a task, got both.")
+    same = {name: getattr(config, name) for name in _OF_NO_PART}
+    if replace(parts.config, **same) != config:
+        different = [
+            each.name
+            for each in fields(config)
+            if each.name not in _OF_NO_PART
+            and getattr(parts.config, each.name) != getattr(config, each.name)
+        ]
+        raise ValueError(
+            f"train expects parts that were built of its config, got parts of another "
+            f"{different[0]}; funcrl.build(config, ...) makes them of this one."
+        )
+    return {*parts.replaced}
+
+
+def facts_of(
+    config: TrainConfig, parts: Parts, given: Collection[str], note: Note
+) -> dict[str, str]:
+    """Return facts of the parts for the run's record, and remember that their code has been run."""
+    facts = {
+        "task_object" if "task" in given else "task": parts.task.name,
+        "vocab_size": str(parts.task.tokenizer.vocab_size),
+        "max_turns": str(parts.task.max_turns),
+    }
+    objects = [name for name in REPLACEABLE if name in given and name != "task"]
+    if objects:
+        facts[runs.OBJECTS] = " ".join(objects)
+    facts |= {code.fact: code.digest for code in named_code(config, given)}
+    if "task" not in given:
+        facts |= data_facts(config.task)
+    try:
+        remember(config, given)
+    except OSError as error:
+        note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
+    return facts
