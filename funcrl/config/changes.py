@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from funcrl.config.plain import to_plain
-from funcrl.config.training import TrainConfig
+from funcrl.config.training import TrainConfig, is_own
 from funcrl.core.arguments import checked
 
 # What a resumed run may change: an option, or a group of them. All others say what is trained, and
@@ -21,8 +21,8 @@ MAY_CHANGE = (
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",
 )  # fmt: skip
-# Names that may be a path: the same file in another folder is no change.
-_PATHS = ("task", "model", "tokenizer", "reward", "algorithm.name", "optimizer.name")
+# Names of files whose checksums a run compares: the same file in another folder is no change.
+_FILES = ("task", "model", "reward", "algorithm.name", "optimizer.name")
 
 
 class Change(NamedTuple):
@@ -61,15 +61,17 @@ def _differences(before: Any, after: Any, prefix: str) -> Iterator[Change]:
         old, new = getattr(before, field.name), getattr(after, field.name)
         if is_dataclass(old) and is_dataclass(new):
             yield from _differences(old, new, f"{name}.")
-        elif old != new and not (name in _PATHS and _same_file(old, new)):
+        elif old != new and not (name in _FILES and _same_file(name, old, new)):
             yield Change(name, _plain(old), _plain(new))
 
 
-def _same_file(old: Any, new: Any) -> bool:
+def _same_file(option: str, old: Any, new: Any) -> bool:
     """Return whether two names are those of one file that has moved."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return all(a == b or _same_file(a, b) for a, b in zip(old, new, strict=True))
+        return all(a == b or _same_file(option, a, b) for a, b in zip(old, new, strict=True))
     if not (isinstance(old, str) and isinstance(new, str)):
+        return False
+    if option == "model" and not (is_own(old) and is_own(new)):  # weights, or a run
         return False
     return PurePath(old).name == PurePath(new).name and ("/" in old + new)
 

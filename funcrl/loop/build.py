@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from funcrl.core.types import (
     ModelFn,
     Params,
     PrepareFn,
+    Sample,
     Step,
     TrainState,
 )
@@ -25,7 +27,7 @@ from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import chosen, data, sources
 from funcrl.models import SHAPES, Transformer
-from funcrl.models.logits import vocab_size_of
+from funcrl.models.logits import logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
 from funcrl.ops import AttendFn, attend_flash
@@ -113,6 +115,7 @@ def build(
     *,
     function: str = "train",
     note: Note = warn_safely,
+    trust: bool = False,
     **given: Any,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
@@ -122,6 +125,7 @@ def build(
         task: in place of the one that `config.task` names.
         function: for errors.
         note: told what the task did to the process; see `funcrl.tasks.watch.watch`.
+        trust: run a network of one's own that the folder of a run in `config.model` names.
         given: other parts in place of those that the configuration names, by their names in
             `Parts`: model, params, model_fn, algorithm, optimizer, prepare, step, generator.
 
@@ -133,7 +137,8 @@ def build(
         >>> sorted(parts.replaced)
         ['algorithm']
     """
-    return _made(function, config, given if task is None else {**given, "task": task}, note)
+    given = given if task is None else {**given, "task": task}
+    return _made(function, config, given, note, trust=trust)
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class _Making:
     function: str
     config: TrainConfig
     note: Note
+    trust: bool
     given: Mapping[str, Any]
     parts: Mapping[str, Any]
 
@@ -157,11 +163,12 @@ def _made(
     given: Mapping[str, Any],
     note: Note,
     before: Parts | None = None,
+    trust: bool = False,
 ) -> Parts:
     """Return the given parts and those that are made of them; `before` are kept where they can."""
     _check_given(function, config, given)
     parts: dict[str, Any] = {"source": _source(function, config, given, before)}
-    making = _Making(function, config, note, given, parts)
+    making = _Making(function, config, note, trust, given, parts)
     new: set[str] = set()  # those that differ from `before`
     for name, (needs, make) in _MAKERS.items():
         if before is not None and _is_kept(name, given, before, new & {*needs}):
@@ -170,6 +177,10 @@ def _made(
         parts[name] = given[name] if name in given and name != "task" else make(making)
         new.add(name)
     _check_vocabulary(function, config, parts["model"], parts["task"])
+    if "model_fn" not in given:
+        _check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
+    if parts["source"].run is not None:
+        sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
     return Parts(config=config, replaced=frozenset(given), **parts)
 
 
@@ -197,6 +208,11 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
         raise ValueError(
             f"{function} expects --no-compile with a step of one's own, which "
             f"funcrl.compile_step compiles, got --compile."
+        )
+    if config.lora.rank and sources.is_run(Path(config.model)) and "model" not in given:
+        raise ValueError(
+            f"{function} expects --lora.rank 0 with --model {config.model}, a run, which may go on "
+            f"while adapters need it as it is; funcrl export writes it as a folder to train on."
         )
     if "model_fn" in given and config.lora.rank:
         raise ValueError(
@@ -227,6 +243,27 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
         )
 
 
+def _check_network(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
+    """Raise if a network of one's own, as it is, does not give logits of the task's tokens."""
+    params = dict(model.named_parameters())
+    if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
+        return
+    what = f"{function} expects --model {config.model} to give logits [T, at least {vocab_size}]"
+    device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
+    tokens = torch.tensor([0, vocab_size - 1], device=device)  # the first and the last
+    try:
+        with torch.no_grad():
+            found = logits_fn(model)(params, Sample(tokens, torch.arange(2, device=device)))
+    except (IndexError, RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"{what} of tokens [T], got {type(error).__name__} from {type(model).__name__}: "
+            f"{str(error)[:200]}"
+        ) from error
+    shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if not isinstance(shape, list) or len(shape) != 2 or shape[0] != 2 or shape[1] < vocab_size:
+        raise ValueError(f"{what} of tokens [T], got {shape} of 2 tokens.")
+
+
 def _task(making: _Making) -> Task:
     config, given = making.config, making.given.get("task")
     tokenizer = None if given is not None else sources.tokenizer_of(making.function, config)
@@ -236,7 +273,8 @@ def _task(making: _Making) -> Task:
 def _model(making: _Making) -> nn.Module:
     tokenizer = making["task"].tokenizer
     size = tokenizer.vocab_size
-    return sources.network_of(making.function, making.config, making["source"], size, tokenizer)
+    source = making["source"]
+    return sources.network_of(making.function, making.config, source, size, tokenizer, making.trust)
 
 
 def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:

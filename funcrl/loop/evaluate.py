@@ -27,7 +27,13 @@ from funcrl.loop.rollouts import (
     grade,
     to_completions,
 )
-from funcrl.loop.sources import defaults, options_of_run, trained_params
+from funcrl.loop.sources import (
+    defaults,
+    is_run,
+    options_of_run,
+    parts_of_network,
+    trained_params,
+)
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file
@@ -107,10 +113,10 @@ def evaluate(
             note(line)
         if "task" not in given:
             check_data("evaluate", options.task, config.run)
-        runs.check_given("evaluate", config.run, {"task", "model", "model_fn"} - given)
+        runs.check_given("evaluate", config.run, {"task", *parts_of_network(options)} - given)
     own_generator = parts is None
     if parts is None:
-        parts = build(options, task, function="evaluate", note=note)
+        parts = build(options, task, function="evaluate", note=note, trust=trust)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
@@ -176,10 +182,13 @@ def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
 
 def _held_out(config: EvalConfig, options: TrainConfig) -> float:
     """Return the share of a file's rows to ask; all of one that the run was not trained on."""
-    other = config.task is not None and not (
-        config.run is not None and is_data_of(config.task, config.run, "evaluate")
-    )
-    return 1.0 if other else options.held_out
+    run = config.run
+    if run is None and is_run(Path(config.model or "")):
+        run = Path(str(config.model))
+        options = options_of_run("evaluate", "--model", run)
+    task = config.task
+    trained_on = run is not None and task is not None and is_data_of(task, run, "evaluate")
+    return 1.0 if task is not None and not trained_on else options.held_out
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:

@@ -9,6 +9,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Params
 from funcrl.loop import sources
+from funcrl.loop.build import Parts, trained_like
 from funcrl.loop.data import check_data, task_of
 from funcrl.run import runs
 from funcrl.run.trust import check_run
@@ -29,6 +30,7 @@ def load_run(
     folder: Path | str,
     task: TaskLike | None = None,
     *,
+    parts: Parts | None = None,
     device: sources.Device = "cpu",
     trust: bool = False,
     note: Note = warn_safely,
@@ -38,6 +40,7 @@ def load_run(
     Args:
         folder: the run's.
         task: that the run was given as an object.
+        parts: that the run was given, with objects among them.
         device: of the parameters.
         trust: run the code that the run names, such as a task of one's own, even if this account
             has not run it before or it has changed (docs/security.md).
@@ -56,15 +59,19 @@ def load_run(
         (True, 'sum_digits')
     """
     run = Path(folder)
+    if parts is not None:
+        _, trained = sources.trained_params(run, trained_like(parts))
+        return LoadedRun(parts.model, parts.policy(trained), parts.task)
     options = sources.options_of_run("load_run", "folder", run)
     given = set() if task is None else {"task"}
     runs.check_given("load_run", run, {"task"} - given)
     for line in check_run("load_run", options, run, given, trust):
         note(line)
-    model = sources.network_of_run("load_run", run, task, trust)
-    _, params = sources.params_of_run("load_run", run, model, device)
     tokenizer = None
     if task is None:
         check_data("load_run", options.task, run)
         tokenizer = sources.tokenizer_of("load_run", options)
-    return LoadedRun(model, params, task_of("load_run", options, tokenizer, task))
+    loaded = task_of("load_run", options, tokenizer, task)
+    model = sources.network_of_run("load_run", run, task, trust, loaded.tokenizer)
+    _, params = sources.params_of_run("load_run", run, model, device)
+    return LoadedRun(model, params, loaded)

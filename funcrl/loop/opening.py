@@ -8,6 +8,7 @@ from typing import NamedTuple
 from funcrl.config import TrainConfig
 from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
+from funcrl.loop.sources import options_of_run, parts_of_network
 from funcrl.run import runs
 from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import open_folder
@@ -57,7 +58,8 @@ def open_run(
         if "task" not in given:
             check_data("train", config.task, folder)
     if parent is not None:
-        runs.check_given("train", parent, {"task", "model", "model_fn"} - given)
+        needed = {"task", *parts_of_network(options_of_run("train", "--fork", parent))}
+        runs.check_given("train", parent, needed - given)
     return Start(folder, parent, resume, given)
 
 

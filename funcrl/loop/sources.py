@@ -19,7 +19,8 @@ from funcrl.run.checkpoint import restore_field
 from funcrl.run.trust import check_trusted, named_code
 from funcrl.tasks import is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import TaskLike, Tokenizer
-from funcrl.tasks.named import call_with_known, import_named
+from funcrl.tasks.named import call_with_known, import_named, needed_arguments
+from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.weights import find_model, load_config, load_params
 from funcrl.weights.sources import find
 
@@ -108,6 +109,22 @@ def _find_tokenizer(function: str, name: str) -> Path:
         ) from error
 
 
+def check_tokenizer(function: str, run: Path, tokenizer: Tokenizer) -> None:
+    """Raise if a run has trained on other tokens than a task's tokenizer gives."""
+    options = options_of_run(function, "--model", run)
+    if tokenizer_place(function, options) is not None:
+        return  # the task's tokenizer is that of the run
+    trained_on = runs.recorded_count(run, "vocab_size", function)
+    kept = {path.name: path.read_bytes() for path in (run / runs.TOKENIZER).glob("*.json")}
+    own = tokenizer_files(tokenizer)
+    other = kept and own and any(kept.get(name) != own[name] for name in own if name in kept)
+    if other or trained_on not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"{function} expects a task with the tokenizer that --model {run} was trained with, of "
+            f"{trained_on} tokens, got another one of {tokenizer.vocab_size}."
+        )
+
+
 def tokenizer_of(function: str, config: TrainConfig) -> Tokenizer | None:
     """Return the tokenizer of the model, None where the task brings its own."""
     place = tokenizer_place(function, config)
@@ -120,6 +137,7 @@ def network_of(
     source: Source,
     vocab_size: int | None,
     tokenizer: Tokenizer | None = None,
+    trust: bool = False,
 ) -> nn.Module:
     """Return the network of a configuration.
 
@@ -129,11 +147,12 @@ def network_of(
         source: what the model's name means.
         vocab_size: of the task, for a network that starts from nothing.
         tokenizer: of the task, for a network of one's own that asks for it.
+        trust: run a network of one's own that a run's folder names, whosever it is.
     """
     if source.weights is not None:
         return Transformer(load_config(source.weights))
     if source.run is not None:
-        return network_of_run(function, source.run)
+        return network_of_run(function, source.run, trust=trust, tokenizer=tokenizer)
     if vocab_size is None:
         raise ValueError(
             f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
@@ -147,15 +166,20 @@ def _own_network(
     function: str, config: TrainConfig, name: str, vocab_size: int, tokenizer: Tokenizer | None
 ) -> nn.Module:
     """Return a network of the user's, made by what the name names unless it is one already."""
-    found = import_named("--model", name)
-    if not isinstance(found, nn.Module):
-        with torch.random.fork_rng(devices=[]):  # new weights are drawn from torch's own numbers
-            torch.manual_seed(rng.fold_in(config.seed, _WEIGHTS))
-            found = call_with_known(
-                "--model", name, found, vocab_size=vocab_size, tokenizer=tokenizer
-            )
-        if isinstance(found, nn.Module):
-            found.eval()  # it is not the user's object: nobody else sees the change
+    known = {"vocab_size": vocab_size, "tokenizer": tokenizer}
+    # New weights are drawn from torch's own numbers, by the file itself where it makes the network.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.fold_in(config.seed, _WEIGHTS))
+        found = import_named("--model", name)
+        if not isinstance(found, nn.Module):
+            if tokenizer is None and "tokenizer" in needed_arguments(found):
+                raise ValueError(
+                    f"{function} expects --model {name} to do without a tokenizer where no task is "
+                    f"loaded, got one that needs it; funcrl.load_run loads the task too."
+                )
+            found = call_with_known("--model", name, found, **known)
+            if isinstance(found, nn.Module):
+                found.eval()  # it is not the user's object: nobody else sees the change
     if not isinstance(found, nn.Module):
         raise ValueError(
             f"{function} expects --model {name} to name an nn.Module, or what returns one, got "
@@ -164,8 +188,17 @@ def _own_network(
     return found
 
 
+def parts_of_network(options: TrainConfig) -> set[str]:
+    """Return the parts that are needed to make again what a run has trained, if it got them."""
+    return {"model", "model_fn", *(["params"] if options.lora.rank else [])}
+
+
 def network_of_run(
-    function: str, run: Path, task: TaskLike | None = None, trust: bool = False
+    function: str,
+    run: Path,
+    task: TaskLike | None = None,
+    trust: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> nn.Module:
     """Return the network that a run has trained, from what the run recorded; no task is loaded.
 
@@ -174,9 +207,10 @@ def network_of_run(
         run: its folder.
         task: of a run of a version that did not write down its vocabulary's size.
         trust: run a network of one's own even if this account has not run it before.
+        tokenizer: of a task, for a network of one's own that asks for it.
     """
     options = options_of_run(function, "--run", run)
-    runs.check_given(function, run, {"model", "model_fn"})
+    runs.check_given(function, run, parts_of_network(options))
     source = find_source(function, options.model)
     vocab_size = None  # weights say it
     if source.code:
@@ -184,7 +218,7 @@ def network_of_run(
         check_trusted(function, codes, run / runs.CONFIG, run, trust)
     if source.weights is None and source.run is None:
         vocab_size = _vocabulary_of_run(function, run, options, task)
-    return network_of(function, options, source, vocab_size)
+    return network_of(function, options, source, vocab_size, tokenizer, trust)
 
 
 def _vocabulary_of_run(

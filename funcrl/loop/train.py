@@ -110,7 +110,7 @@ def train(
         start.check_code(config, view.note)
     own_generator = parts is None
     if parts is None:
-        parts = build(config, task, note=view.note)
+        parts = build(config, task, note=view.note, trust=trust)
     facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)

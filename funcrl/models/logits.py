@@ -20,7 +20,8 @@ def logits_fn(model: nn.Module) -> LogitsFn:
     The network is one of three:
 
     * `model(tokens, positions) -> logits`, of tokens [T], positions [T] and logits [T, V], such as
-      `funcrl.models.Transformer`;
+      `funcrl.models.Transformer`: positions are given to an argument of that name, wherever it
+      stands, or else to a second argument that is needed;
     * `model(tokens) -> logits`, which finds positions itself, such as a recurrent network;
     * a model of transformers, whose output has `logits`. It is called for one row without a mask:
       its attention is causal, and rows are padded at their ends.
@@ -50,11 +51,13 @@ def logits_fn(model: nn.Module) -> LogitsFn:
             return logits
 
         return logits_of_transformers
-    takes_positions = _takes_two(model)
+    by_name, takes_two = forward_takes(model, "positions"), _takes_two(model)
 
     @checked
     def logits(params: Params, sample: Row, **options: Any) -> Any:
-        given = (sample.tokens, sample.positions) if takes_positions else (sample.tokens,)
+        if by_name:
+            return apply(params, sample.tokens, positions=sample.positions, **options)
+        given = (sample.tokens, sample.positions) if takes_two else (sample.tokens,)
         return apply(params, *given, **options)
 
     return logits
@@ -100,14 +103,11 @@ def vocab_size_of(model: nn.Module) -> int | None:
 
 
 def _takes_two(model: nn.Module) -> bool:
-    """Return whether a network's forward takes positions beside tokens.
+    """Return whether a network's forward needs a second argument, which is the positions.
 
-    A second argument of another name that may be left out, such as a recurrent network's first
-    state, is not the positions.
+    One that may be left out, such as a recurrent network's first state, is not.
     """
-    given = inspect.signature(model.forward).parameters
-    if "positions" in given:
-        return True
-    kinds = [each.kind for each in given.values() if each.default is each.empty]
+    given = inspect.signature(model.forward).parameters.values()
+    kinds = [each.kind for each in given if each.default is each.empty]
     needed = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return sum(kind in needed for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds

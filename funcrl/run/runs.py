@@ -114,7 +114,8 @@ def check_given(function: str, folder: Path, needed: Collection[str]) -> None:
     if objects:
         raise ValueError(
             f"{function} expects parts=, with {' and '.join(objects)} as {folder} was given, which "
-            f"its {CONFIG} does not name, got none."
+            f"its {CONFIG} does not name, got none; funcrl.load_run({str(folder)!r}, parts=...) "
+            f"gives its parameters."
         )
 
 

@@ -61,18 +61,24 @@ def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
             f"train expects {option} {name} to name a function or a class, got "
             f"{type(function).__name__}."
         )
-    needed = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    unknown = [each for each in needed if each not in known]
+    unknown = [each for each in needed_arguments(function) if each not in known]
     if unknown:
         raise ValueError(
             f"train expects {option} {name} to take no other arguments than {', '.join(known)}, "
             f"got one that needs {unknown[0]}."
         )
     return function(**{each: known[each] for each in arguments_taken(function, known)})
+
+
+def needed_arguments(function: Any) -> list[str]:
+    """Return the names of the arguments that a function must be given; none for another object."""
+    if not callable(function):
+        return []
+    return [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
 
 
 def arguments_taken(function: Callable[..., Any], names: Any) -> list[str]:

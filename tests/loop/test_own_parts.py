@@ -17,6 +17,7 @@ from funcrl.config import (
     CheckpointConfig,
     EvalConfig,
     EvaluationConfig,
+    LoraConfig,
     OptimizerConfig,
     TrainConfig,
     WarmStartConfig,
@@ -264,3 +265,85 @@ def test_what_a_network_of_one_s_own_learned_is_exported_or_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"export expects a Transformer.*Policy.*load_run\("):
         funcrl.export(tmp_path / "Policy", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_what_adapters_stand_on_is_what_the_run_was_given(tmp_path):
+    config = replace(SMALL, run_dir=tmp_path / "run", steps=1, lora=LoraConfig(rank=2),
+                     warm_start=WarmStartConfig(steps=0))  # fmt: skip
+    parts = funcrl.build(config)
+    own = funcrl.init_params(parts.model, seed=99)
+    parts = parts._replace(params=own)
+    trained = funcrl.train(config, parts=parts)
+    merged = parts.policy(trained.state.params)
+    assert equal(funcrl.load_run(config.run_dir, parts=parts).params, merged)
+    for use in (funcrl.load_run, lambda run: funcrl.export(run, tmp_path / "model"),
+                lambda run: funcrl.evaluate(EvalConfig(run=run))):  # fmt: skip
+        with pytest.raises(ValueError, match=r"expects parts=, with params"):
+            use(config.run_dir)
+    with pytest.raises(ValueError, match=r"--lora.rank 0 with --model .*run, a run"):
+        funcrl.build(replace(config, model=str(config.run_dir)))
+
+
+def test_a_run_is_a_model_for_its_own_tokenizer_alone(tmp_path):
+    config = replace(SMALL, run_dir=tmp_path / "run", steps=1, warm_start=WarmStartConfig(steps=0))
+    funcrl.train(config)
+    again = replace(config, model=str(config.run_dir), run_dir=tmp_path / "next")
+    for alphabet in ("ab", "0123456789=-"):  # fewer tokens, and as many others
+        task = funcrl.tasks.with_rewards(funcrl.tasks.SumDigits(), {"one": lambda p, c: 1.0})
+        other = funcrl.tasks.adapt.changed(task, tokenizer=funcrl.tasks.CharTokenizer(alphabet))
+        with pytest.raises(ValueError, match="train expects a task with the tokenizer"):
+            funcrl.train(again, task=other)
+    assert not again.run_dir.exists()
+    assert funcrl.build(again).model.config.width == 64
+
+
+class _Wrong(torch.nn.Module):
+    def __init__(self, rows, columns, pair=False):
+        super().__init__()
+        self.table = torch.nn.Embedding(rows, columns)
+        self.pair = pair
+
+    def forward(self, tokens):
+        found = self.table(tokens)
+        return (found, found) if self.pair else found
+
+
+@pytest.mark.parametrize(
+    "model", [_Wrong(VOCABULARY, 4), _Wrong(4, VOCABULARY), _Wrong(VOCABULARY, VOCABULARY, True)]
+)
+def test_a_network_that_gives_no_logits_is_refused(model):
+    words = rf"train expects --model micro to give logits \[T, at least {VOCABULARY}\]"
+    with pytest.raises(ValueError, match=words):
+        funcrl.build(SMALL, model=model)
+
+
+def test_weights_that_a_file_draws_are_of_the_seed(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        f"policy = torch.nn.Sequential(torch.nn.Embedding({VOCABULARY}, {VOCABULARY}))\n"
+    )
+    config = replace(SMALL, model=f"{tmp_path / 'net.py'}:policy")
+    first, same, other = (
+        funcrl.loop.build.first_params(funcrl.build(each))
+        for each in (config, config, replace(config, seed=1))
+    )
+    assert equal(first, same)
+    assert not equal(first, other)
+
+
+@pytest.mark.slow
+def test_a_network_that_asks_for_the_tokenizer_is_loaded_with_its_task(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "def make(tokenizer):\n"
+        "    size = tokenizer.vocab_size\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(size, size))\n"
+    )
+    config = replace(SMALL, run_dir=tmp_path / "run", steps=1, model=f"{tmp_path / 'net.py'}:make",
+                     warm_start=WarmStartConfig(steps=0))  # fmt: skip
+    trained = funcrl.train(config)
+    assert equal(funcrl.load_run(config.run_dir, note=print).params, trained.state.params)
+    with pytest.raises(ValueError, match="export expects --model .* without a tokenizer"):
+        funcrl.export(config.run_dir, tmp_path / "out")
+    again = replace(config, model=str(config.run_dir), run_dir=tmp_path / "next")
+    assert equal(funcrl.loop.build.first_params(funcrl.build(again)), trained.state.params)

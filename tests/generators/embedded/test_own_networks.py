@@ -166,3 +166,18 @@ def test_a_value_that_a_model_function_reads_is_said():
 
     with pytest.raises(ValueError, match=r"per_sample_grad .* reads no .* in reading\(\) at line"):
         funcrl.per_sample_grad(reading)({"w": torch.ones(2)}, torch.ones(3, 2))
+
+
+def test_positions_are_given_by_name_wherever_they_stand():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, tokens, mask=None, positions=None):
+            assert mask is None
+            return torch.stack([tokens, positions], dim=-1) * self.weight
+
+    sample = funcrl.types.Sample(torch.tensor([4, 5]), torch.tensor([0, 1]))
+    found = funcrl.models.logits_fn(Masked())({"weight": torch.ones(1)}, sample)
+    assert found.tolist() == [[4, 0], [5, 1]]
