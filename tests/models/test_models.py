@@ -227,7 +227,7 @@ def test_packed_rows_need_a_model_that_takes_attend():
     model = torch.nn.Embedding(11, 11)
     packed = funcrl.pack(random_case(4).rollout, funcrl.grpo(), length=20)
     row = funcrl.tree.map(lambda leaf: leaf[0], packed)
-    with pytest.raises(TypeError, match="attend"):
+    with pytest.raises(ValueError, match="logprob_fn expects one sample a row.*Embedding"):
         funcrl.logprob_fn(model)({"weight": torch.zeros(11, 11)}, row)
 
 
