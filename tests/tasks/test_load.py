@@ -10,11 +10,14 @@ import funcrl
 def test_ones_own_task_is_a_file(tmp_path):
     """The example of docs/training.md, as a user would type it."""
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
+    blocks = (each.split("```")[0] for each in page.split("```python\n")[1:])
+    code = next(each for each in blocks if "class Reverse" in each)
     (tmp_path / "mine.py").write_text(code)
     task = funcrl.tasks.load(f"{tmp_path / 'mine.py'}:Reverse")
     prompt = task.prompts(0, 0, 1)[0]
     assert task.reward(prompt, prompt.text[-2::-1]) == {"correct": 1.0}
+    trained_on = {prompt.text for prompt in task.prompts(0, 0, 5000)}
+    assert not trained_on & {prompt.text for prompt in task.eval_prompts(1000)}
     with pytest.raises(ValueError, match="load expects --task.*'sums'"):
         funcrl.tasks.load("sums")
     with pytest.raises(FileNotFoundError, match=r"load expects --task no/such\.py"):
