@@ -22,12 +22,13 @@ from funcrl.core.types import (
 )
 from funcrl.core.version import VERSION
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
-from funcrl.loop import memory, rollouts
-from funcrl.loop.build import build
+from funcrl.loop import rollouts
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
 from funcrl.loop.load_run import LoadedRun, load_run
 from funcrl.loop.parity import parity
+from funcrl.loop.parts import memory
+from funcrl.loop.parts.build import build
 from funcrl.loop.train import train
 from funcrl.loop.warm_start import warm_start
 from funcrl.models import init_params

@@ -7,9 +7,9 @@ import yaml
 from torch import nn
 
 from funcrl.config import TrainConfig, read_config, to_plain
-from funcrl.loop import memory, sources
-from funcrl.loop.chosen import estimate_memory
-from funcrl.loop.data import plain_task
+from funcrl.loop.parts import memory, sources
+from funcrl.loop.parts.chosen import estimate_memory
+from funcrl.loop.parts.data import plain_task
 from funcrl.models import SHAPES, Transformer
 from funcrl.run import runs
 from funcrl.run.trust import named_code

@@ -12,7 +12,7 @@ from funcrl.cli.command_line import Line, StartConfig, with_values
 from funcrl.cli.preview import describe_run
 from funcrl.config import TrainConfig, read_config
 from funcrl.core.terminal import print_safely
-from funcrl.loop.sources import defaults
+from funcrl.loop.parts.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
 from funcrl.run.changes import check_options_kept

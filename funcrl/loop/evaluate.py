@@ -14,10 +14,17 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
 from funcrl.core.terminal import warn_safely
-from funcrl.loop.build import Parts, build, first_params, trained_like
-from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.parts.build import Parts, build, first_params, trained_like
+from funcrl.loop.parts.data import check_data, is_data_of, limits_of
+from funcrl.loop.parts.sources import (
+    defaults,
+    is_run,
+    options_of_run,
+    parts_of_network,
+    trained_params,
+)
 from funcrl.loop.rewarded import RewardError
 from funcrl.loop.rollouts import (
     Completed,
@@ -26,13 +33,6 @@ from funcrl.loop.rollouts import (
     complete,
     grade,
     to_completions,
-)
-from funcrl.loop.sources import (
-    defaults,
-    is_run,
-    options_of_run,
-    parts_of_network,
-    trained_params,
 )
 from funcrl.run import runs
 from funcrl.run.trust import check_run

@@ -11,7 +11,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import whole_file
 from funcrl.core.reading import read_json, read_text
 from funcrl.core.terminal import warn_safely
-from funcrl.loop import sources
+from funcrl.loop.parts import sources
 from funcrl.models import Transformer
 from funcrl.models.functional import bind
 from funcrl.models.logits import is_of_transformers

@@ -8,9 +8,9 @@ from torch import nn
 from funcrl.core.arguments import checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Params
-from funcrl.loop import sources
-from funcrl.loop.build import Parts, trained_like
-from funcrl.loop.data import check_data, task_of
+from funcrl.loop.parts import sources
+from funcrl.loop.parts.build import Parts, trained_like
+from funcrl.loop.parts.data import check_data, task_of
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks.contracts import Task, TaskLike

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
-from funcrl.loop.build import REPLACEABLE, Parts
-from funcrl.loop.data import check_data, data_facts
-from funcrl.loop.sources import options_of_run, parts_of_network
+from funcrl.loop.parts.build import REPLACEABLE, Parts
+from funcrl.loop.parts.data import check_data, data_facts
+from funcrl.loop.parts.sources import options_of_run, parts_of_network
 from funcrl.run import runs
 from funcrl.run.changes import check_options_kept
 from funcrl.run.folder import open_folder

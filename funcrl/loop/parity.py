@@ -10,7 +10,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, Natural, NotNegative, check_fields, checked
 from funcrl.core.types import Params, Sample, Samples
 from funcrl.generators import VLLM, Generator, Sampler
-from funcrl.loop.sources import find_weights
+from funcrl.loop.parts.sources import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn, score
 from funcrl.weights import load_params

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.core.types import Algorithm, Params, Rollout, Sample
-from funcrl.loop.build import Parts
+from funcrl.loop.parts.build import Parts
 from funcrl.loop.rollouts import Completed, Graded, comparable
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length

@@ -14,9 +14,10 @@ from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
-from funcrl.loop.build import Parts, build, empty_state, first_params
-from funcrl.loop.data import limits_of
 from funcrl.loop.opening import facts_of, open_run
+from funcrl.loop.parts.build import Parts, build, empty_state, first_params
+from funcrl.loop.parts.data import limits_of
+from funcrl.loop.parts.sources import tokenizer_place
 from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rollouts import (
     Completed,
@@ -29,7 +30,6 @@ from funcrl.loop.rollouts import (
     to_completions,
     to_rollout,
 )
-from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score

@@ -26,7 +26,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.generators import Sampler
-from funcrl.loop.build import empty_state
+from funcrl.loop.parts.build import empty_state
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView

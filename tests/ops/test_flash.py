@@ -14,7 +14,7 @@ from funcrl.cli import bench
 from funcrl.cli.bench import step as bench_step
 from funcrl.cli.bench.inputs import make_case
 from funcrl.graph import operators
-from funcrl.loop import build
+from funcrl.loop.parts import build
 from funcrl.ops import attend_causal, attend_flash, flash
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Tree
 from funcrl.graph.remat.recompute import RematName
-from funcrl.loop.memory import num_params
+from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash

@@ -25,7 +25,7 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop import chosen, data, sources
+from funcrl.loop.parts import chosen, data, sources
 from funcrl.models import SHAPES, Transformer
 from funcrl.models.logits import logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn

@@ -12,7 +12,7 @@ from funcrl.config import TrainConfig
 from funcrl.config.training import GENERATORS, is_own
 from funcrl.core.types import Algorithm, GradientTransformation
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
-from funcrl.loop import memory
+from funcrl.loop.parts import memory
 from funcrl.models import Transformer
 from funcrl.models.logits import forward_takes, is_of_transformers
 from funcrl.rl import algorithms, ratios
