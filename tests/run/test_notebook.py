@@ -33,9 +33,9 @@ OPTIONS = {
 
 @pytest.mark.slow
 def test_a_kernel_shows_a_run_as_it_goes_on_and_its_page_afterwards(tmp_path):
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    import nbclient
+    import nbformat
+
     config = (
         f"TrainConfig(run_dir={str(tmp_path / 'run')!r}, steps=2, num_prompts=2, num_generations=2,"
         "warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(num_prompts=2))"
