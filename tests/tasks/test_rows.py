@@ -33,7 +33,7 @@ def csv(folder, rows):
 
 
 def parquet(folder, rows):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     rows = [{**row, "answer": float(row["answer"])} for row in rows]
@@ -135,7 +135,6 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^load expects .*no\.jsonl, got no such file"):
         load(str(tmp_path / "no.jsonl"))
     (tmp_path / "data.parquet").write_bytes(b"nothing")
-    pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match="^load expects parquet in "):
         load(str(tmp_path / "data.parquet"))
     with pytest.raises(ValueError, match=r"--task to be .*\.jsonl, \.csv, \.parquet.*'data\.json'"):

@@ -177,9 +177,9 @@ def _made(
         parts[name] = given[name] if name in given and name != "task" else make(making)
         new.add(name)
     _check_vocabulary(function, config, parts["model"], parts["task"])
-    if "model_fn" not in given:
+    if "model" in new and "model_fn" not in given:
         _check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
-    if parts["source"].run is not None:
+    if "task" in new and parts["source"].run is not None:
         sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
     return Parts(config=config, replaced=frozenset(given), **parts)
 

@@ -117,7 +117,7 @@ def check_tokenizer(function: str, run: Path, tokenizer: Tokenizer) -> None:
     trained_on = runs.recorded_count(run, "vocab_size", function)
     kept = {path.name: path.read_bytes() for path in (run / runs.TOKENIZER).glob("*.json")}
     own = tokenizer_files(tokenizer)
-    other = kept and own and any(kept.get(name) != own[name] for name in own if name in kept)
+    other = any(kept[name] != own[name] for name in kept.keys() & own.keys())
     if other or trained_on not in (None, tokenizer.vocab_size):
         raise ValueError(
             f"{function} expects a task with the tokenizer that --model {run} was trained with, of "
