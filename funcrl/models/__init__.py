@@ -11,10 +11,8 @@ from funcrl.models.transformer import (
     Transformer,
     TransformerConfig,
     init_params,
-    rotary_angles,
-    rotary_factors,
-    rotate,
 )
+from funcrl.ops.rotary import rotary_angles, rotary_factors, rotate
 
 __all__ = [
     "LARGEST",

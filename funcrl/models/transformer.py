@@ -9,15 +9,15 @@ weights; parameters are a separate flat dictionary. Three parts of it are argume
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from funcrl.core import checks, numerics, rng
+from funcrl.core import checks, rng
 from funcrl.core.arguments import Count, Positive, check_fields, checked
 from funcrl.core.types import Params
-from funcrl.ops import AttendFn, Ops, attend_causal, choose_ops
+from funcrl.ops import AttendFn, Ops, choose_ops
 
 # (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -52,6 +52,8 @@ class TransformerConfig:
         norm_eps: added to the mean square in RMSNorm.
         tied: whether the output projection is the embedding.
         context_length: the longest sample, prompt and completion, that a generator makes.
+        numerics: "native", torch's fastest operations; or "exact", operations whose result for a
+            row depends on that row alone, so that trainer and generator agree to the last bit.
     """
 
     vocab_size: Count = 512
@@ -67,6 +69,7 @@ class TransformerConfig:
     norm_eps: Positive = 1e-6
     tied: bool = True
     context_length: Count = 4096
+    numerics: Literal["native", "exact"] = "native"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,19 +127,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_width, c.norm_eps, ops) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
-        """Return attention's output [..., T, D] under a rotation [2, ..., 1, T, C]."""
+        """Return attention's output [..., T, D] under a rotation by `ops.rotation`."""
         maps = [(part.weight, part.bias) for part in (self.q, self.k, self.v)]
         q, k, v = (self._heads(part) for part in self.ops.project(x, maps))
-        c = self.config
-        turned = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=-3), rotation)
-        q, k = turned.split([c.num_heads, c.num_kv_heads], dim=-3)
-        attended = attend(q, k, v)
+        heads = [part.transpose(-2, -3) for part in (self.q_norm(q), self.k_norm(k), v)]
+        attended = attend(*self.ops.rotate(heads[:2], rotation), heads[2])
         out: Tensor = self.o(attended.transpose(-2, -3).flatten(-2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return [..., T, H C] as [..., H, T, C]."""
-        return x.unflatten(-1, (-1, self.config.head_width)).transpose(-2, -3)
+        """Return [..., T, H C] as [..., T, H, C]."""
+        return x.unflatten(-1, (-1, self.config.head_width))
 
 
 class MLP(nn.Module):
@@ -165,26 +166,31 @@ class Block(nn.Module):
         self.attention = Attention(config, ops)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps, ops)
         self.mlp = MLP(config, ops)
+        self.ops = ops
 
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return the residual stream [..., T, D] after the block."""
-        x = x + self.attention(self.attention_norm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        attended = self.attention(self.attention_norm(x), rotation, attend)
+        norm = self.mlp_norm
+        x, normalised = self.ops.add_rms_norm(x, attended, norm.weight, norm.eps)
+        out: Tensor = x + self.mlp(normalised)
         return out
 
 
 class Transformer(nn.Module):
     """A decoder-only transformer, `model(tokens, positions) -> logits`, without weights of its own.
 
-    Two more arguments of the call are functions. `attend` says which tokens see which: a causal
+    Two more arguments of the call are functions, and `dtype` is the one to compute in where exact
+    operations cast weights themselves. `attend` says which tokens see which: a causal
     sample when left out, `funcrl.ops.attend_segments(segment_ids)` for a packed row, a sequence
     with one function a layer where layers differ, as on a cache. `head` is called with the last
     layer's output [..., T, D] and the output matrix [V, D], and its result is the model's: all
     logits when left out.
 
     Args:
-        config: its shape.
-        ops: the arithmetic, "native" for torch's own, or a `funcrl.ops.Ops`.
+        config: its shape and its numerics.
+        ops: the arithmetic, "native", "exact" or a `funcrl.ops.Ops`; that of `config.numerics` when
+            left out.
 
     Example:
         >>> import torch, funcrl
@@ -198,10 +204,10 @@ class Transformer(nn.Module):
         torch.Size([2, 8])
     """
 
-    def __init__(self, config: TransformerConfig, ops: str | Ops = "native") -> None:
+    def __init__(self, config: TransformerConfig, ops: str | Ops | None = None) -> None:
         super().__init__()
         self.config = config
-        self.ops = chosen = choose_ops("Transformer", ops)
+        self.ops = chosen = choose_ops("Transformer", config.numerics if ops is None else ops)
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.width)
             self.blocks = nn.ModuleList(Block(config, chosen) for _ in range(config.num_layers))
@@ -214,70 +220,21 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: AttendFn | Sequence[AttendFn] = attend_causal,
+        attend: AttendFn | Sequence[AttendFn] | None = None,
         head: HeadFn | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
         checks.check_shape("Transformer", "positions", positions, "tokens", tokens.shape)
+        attend = self.ops.attend_causal if attend is None else attend
         layers = [attend] * len(self.blocks) if callable(attend) else attend
-        x = self.embed(tokens)
-        angles = rotary_angles(positions, self.config.head_width, self.config.rope_theta)
-        rotation = rotary_factors(angles).unsqueeze(-3)  # the same for all heads
+        x = self.ops.embed(tokens, self.embed.weight, dtype)
+        c = self.config
+        rotation = self.ops.rotation(positions, c.head_width, c.rope_theta)
         for block, attend_fn in zip(self.blocks, layers, strict=True):
             x = block(x, rotation, attend_fn)
         x = self.norm(x)
         return self.unembed(x) if head is None else head(x, self.unembed.weight)
-
-
-@checked
-def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
-    """Return `position * theta^(-2 i / C)` for each pair i, in float32: [..., T, C / 2].
-
-    Example:
-        >>> import torch, funcrl
-        >>> funcrl.models.rotary_angles(torch.tensor([0, 3]), head_width=2, theta=10.0)
-        tensor([[0.],
-                [3.]])
-    """
-    pairs = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device)
-    frequencies = torch.exp(pairs * (-math.log(theta) / head_width))
-    return positions[..., None].to(torch.float32) * frequencies
-
-
-@checked
-def rotary_factors(angles: Tensor) -> Tensor:
-    """Return the factors of `rotate`, [2, ..., C]: cosines, and sines with their signs.
-
-    Args:
-        angles: [..., C / 2], one for each pair.
-
-    Example:
-        >>> import torch, funcrl
-        >>> funcrl.models.rotary_factors(torch.zeros(1))
-        tensor([[1., 1.],
-                [-0., 0.]])
-    """
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
-
-
-@checked
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return `x` [..., T, C] with each pair (i, i + C/2) turned by its angle (arXiv:2104.09864).
-
-    Args:
-        x: [..., T, C].
-        rotation: [2, ..., T, C], as `rotary_factors` makes it.
-
-    Example:
-        >>> import torch, funcrl
-        >>> quarter_turn = torch.tensor([[[0.0, 0.0]], [[-1.0, 1.0]]])
-        >>> funcrl.models.rotate(torch.tensor([[1.0, 2.0]]), quarter_turn)
-        tensor([[-2.,  1.]])
-    """
-    cos, sin = rotation
-    wide = x.to(numerics.at_least_float32(x.dtype))
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 @checked

@@ -1,21 +1,16 @@
 """Operations with more than one implementation, or a backward pass of their own."""
 
-from funcrl.ops.arithmetic import (
-    NATIVE,
-    LinearFn,
-    Ops,
-    Weights,
-    choose_ops,
-    project,
-    rms_norm,
-    swiglu,
-)
-from funcrl.ops.attention import AttendFn, attend_causal, attend_hidden, attend_segments
+from funcrl.ops.arithmetic import project, rms_norm, swiglu
+from funcrl.ops.attention import attend_causal, attend_hidden, attend_segments
+from funcrl.ops.choice import NATIVE, choose_ops
 from funcrl.ops.chunked import linear_scores
+from funcrl.ops.contract import AttendFn, LinearFn, Ops, Weights
+from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash
 from funcrl.ops.scores import entropy
 
 __all__ = [
+    "EXACT",
     "NATIVE",
     "AttendFn",
     "LinearFn",

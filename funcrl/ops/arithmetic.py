@@ -1,25 +1,13 @@
-"""The arithmetic of a network, as an argument of a model: products, norm and activation."""
+"""The native arithmetic of a network: products, norms, activation and softmax as torch has them."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from funcrl.core import checks, numerics
+from funcrl.core import numerics
 from funcrl.core.arguments import checked
-
-LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
-
-
-class Ops(NamedTuple):
-    """The operations of a `Transformer`; each takes any leading axes."""
-
-    linear: LinearFn  # (x, weight, bias) -> x W^T + b
-    project: Callable[[Tensor, Weights], Sequence[Tensor]]  # (x, [(weight, bias), ...]) -> linears
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps)
-    swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
+from funcrl.ops.contract import Weights
 
 
 @checked
@@ -61,19 +49,20 @@ def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
     return [nn.functional.linear(x, weight, bias) for weight, bias in weights]
 
 
-NATIVE = Ops(linear=nn.functional.linear, project=project, rms_norm=rms_norm, swiglu=swiglu)
+def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the rows of `weight` that the tokens name, in `dtype` or its own."""
+    rows = nn.functional.embedding(tokens, weight)
+    return rows if dtype is None else rows.to(dtype)
 
 
-@checked
-def choose_ops(function: str, ops: str | Ops) -> Ops:
-    """Return the named operations, or `ops` itself if it is an `Ops`.
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `x + delta` and its `rms_norm`."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
 
-    Example:
-        >>> import funcrl
-        >>> funcrl.ops.choose_ops("Transformer", "native") is funcrl.ops.NATIVE
-        True
-    """
-    if isinstance(ops, Ops):
-        return ops
-    checks.check_choice(function, "ops", ops, ("native",))
-    return NATIVE
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Return log-probabilities over the last axis, in at least float32."""
+    wide = logits.to(numerics.at_least_float32(logits.dtype))
+    # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
+    return torch.log_softmax(wide if temperature == 1 else wide / temperature, dim=-1)

@@ -1,17 +1,12 @@
 """Attention functions, an argument of a model: they say which tokens see which."""
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-
-# (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
-AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+from funcrl.ops.contract import AttendFn
 
 
 @checked

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcrl.models import Transformer
 from funcrl.ops import AttendFn
@@ -63,7 +63,7 @@ def prefill(model: Transformer, prompts: Tensor, lengths: Tensor) -> Prefix:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pairs.append(torch.cat([k, v], dim=-1))
         # Padding stands after a prompt's tokens, so that no token of the prompt sees it.
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return model.ops.attend_prompts(q, k, v)
 
     def next_logits(x: Tensor, weight: Tensor) -> Tensor:
         rows = torch.arange(x.shape[0], device=x.device)
@@ -90,18 +90,16 @@ def extend(
     """
     num_samples, (num_heads, num_places, width) = len(tokens), cache.shape[2:]
     starts = torch.arange(num_samples * num_heads, device=tokens.device) * num_places
-    last = positions.repeat_interleave(num_heads)
-    written = starts + last
-    hidden = (torch.arange(longest + 1, device=tokens.device) > last[:, None])[:, None]
-    bias = torch.zeros_like(hidden, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
+    written = starts + positions.repeat_interleave(num_heads)
+    attend_last = model.ops.attend_last(positions, cache[0], longest + 1)
 
     def on_layer(layer: Tensor) -> AttendFn:
         rows = layer.view(-1, width)  # one for each sample, head and place
-        keys, values = layer[:num_samples, :, : longest + 1].flatten(0, 1).chunk(2, dim=-1)
+        keys, values = layer[:num_samples, :, : longest + 1].chunk(2, dim=-1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows.index_copy_(0, written, torch.cat([k, v], dim=-1).view(-1, width))
-            return _attend_last(q, keys, values, bias)
+            return attend_last(q, keys, values)
 
         return attend
 
@@ -111,10 +109,3 @@ def extend(
     attends = [on_layer(layer) for layer in cache]
     return model(tokens[:, None], positions[:, None], attend=attends, head=last_logits)
 
-
-def _attend_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Return attention of one query a sample, [n, H, 1, C], over [n K, S, C]."""
-    # One product for each sample and key head; the slices of the cache are views all the way.
-    rows = q.reshape(len(k), -1, k.shape[-1])
-    scores = torch.baddbmm(bias, rows, k.mT, alpha=k.shape[-1] ** -0.5)
-    return torch.bmm(torch.softmax(scores, dim=-1), v).view(q.shape)

@@ -1,0 +1,44 @@
+"""The operations that a name stands for."""
+
+from torch import nn
+
+from funcrl.core import checks
+from funcrl.core.arguments import checked
+from funcrl.ops import arithmetic, cached, rotary
+from funcrl.ops.attention import attend_causal, attend_segments
+from funcrl.ops.chunked import linear_scores
+from funcrl.ops.contract import Ops
+from funcrl.ops.exact import EXACT
+
+NATIVE = Ops(
+    embed=arithmetic.embed,
+    linear=nn.functional.linear,
+    project=arithmetic.project,
+    rms_norm=arithmetic.rms_norm,
+    add_rms_norm=arithmetic.add_rms_norm,
+    swiglu=arithmetic.swiglu,
+    rotation=rotary.rotation,
+    rotate=rotary.rotate_heads,
+    attend_causal=attend_causal,
+    attend_segments=attend_segments,
+    scores=linear_scores,
+    log_softmax=arithmetic.log_softmax,
+    attend_prompts=cached.attend_prompts,
+    attend_last=cached.attend_last,
+)
+_NAMED = {"native": NATIVE, "exact": EXACT}
+
+
+@checked
+def choose_ops(function: str, ops: str | Ops) -> Ops:
+    """Return the named operations, or `ops` itself if it is an `Ops`.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.ops.choose_ops("Transformer", "native") is funcrl.ops.NATIVE
+        True
+    """
+    if isinstance(ops, Ops):
+        return ops
+    checks.check_choice(function, "ops", ops, tuple(_NAMED))
+    return _NAMED[ops]

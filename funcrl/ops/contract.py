@@ -1,0 +1,49 @@
+"""What a `Transformer` computes with, as a value: each operation is a field that may be replaced."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
+# (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
+AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Ops(NamedTuple):
+    """The operations of a `Transformer`; each takes any leading axes.
+
+    Every one is a pure function of its arguments. Those that a generator alone calls, the last
+    three, need no gradient.
+    """
+
+    # (tokens [..., T], weight [V, D], dtype or None for the weight's) -> [..., T, D]
+    embed: Callable[[Tensor, Tensor, torch.dtype | None], Tensor]
+    linear: LinearFn  # (x, weight, bias) -> x W^T + b
+    project: Callable[[Tensor, Weights], Sequence[Tensor]]  # (x, [(weight, bias), ...]) -> linears
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps)
+    # (x, delta, weight, eps) -> (x + delta, its norm)
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
+    # (positions [..., T], head width, theta) -> the factors that `rotate` takes
+    rotation: Callable[[Tensor, int, float], Tensor]
+    rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
+    attend_causal: AttendFn
+    attend_segments: Callable[[Tensor], AttendFn]  # of segment_ids [..., T]
+    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probabilities, entropies
+    scores: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
+    log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
+    attend_prompts: AttendFn  # causal
+    # (positions [n] of one token a sample, a layer of the cache [n, K, S, 2 C], the number of
+    # places in use) -> attention of q [n, H, 1, C] over k and v [n, K, S, C] up to each position
+    attend_last: Callable[[Tensor, Tensor, int], AttendFn]
+    # Whether a row's result is a function of that row alone, and weights may have another dtype.
+    exact: bool = False
+
+
+def numerics_of(model: Any) -> str:
+    """Return "exact" for a network whose operations are, "native" for every other one."""
+    ops = getattr(model, "ops", None)
+    return "exact" if isinstance(ops, Ops) and ops.exact else "native"

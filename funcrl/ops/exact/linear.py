@@ -1,0 +1,86 @@
+"""Products with a weight, by rows that stand alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrl.core import numerics
+from funcrl.ops.contract import Weights
+from funcrl.ops.exact.kernels import kernels_of
+from funcrl.ops.exact.recipe import differentiable, operator
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x W^T + b`, without a derivative; weight and bias are cast to the dtype of x."""
+    bias = None if bias is None else bias.to(x.dtype)
+    out: Tensor = kernels_of(x).linear(_rows(x), weight.to(x.dtype), bias)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def plain_project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
+    """Return several `plain_linear` of one input."""
+    return [plain_linear(x, weight, bias) for weight, bias in weights]
+
+
+def _like_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@operator("linear", _like_linear, rows=(0,))
+def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `plain_linear` as an operator."""
+    return plain_linear(x, weight, bias)
+
+
+def _like_weight(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=numerics.at_least_float32(x.dtype))
+
+
+@operator("weight_gradient", _like_weight, rows=(0, 1), summed=True)
+def weight_gradient_op(grad: Tensor, x: Tensor) -> Tensor:
+    """Return `grad^T x` over all rows, in at least float32."""
+    out: Tensor = kernels_of(x).weight_gradient(_rows(grad), _rows(x))
+    return out
+
+
+def _like_bias(grad: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[-1], dtype=numerics.at_least_float32(grad.dtype))
+
+
+@operator("bias_gradient", _like_bias, rows=(0,), summed=True)
+def bias_gradient_op(grad: Tensor) -> Tensor:
+    """Return the sum of all rows, in at least float32."""
+    out: Tensor = kernels_of(grad).bias_gradient(_rows(grad))
+    return out
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+    return (linear_op(x, weight, bias),)
+
+
+def _backward(
+    wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
+) -> list[Tensor]:
+    (grad,), (x, weight, bias) = grads, inputs
+    found = []
+    if wanted[0]:
+        found.append(linear_op(grad, weight.to(x.dtype).mT, None))
+    if wanted[1]:
+        found.append(weight_gradient_op(grad, x).to(weight.dtype))
+    if wanted[2]:
+        found.append(bias_gradient_op(grad).to(bias.dtype))
+    return found
+
+
+linear = differentiable("linear", _forward, _backward, rows=(0,))
+
+
+def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
+    """Return several linear maps of one input."""
+    return [linear(x, weight, bias) for weight, bias in weights]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

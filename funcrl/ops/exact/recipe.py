@@ -1,0 +1,164 @@
+"""How an exact operation is made: custom operators for its two passes, joined for autograd.
+
+A tracer and a compiler see each operator as one opaque node, so that neither can change its order
+of additions. Under `vmap` the batch becomes one more leading axis of the rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+# (which gradients are wanted, gradients of the results, inputs, results) -> the gradients wanted
+BackwardFn: TypeAlias = Callable[
+    [Sequence[bool], Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Tensor]
+]
+
+
+def operator(
+    name: str, fake: Callable[..., Any], rows: Sequence[int], summed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that makes a function of tensors the operator `funcrl::name`.
+
+    Args:
+        name: of the operator.
+        fake: returns results of the right shapes and dtypes, of any values.
+        rows: the places of the arguments that have rows, along any leading axes.
+        summed: whether a result is a sum over rows: then each sample of a batch is a call of its
+            own, which gives it the bits that it has alone.
+    """
+
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        op: Any = torch.library.custom_op(f"funcrl::{name}", kernel, mutates_args=())
+        op.register_fake(fake)
+
+        def over_batch(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
+            if summed or not _only_rows(in_dims, rows):
+                return _each(op, info.batch_size, in_dims, inputs)
+            found = op(*_leading(info.batch_size, in_dims, inputs, rows))
+            return found, (0,) * len(found) if isinstance(found, tuple) else 0
+
+        op.register_vmap(over_batch)
+        return op  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def differentiable(
+    function: str,
+    forward: Callable[..., Tensors],
+    backward: BackwardFn,
+    rows: Sequence[int],
+    returned: int = 1,
+) -> Callable[..., Any]:
+    """Return an operation with a first derivative, for any nesting of `grad` and `vmap`.
+
+    Args:
+        function: its name, for errors.
+        forward: of the inputs; the first `returned` results are the operation's, the rest are for
+            the backward pass alone.
+        backward: the gradients.
+        rows: the places of the inputs that have rows, along any leading axes.
+        returned: the number of results that the operation returns.
+    """
+    once = _without_derivative(function, backward, returned)
+
+    class Operation(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Tensors:
+            return forward(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+            ctx.mark_non_differentiable(*output[returned:])
+            ctx.constants = [None if isinstance(each, Tensor) else each for each in inputs]
+            ctx.places = [n for n, each in enumerate(inputs) if isinstance(each, Tensor)]
+            ctx.save_for_backward(*(inputs[place] for place in ctx.places), *output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            inputs, saved = list(ctx.constants), list(ctx.saved_tensors)
+            for place in ctx.places:
+                inputs[place] = saved.pop(0)
+            wanted = tuple(ctx.needs_input_grad)
+            found = iter(once(wanted, *grads[:returned], *inputs, *saved))
+            return tuple(next(found) if each else None for each in wanted)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
+            if not _only_rows(in_dims, rows):
+                return _each(Operation.apply, info.batch_size, in_dims, inputs)
+            found = _apply(Operation, *_leading(info.batch_size, in_dims, inputs, rows))
+            return found, (0,) * len(found)
+
+    def call(*inputs: Any) -> Any:
+        found = _apply(Operation, *inputs)
+        return found[0] if returned == 1 else found[:returned]
+
+    return call
+
+
+def _without_derivative(function: str, backward: BackwardFn, returned: int) -> Callable[..., Any]:
+    """Return a backward pass whose own derivative is an error, where torch would take it for 0."""
+
+    class Once(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(wanted: tuple[bool, ...], *tensors: Any) -> Tensors:
+            end = returned + len(wanted)
+            parts = tensors[:returned], tensors[returned:end], tensors[end:]
+            return tuple(backward(wanted, *parts))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+            """Keep nothing: there is no backward pass."""
+
+        @staticmethod
+        def backward(*_: Any) -> Any:
+            raise RuntimeError(
+                f"{function} has a first derivative only with exact numerics, got a second one to "
+                f"compute; native numerics have them all."
+            )
+
+    return lambda *inputs: _apply(Once, *inputs)
+
+
+def _apply(function: Any, *inputs: Any) -> Any:
+    return function.apply(*inputs)
+
+
+def _only_rows(in_dims: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Return whether nothing but rows is batched: no weight is."""
+    return all(at is None or place in rows for place, at in enumerate(in_dims))
+
+
+def _leading(
+    size: int, in_dims: Sequence[int | None], inputs: Sequence[Any], rows: Sequence[int]
+) -> list[Any]:
+    """Return the inputs with the batch as the first axis of all that has rows."""
+    lead = list(inputs)
+    for place in rows:
+        part, at = inputs[place], in_dims[place]
+        if isinstance(part, Tensor):
+            lead[place] = part.expand(size, *part.shape) if at is None else part.movedim(at, 0)
+    return lead
+
+
+def _each(
+    op: Callable[..., Any], size: int, in_dims: Sequence[int | None], inputs: Sequence[Any]
+) -> Any:
+    """Return the results of each sample, one call after the other, and their batch axes."""
+    calls = [
+        op(*(
+            part if at is None else part.select(at, index)
+            for part, at in zip(inputs, in_dims, strict=True)
+        ))
+        for index in range(size)
+    ]  # fmt: skip
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return found, (0,) * len(found)
