@@ -1,0 +1,34 @@
+"""Kernels for a CPU: a row of a result is a function of that row and of the number of threads."""
+
+from funcrl.ops.exact.cpu.attention import attend
+from funcrl.ops.exact.cpu.attention_gradients import attend_gradients
+from funcrl.ops.exact.cpu.elements import rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cpu.norm import add_rms_norm, rms_norm, rms_norm_gradients
+from funcrl.ops.exact.cpu.paged import attend_paged
+from funcrl.ops.exact.cpu.products import (
+    bias_gradient,
+    embedding_gradient,
+    linear,
+    weight_gradient,
+)
+from funcrl.ops.exact.cpu.scores import log_softmax, logsumexp, scores, scores_gradients
+
+__all__ = [
+    "add_rms_norm",
+    "attend",
+    "attend_gradients",
+    "attend_paged",
+    "bias_gradient",
+    "embedding_gradient",
+    "linear",
+    "log_softmax",
+    "logsumexp",
+    "rms_norm",
+    "rms_norm_gradients",
+    "rotate",
+    "scores",
+    "scores_gradients",
+    "swiglu",
+    "swiglu_gradients",
+    "weight_gradient",
+]

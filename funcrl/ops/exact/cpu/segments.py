@@ -1,0 +1,74 @@
+"""Rows of attention as a batch of segments, each of whose keys begin at place 0."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segments(NamedTuple):
+    """The segments [N] of packed rows, their queries padded to one length L.
+
+    A query or key that a segment lacks is some place of the row, and hidden by `last`.
+    """
+
+    row: Tensor  # [N, 1] int64
+    query: Tensor  # [N, L] int64, places in the row
+    key: Tensor  # [N, S] int64, places in the row
+    last: Tensor  # [N, L] int64, the last key that a query sees, counted in its segment; -1 none
+    real: Tensor  # [N, L] bool
+
+
+def common_first(first: Tensor, last: Tensor) -> int | None:
+    """Return the one first key of all queries that see any, or None if there are several."""
+    seen = first[last >= first]
+    if not seen.numel():
+        return 0
+    low, high = seen.aminmax()
+    return int(low) if low == high else None
+
+
+def split_segments(first: Tensor, last: Tensor) -> list[Segments]:
+    """Return the segments of all rows, those of the same rounded length together."""
+    length = first.shape[1]
+    live = last >= first
+    fresh = torch.ones_like(live)
+    fresh[:, 1:] = (first[:, 1:] != first[:, :-1]) | (live[:, 1:] != live[:, :-1])
+    row, start = (fresh & live).nonzero(as_tuple=True)
+    ends = torch.full_like(first, length)
+    places = torch.arange(length, device=first.device)
+    nexts = torch.where(fresh, places, length).flip(1).cummin(dim=1).values.flip(1)
+    ends[:, :-1] = nexts[:, 1:]
+    count = ends[row, start] - start
+    rounded = round_length(count)
+    key_start = first[row, start]
+    num_keys = last[row, start + count - 1] - key_start + 1
+    wanted = torch.stack((rounded, round_length(num_keys)), dim=1)
+    groups = []
+    for queries, keys in wanted.unique(dim=0).tolist():
+        chosen = ((rounded == queries) & (wanted[:, 1] == keys)).nonzero().squeeze(1)
+        groups.append(
+            _group(
+                row[chosen], start[chosen], count[chosen], key_start[chosen], last, queries, keys
+            )
+        )
+    return groups
+
+
+def round_length(length: Tensor) -> Tensor:
+    """Return lengths rounded up to multiples of 8, so that few different ones are left."""
+    return (length + 7) // 8 * 8
+
+
+def _group(
+    row: Tensor, start: Tensor, count: Tensor, key_start: Tensor, last: Tensor, queries: int,
+    keys: int,
+) -> Segments:  # fmt: skip
+    offsets = torch.arange(queries, device=last.device)
+    real = offsets < count[:, None]
+    query = torch.where(real, start[:, None] + offsets, start[:, None])
+    row = row[:, None]
+    own_last = torch.where(real, last[row, query] - key_start[:, None], -1)
+    key = key_start[:, None] + torch.arange(keys, device=last.device)
+    top = own_last.amax(dim=1, keepdim=True) + key_start[:, None]
+    return Segments(row, query, torch.minimum(key, top), own_last, real)
