@@ -10,6 +10,7 @@ from funcrl.core.types import Params
 from funcrl.models import MLP, Attention, Linear, Transformer
 from funcrl.models.functional import bind
 from funcrl.ops import LinearFn, Weights
+from funcrl.ops.exact import EXACT_FORWARD
 
 # Smaller matrices stay in the cache, where the plain product is at least as fast (measured).
 _SMALLEST = 1 << 18
@@ -20,9 +21,12 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     """Return the model bound to `params`, on a CPU with copies laid out for products of few rows.
 
     Matrices that multiply the same input are joined to one, and large ones take oneDNN's blocked
-    layout, which halves the time of a product with a few rows. A model with operations of its own,
-    other dtypes, and other devices get the plain bound model.
+    layout, which halves the time of a product with a few rows. A model of exact numerics calls its
+    kernels directly. One with operations of its own, other dtypes, and other devices get the plain
+    bound model.
     """
+    if model.ops is ops.EXACT:
+        return bind(Transformer(model.config, EXACT_FORWARD), params)
     first = next(iter(params.values()))
     plain = model.ops is not ops.NATIVE or first.device.type != "cpu" or first.dtype not in _DTYPES
     if plain or not torch.backends.mkldnn.is_available():

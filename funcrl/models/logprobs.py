@@ -13,6 +13,9 @@ from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ModelFn, Params, Row, TokenScores
 from funcrl.models.logits import forward_takes, logits_fn
 
+# Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same.
+_CHUNK = 1024
+
 
 @checked
 def token_scores(logits: Tensor, tokens: Tensor, temperature: Positive = 1.0) -> TokenScores:
@@ -86,6 +89,7 @@ def logprob_fn(
                 f"{type(model).__name__}."
             )
     apply = logits_fn(model)
+    network_ops = ops.ops_of(model)
 
     @checked
     def model_fn(params: Params, sample: Row) -> TokenScores:
@@ -102,22 +106,26 @@ def logprob_fn(
                     f"logprob_fn expects one sample a row, a Batch, for a network whose forward "
                     f"does not take attend=, got a PackedBatch for {type(model).__name__}."
                 )
-            options["attend"] = ops.attend_segments(segment_ids)
-        if dtype is not None:
+            options["attend"] = network_ops.attend_segments(segment_ids)
+        if dtype is not None and network_ops.exact:
+            options["dtype"] = dtype  # weights are cast where they are used: gradients stay wide
+        elif dtype is not None:
             params = tree.cast(params, dtype)
-        if chunk is None:
+        if chunk is None and not network_ops.exact:
             logits = apply(params, sample, **options)
             return token_scores(logits, sample.tokens, temperature)
 
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
             # no copy and suit a GPU's tiles.
-            return ops.linear_scores(hidden, weight, sample.tokens.roll(-1), temperature, chunk)
+            targets = sample.tokens.roll(-1)
+            return network_ops.scores(hidden, weight, targets, temperature, chunk or _CHUNK)
 
         logprobs, entropy = apply(params, sample, head=scores, **options)
         start = logprobs.new_zeros(1)
         return TokenScores(torch.cat([start, logprobs[:-1]]), torch.cat([start, entropy[:-1]]))
 
+    model_fn.exact = network_ops.exact  # type: ignore[attr-defined]  # (a step reads it)
     return model_fn
 
 

@@ -2,7 +2,7 @@
 
 from funcrl.ops.arithmetic import project, rms_norm, swiglu
 from funcrl.ops.attention import attend_causal, attend_hidden, attend_segments
-from funcrl.ops.choice import NATIVE, choose_ops
+from funcrl.ops.choice import NATIVE, choose_ops, ops_of
 from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import AttendFn, LinearFn, Ops, Weights
 from funcrl.ops.exact import EXACT
@@ -23,6 +23,7 @@ __all__ = [
     "choose_ops",
     "entropy",
     "linear_scores",
+    "ops_of",
     "project",
     "rms_norm",
     "swiglu",

@@ -1,5 +1,7 @@
 """The operations that a name stands for."""
 
+from typing import Any
+
 from torch import nn
 
 from funcrl.core import checks
@@ -42,3 +44,15 @@ def choose_ops(function: str, ops: str | Ops) -> Ops:
         return ops
     checks.check_choice(function, "ops", ops, tuple(_NAMED))
     return _NAMED[ops]
+
+
+def ops_of(model: Any) -> Ops:
+    """Return the operations of a network: the native ones where it does not name its own.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.ops.ops_of(torch.nn.Linear(2, 2)) is funcrl.ops.NATIVE
+        True
+    """
+    own = getattr(model, "ops", None)
+    return own if isinstance(own, Ops) else NATIVE

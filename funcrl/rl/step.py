@@ -60,6 +60,7 @@ def grpo_step(
         per_sample: a function of gradients with a leading axis B, such as
             `funcrl.clip_per_sample(1.0)`; without it no per-sample gradient is ever made.
         microbatch: rows differentiated at a time; any value gives the same step up to rounding.
+            With a `model_fn` of exact numerics, 1, 2 and 4 micro-batches give the same bits.
         prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
             pass.
 
@@ -82,6 +83,7 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
+    exact = getattr(model_fn, "exact", False)
     model_fn = _scoring(model_fn)
     algorithm = grpo() if algorithm is None else algorithm
     if optimizer is None:
@@ -91,7 +93,13 @@ def grpo_step(
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return policy_loss(algorithm, model_fn(params, sample), sample)
 
-    gradient = grads.summed_gradient(sample_loss, per_sample, microbatch, function="grpo_step")
+    gradient = grads.summed_gradient(
+        sample_loss,
+        per_sample,
+        microbatch,
+        in_blocks=exact and per_sample is None,
+        function="grpo_step",
+    )
 
     @checked
     def init(params: Params, seed: int = 0) -> TrainState:

@@ -1,6 +1,7 @@
 """From logits to tokens: the sampling distribution, and a draw that depends on its row alone."""
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -8,13 +9,18 @@ from torch import Tensor
 from funcrl.config import Sampling
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
+from funcrl.ops.arithmetic import log_softmax as native_log_softmax
+
+LogSoftmaxFn: TypeAlias = Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
 
 # Sorting a vocabulary is slow, and the nucleus is nearly always within the most likely few.
 _LIKELY = 1024
 
 
 @checked
-def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
+def sampling_logprobs(
+    logits: Tensor, sampling: Sampling, log_softmax: LogSoftmaxFn = native_log_softmax
+) -> Tensor:
     """Return the log-probabilities [B, V] of the distribution that `sampling` draws from.
 
     Temperature, then top-k, then top-p of what is left, then min-p, then normalised: -inf for what
@@ -25,6 +31,7 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     Args:
         logits: [B, V].
         sampling: whose temperature, top_k, top_p and min_p to use.
+        log_softmax: of the network's numerics; torch's when left out.
 
     Example:
         >>> import torch, funcrl
@@ -38,13 +45,11 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         best = wide.argmax(dim=-1, keepdim=True)
         return torch.full_like(wide, -torch.inf).scatter(-1, best, 0.0)
-    if sampling.temperature != 1:
-        wide = wide / sampling.temperature
-    logprobs = torch.log_softmax(wide, dim=-1)
+    logprobs = log_softmax(wide, sampling.temperature)
     for smallest in _thresholds(sampling):
         # A log-probability below its row's threshold is out; the rest is normalised again.
         kept = logprobs.masked_fill(logprobs < smallest(logprobs), -torch.inf)
-        logprobs = torch.log_softmax(kept, dim=-1)
+        logprobs = log_softmax(kept, 1.0)
     return logprobs
 
 
@@ -75,7 +80,11 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 @checked
 def draw_tokens(
-    logits: Tensor, counts: Tensor, uniform: Tensor, sampling: Sampling
+    logits: Tensor,
+    counts: Tensor,
+    uniform: Tensor,
+    sampling: Sampling,
+    log_softmax: LogSoftmaxFn = native_log_softmax,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens [B], their log-probabilities as drawn, and those under the policy itself.
 
@@ -84,6 +93,7 @@ def draw_tokens(
         counts: [B], tokens that each sample has already: a stop token is not drawn too early.
         uniform: [B] in [0, 1), float64.
         sampling: how to draw.
+        log_softmax: of the network's numerics; torch's when left out.
 
     Example:
         >>> import torch, funcrl
@@ -100,12 +110,12 @@ def draw_tokens(
         allowed = logits.clone()
         stops = list(sampling.stop_tokens)
         allowed[:, stops] = allowed[:, stops].masked_fill(early, -torch.inf)
-    logprobs = sampling_logprobs(allowed, sampling)
+    logprobs = sampling_logprobs(allowed, sampling, log_softmax)
     tokens = draw(logprobs, uniform)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if _draws_from_policy(sampling):
         return tokens, chosen, chosen
-    policy = torch.log_softmax(logits, dim=-1)
+    policy = log_softmax(logits, 1.0)
     return tokens, chosen, policy.gather(1, tokens[:, None]).squeeze(1)
 
 

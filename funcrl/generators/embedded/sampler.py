@@ -104,7 +104,8 @@ class Sampler(EmbeddedGenerator):
                 def open_decoder(rows: int, places: int) -> CachedTransformer:
                     return CachedTransformer(network, rows, places)
 
-                return Batch(open_decoder, request, network.norm.weight.device).run()
+                device = network.norm.weight.device
+                return Batch(open_decoder, request, device, network.ops.log_softmax).run()
 
             return draw
 

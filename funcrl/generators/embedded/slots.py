@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from funcrl.core import rng
-from funcrl.generators.embedded.draw import draw_tokens
+from funcrl.generators.embedded.draw import LogSoftmaxFn, draw_tokens
 from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
 from funcrl.generators.prompts import Prompts, sample_seeds
+from funcrl.ops.arithmetic import log_softmax
 
 # Padded prompt tokens in one forward pass, so that its activations stay bounded.
 _PREFILL_TOKENS = 16384
@@ -39,7 +40,14 @@ class Batch:
     finished sample costs nothing.
     """
 
-    def __init__(self, open_decoder: OpenFn, request: Request, device: torch.device) -> None:
+    def __init__(
+        self,
+        open_decoder: OpenFn,
+        request: Request,
+        device: torch.device,
+        log_softmax: LogSoftmaxFn = log_softmax,
+    ) -> None:
+        self.log_softmax = log_softmax
         prompts, sampling = request.prompts, request.sampling
         self.request, self.sampling = request, sampling
         self.seeds = sample_seeds(prompts, sampling.num_samples, request.seed)
@@ -97,7 +105,7 @@ class Batch:
         """Draw the next token of the samples from slot `start` on."""
         rows = slice(start, len(self.samples))
         numbers = self.uniforms[rows].gather(1, self.counts[rows, None]).squeeze(1)
-        drawn = draw_tokens(logits, self.counts[rows], numbers, self.sampling)
+        drawn = draw_tokens(logits, self.counts[rows], numbers, self.sampling, self.log_softmax)
         self.tokens[rows] = drawn[0]
         self.positions[rows] += 1
         self.counts[rows] += 1

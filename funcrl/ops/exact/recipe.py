@@ -41,7 +41,8 @@ def operator(
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
         op.register_vmap(over_batch)
-        return op  # type: ignore[no-any-return]
+        overload: Callable[..., Any] = getattr(torch.ops.funcrl, name).default
+        return overload
 
     return decorate
 
