@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 # (which gradients are wanted, gradients of the results, inputs, results) -> the gradients wanted
@@ -18,7 +19,12 @@ BackwardFn: TypeAlias = Callable[
 
 
 def operator(
-    name: str, fake: Callable[..., Any], rows: Sequence[int], summed: bool = False
+    name: str,
+    fake: Callable[..., Any],
+    rows: Sequence[int],
+    *,
+    summed: bool = False,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that makes a function of tensors the operator `funcrl::name`.
 
@@ -28,6 +34,7 @@ def operator(
         rows: the places of the arguments that have rows, along any leading axes.
         summed: whether a result is a sum over rows: then each sample of a batch is a call of its
             own, which gives it the bits that it has alone.
+        flops: the operations of its products, of the shapes of the inputs; none are left out.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +48,10 @@ def operator(
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
         op.register_vmap(over_batch)
-        overload: Callable[..., Any] = getattr(torch.ops.funcrl, name).default
+        packet = getattr(torch.ops.funcrl, name)
+        if flops is not None:
+            register_flop_formula(packet)(lambda *shapes, out_shape=None, **_: flops(*shapes))
+        overload: Callable[..., Any] = packet.default
         return overload
 
     return decorate
