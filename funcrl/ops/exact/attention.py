@@ -101,8 +101,8 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
     """Return causal attention within segments [T]; padding, -1, is a segment, too."""
     checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
     last = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[1:] = segment_ids[1:] != segment_ids[:-1]
+    changes = segment_ids[1:] != segment_ids[:-1]
+    starts = torch.cat([torch.ones_like(segment_ids[:1], dtype=torch.bool), changes])
     first = torch.where(starts, last, 0).cummax(dim=-1).values
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
