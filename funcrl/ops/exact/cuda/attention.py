@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     rows: int
     heads: int  # of a tile
     pack: int  # places for heads in a tile, a power of two
-    options: dict[str, int | bool]
+    options: dict[str, int | str]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def _tile(q: Tensor, group: int, length: int, packed: bool) -> Tile:
     if not ieee and columns <= 128 and length * pack > rows:
         rows = 128
     options = {
-        "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns, "IEEE": ieee,
-        "num_warps": 8 if rows == 128 else 4, "num_stages": 3 if columns <= 128 else 2,
+        "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns,
+        "PRECISION": "ieee" if ieee else "tf32", "num_warps": 8 if rows == 128 else 4, "num_stages": 3 if columns <= 128 else 2,
     }  # fmt: skip
     return Tile(rows, heads, pack, options)

@@ -40,10 +40,12 @@ def row_kernel(
 def query_kernel(
     grad, q, k, v, delta, power, first, last, grad_q, H, G, T, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of queries, by the loop of the forward pass."""
-    times = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)
+    head_time = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    tail_time = tl.minimum(head_time + BM, T) - 1
+    times = head_time + tl.arange(0, BM)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     columns = tl.arange(0, BC)
     known = times < T
@@ -61,54 +63,44 @@ def query_kernel(
     k += batch * k_b + head // G * k_h
     v += batch * v_b + head // G * v_h
     summed = tl.zeros((BM, BC), tl.float32)
-    current = tl.min(tl.where(alive, owner, NEVER), 0)
+    head_group = tl.load(first + batch * first_b + head_time * first_t).to(tl.int32)
+    tail_group = tl.load(first + batch * first_b + tail_time * first_t).to(tl.int32)
+    head_end = tl.load(last + batch * last_b + head_time * last_t).to(tl.int32)
+    tail_end = tl.load(last + batch * last_b + tail_time * last_t).to(tl.int32)
+    simple = (head_group == tail_group) & (head_end >= head_group) & (tail_end >= head_end)
+    current = head_group
+    if not simple:
+        current = tl.min(tl.where(alive, owner, NEVER), 0)
     while current < NEVER:
         own = alive & (owner == current)
-        stop = tl.max(tl.where(own, end, -1), 0) + 1
-        shared = tl.min(tl.where(own, end, tl.where(alive, -1, NEVER)), 0) + 1
-        whole = current + tl.maximum(shared - current, 0) // BN * BN
-        for start in range(current, whole, BN):
-            summed = _query_block(
-                queries, given, row_delta, row_power, k, v, summed, start, stop, own, end, scale, C,
-                k_s, v_s, BN, BC, IEEE, False,
-            )  # fmt: skip
-        for start in range(whole, stop, BN):
-            summed = _query_block(
-                queries, given, row_delta, row_power, k, v, summed, start, stop, own, end, scale, C,
-                k_s, v_s, BN, BC, IEEE, True,
-            )  # fmt: skip
-        current = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        stop = tail_end + 1
+        if not simple:
+            stop = tl.max(tl.where(own, end, -1), 0) + 1
+        limit = tl.where(own, end, -1)
+        for start in range(current, stop, BN):
+            places = start + tl.arange(0, BN)
+            inside = (columns < C)[None, :] & (places < stop)[:, None]
+            keys = tl.load(k + places[:, None] * k_s + columns[None, :], mask=inside, other=0.0)
+            values = tl.load(v + places[:, None] * v_s + columns[None, :], mask=inside, other=0.0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            towards = tl.dot(given, tl.trans(values), input_precision=PRECISION)
+            p = tl.exp2(tl.fma(score, scale, -row_power[:, None]))
+            p = tl.where(places[None, :] <= limit[:, None], p, 0.0)
+            slope = (p * (towards - row_delta[:, None])).to(keys.dtype)
+            summed = tl.dot(slope, keys, summed, input_precision=PRECISION)
+        following = tl.full((), NEVER, tl.int32)
+        if not simple:
+            following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        current = following
     summed = tl.where(alive[:, None], summed * factor, 0.0)
     tl.store(grad_q + at[:, None] * C + columns[None, :], summed, mask=seen)
 
 
 @triton.jit
-def _query_block(
-    queries, given, row_delta, row_power, k, v, summed, start, stop, own, end, scale, C, k_s, v_s,
-    BN: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    places = start + tl.arange(0, BN)
-    columns = tl.arange(0, BC)
-    seen = (columns < C)[None, :]
-    if MASK:
-        seen = seen & (places < stop)[:, None]
-    keys = tl.load(k + places[:, None] * k_s + columns[None, :], mask=seen, other=0.0)
-    values = tl.load(v + places[:, None] * v_s + columns[None, :], mask=seen, other=0.0)
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    score = tl.dot(queries, tl.trans(keys), input_precision=precision)
-    p = tl.exp2(tl.fma(score, scale, -row_power[:, None]))
-    if MASK:
-        p = tl.where(own[:, None] & (places[None, :] <= end[:, None]), p, 0.0)
-    towards = tl.dot(given, tl.trans(values), input_precision=precision)
-    slope = p * (towards - row_delta[:, None])
-    return tl.dot(slope.to(keys.dtype), keys, summed, input_precision=precision)
-
-
-@triton.jit
 def key_kernel(
-    grad, q, k, v, delta, power, first, last, grad_k, grad_v, H, G, T, S, C, scale, factor,
+    grad, q, k, v, delta, power, first, last, ranges, grad_k, grad_v, H, G, T, S, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, IEEE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries."""
     place = tl.program_id(0) * BN
@@ -122,31 +114,44 @@ def key_kernel(
     values = tl.load(v_at, mask=seen, other=0.0)
     first += batch * first_b
     last += batch * last_b
+    q += batch * q_b
+    grad += batch * g_b
+    power += batch * H * T
+    delta += batch * H * T
     sum_k = tl.zeros((BN, BC), tl.float32)
     sum_v = tl.zeros((BN, BC), tl.float32)
-    _, _, _, begin = _range(first, last, first_t, last_t, place, -1, T, BN, BT)
+    # The queries of one segment that see the tile: begin..stop.
+    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
+    begin, segment = tl.load(ranges), tl.load(ranges + 1)
+    stop, following = tl.load(ranges + 2), tl.load(ranges + 3)
     while begin < NEVER:
-        # The queries of one segment that see the tile: begin..stop, from `whole` on all of it.
-        segment = tl.load(first + begin * first_t).to(tl.int32)
-        _, stop, whole, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+        limit = tl.where(places >= segment, places, NEVER)  # keys of an earlier segment: none
         start = begin - ((begin - segment) % BM + BM) % BM
-        whole = start + tl.maximum(tl.minimum(whole, stop) - start + BM - 1, 0) // BM * BM
-        whole = tl.where(segment <= place, whole, stop)
-        for member in range(G):
-            head = key_head * G + member
-            q_of, g_of = q + batch * q_b + head * q_h, grad + batch * g_b + head * g_h
-            row = (batch * H + head) * T
-            for block in range(start, tl.minimum(whole, stop), BM):
-                sum_k, sum_v = _key_block(
-                    q_of, g_of, delta + row, power + row, last, keys, values, sum_k, sum_v, block,
-                    begin, stop, segment, places, scale, C, q_t, g_t, last_t, BM, BC, IEEE, True,
-                )  # fmt: skip
-            for block in range(whole, stop, BM):
-                sum_k, sum_v = _key_block(
-                    q_of, g_of, delta + row, power + row, last, keys, values, sum_k, sum_v, block,
-                    begin, stop, segment, places, scale, C, q_t, g_t, last_t, BM, BC, IEEE, False,
-                )  # fmt: skip
+        blocks = (stop - start + BM - 1) // BM
+        for step in range(G * blocks):
+            head = key_head * G + step // blocks
+            times = start + step % blocks * BM + tl.arange(0, BM)
+            known = (times >= begin) & (times < stop)
+            inside = known[:, None] & (columns < C)[None, :]
+            q_at = q + head * q_h + times[:, None] * q_t + columns[None, :]
+            g_at = grad + head * g_h + times[:, None] * g_t + columns[None, :]
+            row = head * T + times
+            queries = tl.load(q_at, mask=inside, other=0.0)
+            given = tl.load(g_at, mask=inside, other=0.0)
+            row_power = tl.load(power + row, mask=known, other=float("inf"))
+            row_delta = tl.load(delta + row, mask=known, other=0.0)
+            end = tl.load(last + times * last_t, mask=known, other=-1).to(tl.int32)
+            score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            p = tl.exp2(tl.fma(score, scale, -row_power[None, :]))
+            p = tl.where(limit[:, None] <= end[None, :], p, 0.0)
+            sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=PRECISION)
+            towards = tl.dot(values, tl.trans(given), input_precision=PRECISION)
+            slope = (p * (towards - row_delta[None, :])).to(queries.dtype)
+            sum_k = tl.dot(slope, queries, sum_k, input_precision=PRECISION)
         begin = following
+        if begin < NEVER:
+            segment = tl.load(first + begin * first_t).to(tl.int32)
+            stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
     at = ((batch * tl.num_programs(1) + key_head) * S + places)[:, None] * C + columns[None, :]
     tl.store(grad_k + at, sum_k * factor, mask=seen)
     tl.store(grad_v + at, sum_v, mask=seen)
@@ -154,11 +159,8 @@ def key_kernel(
 
 @triton.jit
 def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT: tl.constexpr):
-    """Return of the segment's queries that see the tile: the first, the end, the first that sees
-    all of it; and the first query of a later segment that sees the tile."""
-    begin = tl.full((), NEVER, tl.int32)
+    """Return the end of the segment's queries that see the tile, and the first of a later one's."""
     stop = tl.full((), 0, tl.int32)
-    whole = tl.full((), NEVER, tl.int32)
     following = tl.full((), NEVER, tl.int32)
     for start in range(0, T, BT):
         times = start + tl.arange(0, BT)
@@ -166,38 +168,27 @@ def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT
         end = tl.load(last + times * last_t, mask=times < T, other=-1).to(tl.int32)
         sees = (end >= owner) & (end >= place) & (owner < place + BN)
         own = sees & (owner == segment)
-        begin = tl.minimum(begin, tl.min(tl.where(own, times, NEVER), 0))
         stop = tl.maximum(stop, tl.max(tl.where(own, times + 1, 0), 0))
-        full = own & (end >= place + BN - 1)
-        whole = tl.minimum(whole, tl.min(tl.where(full, times, NEVER), 0))
         following = tl.minimum(
             following, tl.min(tl.where(sees & (owner > segment), times, NEVER), 0)
         )
-    return begin, stop, whole, following
+    return stop, following
 
 
 @triton.jit
-def _key_block(
-    q, grad, delta, power, last, keys, values, sum_k, sum_v, block, begin, stop, segment, places,
-    scale, C, q_t, g_t, last_t,
-    BM: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    times = block + tl.arange(0, BM)
-    columns = tl.arange(0, BC)
-    known = (times >= begin) & (times < stop)
-    seen = known[:, None] & (columns < C)[None, :]
-    queries = tl.load(q + times[:, None] * q_t + columns[None, :], mask=seen, other=0.0)
-    given = tl.load(grad + times[:, None] * g_t + columns[None, :], mask=seen, other=0.0)
-    row_power = tl.load(power + times, mask=known, other=float("inf"))
-    row_delta = tl.load(delta + times, mask=known, other=0.0)
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    score = tl.dot(keys, tl.trans(queries), input_precision=precision)
-    p = tl.exp2(tl.fma(score, scale, -row_power[None, :]))
-    if MASK:
-        end = tl.load(last + times * last_t, mask=known, other=-1).to(tl.int32)
-        p = tl.where((places[:, None] <= end[None, :]) & (places >= segment)[:, None], p, 0.0)
-    sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=precision)
-    towards = tl.dot(values, tl.trans(given), input_precision=precision)
-    slope = p * (towards - row_delta[None, :])
-    sum_k = tl.dot(slope.to(queries.dtype), queries, sum_k, input_precision=precision)
-    return sum_k, sum_v
+def range_kernel(
+    first, last, ranges, T, first_b, first_t, last_b, last_t, BN: tl.constexpr, BT: tl.constexpr
+):
+    """Write, for a tile of keys, the first segment that sees it: begin, segment, and `_range`."""
+    place = tl.program_id(0) * BN
+    batch = tl.program_id(1).to(tl.int64)
+    first += batch * first_b
+    last += batch * last_b
+    _, begin = _range(first, last, first_t, last_t, place, -1, T, BN, BT)
+    segment = tl.load(first + tl.minimum(begin, T - 1) * first_t).to(tl.int32)
+    stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
+    tl.store(ranges, begin)
+    tl.store(ranges + 1, segment)
+    tl.store(ranges + 2, stop)
+    tl.store(ranges + 3, following)

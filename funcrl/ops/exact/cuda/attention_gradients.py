@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.attention import log2_scale
-from funcrl.ops.exact.cuda.attention_gradient_kernels import key_kernel, query_kernel, row_kernel
+from funcrl.ops.exact.cuda.attention_gradient_kernels import (
+    key_kernel,
+    query_kernel,
+    range_kernel,
+    row_kernel,
+)
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh, power_of_two
 
 _SCAN = 512  # queries of which a program reads the ranges at a time
@@ -51,24 +56,29 @@ def attend_gradients(
         BC=columns, **tile, **STRICT,
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
-    key_kernel[(-(-places // tile["BN"]), key_heads, batch)](
-        *inputs, *grads[1:], heads, heads // key_heads, length, places, width, *factors, *strides,
-        BC=columns, BT=_SCAN, **tile, **STRICT,
+    tiles = -(-places // tile["BN"])
+    spans = fresh(q, batch, tiles, 4, dtype=torch.int32)
+    range_kernel[(tiles, batch)](
+        *ranges, spans, length, *strides[-4:], BN=tile["BN"], BT=_SCAN, **STRICT
+    )
+    key_kernel[(tiles, key_heads, batch)](
+        *inputs, spans, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
+        *strides, BC=columns, BT=_SCAN, **tile, **STRICT,
     )  # fmt: skip
     return grads
 
 
-def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int]:
+def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 32, "IEEE": True, "num_warps": 4, "num_stages": 2}
+        return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
-        return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 4, "num_stages": 2}
-    return {"BM": 128, "BN": 64, "IEEE": False, "num_warps": 8, "num_stages": 2}
+        return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 2}
+    return {"BM": 128, "BN": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 2}
 
 
-def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int]:
+def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 32, "IEEE": True, "num_warps": 4, "num_stages": 2}
+        return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
-        return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 8, "num_stages": 1}
-    return {"BM": 64, "BN": 128, "IEEE": False, "num_warps": 8, "num_stages": 2}
+        return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 1}
+    return {"BM": 64, "BN": 128, "PRECISION": "tf32", "num_warps": 8, "num_stages": 2}

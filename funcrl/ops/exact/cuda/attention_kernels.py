@@ -16,7 +16,7 @@ def attend_kernel(
     q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     group_b, group_t, last_b, last_t, table_r, table_w,
     PACK: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, IEEE: tl.constexpr,
+    SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of a tile: BM / PACK queries, each by HEADS <= PACK heads.
 
@@ -46,69 +46,58 @@ def attend_kernel(
     top = tl.full((BM,), -1e30, tl.float32)  # finite: a row that sees nothing of a block keeps it
     total = tl.zeros((BM,), tl.float32)
     summed = tl.zeros((BM, BC), tl.float32)
-    current = tl.min(tl.where(alive, owner, NEVER), 0)
+    # Where the queries of a tile are of one group, its ends say so, and no reduction is waited for.
+    head_time = tile * (BM // PACK)
+    tail_time = tl.minimum(head_time + BM // PACK, T) - 1
+    head_group = tl.load(group + batch * group_b + head_time * group_t).to(tl.int32)
+    tail_group = tl.load(group + batch * group_b + tail_time * group_t).to(tl.int32)
+    head_end = tl.load(last + batch * last_b + head_time * last_t).to(tl.int32)
+    tail_end = tl.load(last + batch * last_b + tail_time * last_t).to(tl.int32)
+    lowest = head_group if SIZE == 0 else 0
+    simple = (head_group == tail_group) & (head_end >= lowest) & (tail_end >= head_end)
+    if SIZE > 0:  # requests stand in any order
+        simple = simple & (head_time == tail_time)
+    current = head_group
+    if not simple:
+        current = tl.min(tl.where(alive, owner, NEVER), 0)
     while current < NEVER:
         own = alive & (owner == current)
         begin = current if SIZE == 0 else 0
-        stop = tl.max(tl.where(own, end, -1), 0) + 1
-        # Blocks that all rows see whole need no mask; rows that are not alive may hold anything.
-        shared = tl.min(tl.where(own, end, tl.where(alive, -1, NEVER)), 0) + 1
-        whole = begin + tl.maximum(shared - begin, 0) // BN * BN
+        stop = tail_end + 1
+        if not simple:
+            stop = tl.max(tl.where(own, end, -1), 0) + 1
+        limit = tl.where(own, end, -1)
         page = tables + current.to(tl.int64) * table_r
-        for start in range(begin, whole, BN):
-            top, total, summed = _block(
-                queries, k, v, page, top, total, summed, start, stop, own, end, scale, C,
-                k_b, k_s, v_b, v_s, table_w, BN, BC, SIZE, IEEE, False,
-            )  # fmt: skip
-        for start in range(whole, stop, BN):
-            top, total, summed = _block(
-                queries, k, v, page, top, total, summed, start, stop, own, end, scale, C,
-                k_b, k_s, v_b, v_s, table_w, BN, BC, SIZE, IEEE, True,
-            )  # fmt: skip
-        current = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        for start in range(begin, stop, BN):
+            places = start + tl.arange(0, BN)
+            if SIZE == 0:
+                k_at, v_at = places * k_s, places * v_s
+            else:
+                block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
+                block = block.to(tl.int64)
+                k_at = block * k_b + places % SIZE * k_s
+                v_at = block * v_b + places % SIZE * v_s
+            seen = (columns < C)[None, :] & (places < stop)[:, None]
+            keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
+            shrink = tl.exp2((top - new_top) * scale)
+            total = tl.fma(total, shrink, tl.sum(p, 1))
+            values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
+            summed = summed * shrink[:, None]
+            summed = tl.dot(p.to(values.dtype), values, summed, input_precision=PRECISION)
+            top = new_top
+        following = tl.full((), NEVER, tl.int32)
+        if not simple:
+            following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        current = following
 
-    result = tl.where(alive[:, None], summed / tl.where(alive, total, 1.0)[:, None], 0.0)
+    total = tl.where(alive, total, 1.0)
+    result = tl.where(alive[:, None], summed * (1.0 / total)[:, None], 0.0)
     at = batch * o_b + heads * o_h + times * o_t
     seen = known[:, None] & (columns < C)[None, :]
     tl.store(out + at[:, None] * C + columns[None, :], result, mask=seen)
-    log_total = (top * scale + tl.log2(tl.where(alive, total, 1.0))) * 0.6931471805599453
+    log_total = (top * scale + tl.log2(total)) * 0.6931471805599453
     tl.store(normaliser + at, tl.where(alive, log_total, 0.0), mask=known)
-
-
-@triton.jit
-def _block(
-    queries, k, v, page, top, total, summed, start, stop, own, end, scale, C,
-    k_b, k_s, v_b, v_s, table_w,
-    BN: tl.constexpr, BC: tl.constexpr, SIZE: tl.constexpr, IEEE: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Return maxima, sums and weighted sums with one more block of keys."""
-    places = start + tl.arange(0, BN)
-    columns = tl.arange(0, BC)
-    if SIZE == 0:
-        k_at, v_at = places * k_s, places * v_s
-    else:
-        if MASK:
-            block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
-        else:
-            block = tl.load(page + places // SIZE * table_w)
-        block = block.to(tl.int64)
-        k_at, v_at = block * k_b + places % SIZE * k_s, block * v_b + places % SIZE * v_s
-    seen = (columns < C)[None, :]
-    if MASK:
-        seen = seen & (places < stop)[:, None]
-    keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
-    score = tl.dot(queries, tl.trans(keys), input_precision="ieee" if IEEE else "tf32")
-    if MASK:
-        score = tl.where(own[:, None] & (places[None, :] <= end[:, None]), score, -float("inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
-    shrink = tl.exp2((top - new_top) * scale)
-    total = tl.fma(total, shrink, tl.sum(p, 1))
-    values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
-    summed = tl.dot(
-        p.to(values.dtype),
-        values,
-        summed * shrink[:, None],
-        input_precision="ieee" if IEEE else "tf32",
-    )
-    return new_top, total, summed

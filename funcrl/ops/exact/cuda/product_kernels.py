@@ -24,13 +24,21 @@ class Tile(NamedTuple):
 # The definition. Float32 is multiplied without tensor cores, and has no other tile.
 DEFINITION = Tile(64, 128, 64, 4, 3)
 FLOAT32 = Tile(64, 64, 32, 4, 3)
-# Tiles for few rows, by the largest number of rows that they are for.
+# Tiles for few rows: for up to so many rows, those for up to so many columns.
 FEW_ROWS = {
-    16: Tile(16, 32, 256, 4, 4),
-    32: Tile(32, 32, 128, 4, 4),
-    64: Tile(64, 32, 128, 4, 4),
-    128: Tile(128, 64, 64, 4, 4),
+    16: {2048: Tile(16, 16, 256, 4, 4), 1 << 31: Tile(16, 32, 128, 4, 5)},
+    32: {2048: Tile(32, 16, 256, 4, 3), 1 << 31: Tile(32, 32, 128, 4, 4)},
+    64: {
+        2048: Tile(64, 16, 128, 4, 4),
+        4096: Tile(64, 32, 128, 4, 4),
+        1 << 31: Tile(64, 64, 64, 4, 5),
+    },
 }
+
+
+def few_rows_tile(rows: int, columns: int) -> Tile:
+    """Return the tile for a number of rows that is a key of `FEW_ROWS`."""
+    return next(tile for most, tile in FEW_ROWS[rows].items() if columns <= most)
 
 
 def tiled(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:

@@ -5,13 +5,20 @@ way is used for it. A shape first met while a CUDA graph is captured is left to 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.layout import ALIGNMENT, fresh
-from funcrl.ops.exact.cuda.product_kernels import DEFINITION, FEW_ROWS, FLOAT32, tiled
+from funcrl.ops.exact.cuda.product_kernels import (
+    DEFINITION,
+    FEW_ROWS,
+    FLOAT32,
+    few_rows_tile,
+    tiled,
+)
 
 _PAD = 128  # cuBLAS gets a multiple of so many rows
 _COMPARED = 4096  # rows that are compared at a time
@@ -117,7 +124,7 @@ def _verified(shape: Shape) -> str:
 
 
 def _candidates(rows: int) -> tuple[str, ...]:
-    return (f"tile {rows}",) if rows < _PAD else ("cublas", "cublasLt", f"tile {_PAD}")
+    return (f"tile {rows}",) if rows < _PAD else ("cublas", "cublasLt")
 
 
 def _padded_rows(size: int) -> int:
@@ -135,12 +142,18 @@ def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _cublaslt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product with a bias: torch hands it to cublasLt, which chooses otherwise."""
     if bias is None:
-        bias = fresh(x, weight.shape[0]).zero_()
+        bias = _zeros(weight.shape[0], x.dtype, x.device)
     return torch.addmm(bias, x, weight.t())
 
 
+@lru_cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that live on: they are first asked for when a shape is verified."""
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
 def _few_rows(rows: int) -> _Product:
-    return lambda x, weight, bias: tiled(x, weight, bias, FEW_ROWS[rows])
+    return lambda x, weight, bias: tiled(x, weight, bias, few_rows_tile(rows, weight.shape[0]))
 
 
 _WAYS: dict[str, _Product] = {
