@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.sums import row_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp, row_sums, wide_dtype
 
 
 def logsumexp(logits: Tensor, temperature: float) -> Tensor:
     """Return log(sum(exp(z))) [M] of z = logits / temperature [M, V], in at least float32."""
     z = _scaled(logits, temperature)
     largest = z.amax(dim=-1)
-    return largest + row_sums(torch.exp(z - largest[:, None])).log()
+    return largest + row_sums(exp(z - largest[:, None])).log()
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -26,7 +26,7 @@ def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
     z = _scaled(logits, temperature)
     largest = z.amax(dim=-1)
     shifted = z - largest[:, None]
-    e = torch.exp(shifted)
+    e = exp(shifted.clone())
     total = row_sums(e)
     normaliser = largest + total.log()
     logprob = z.gather(-1, targets[:, None]).squeeze(-1) - normaliser
@@ -41,7 +41,7 @@ def scores_gradients(
 ) -> Tensor:  # fmt: skip
     """Return the gradient [M, V] of logits, from those of logprob [M] and entropy [M]."""
     logprobs = _scaled(logits, temperature) - normaliser[:, None]
-    p = logprobs.exp()
+    p = exp(logprobs.clone())
     # d logprob = onehot - p and d entropy = -p (log p + H), which is 0 where p is 0.
     surprise = logprobs.clamp_(min=torch.finfo(p.dtype).min).add_(entropy[:, None])
     gradient = (surprise.mul_(grad_entropy[:, None])).add_(grad_logprob[:, None]).mul_(p).neg_()
