@@ -44,7 +44,8 @@ def scores_gradients(
     p = exp(logprobs.clone())
     # d logprob = onehot - p and d entropy = -p (log p + H), which is 0 where p is 0.
     surprise = logprobs.clamp_(min=torch.finfo(p.dtype).min).add_(entropy[:, None])
-    gradient = (surprise.mul_(grad_entropy[:, None])).add_(grad_logprob[:, None]).mul_(p).neg_()
+    gradient = surprise.mul_(p).mul_(grad_entropy[:, None]).add_(p.mul_(grad_logprob[:, None]))
+    gradient = gradient.neg_()
     gradient.scatter_add_(-1, targets[:, None], grad_logprob[:, None].to(p.dtype))
     return gradient.div_(temperature).to(logits.dtype)
 
