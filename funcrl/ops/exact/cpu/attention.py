@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from funcrl.ops.exact.cpu.agreement import batched_product
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp, key_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, key_sums, wide_dtype
 
 # The keys that one product sums over; a longer row's sums are added up in order.
 _KEYS = 256
@@ -102,7 +102,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Ten
     """Return (out [B, H, T, C], normaliser [B, H, T]) in at least float32."""
     (batch, _, length, width), (num, num_places) = q.shape, k.shape[:2]
     rows = q.shape[:3].numel() // num
-    flat = q.to(k.dtype).mul(width**-0.5).reshape(num, rows, width)
+    flat = q.to(k.dtype).contiguous().mul(width**-0.5).view(num, rows, width)
     # The library's order of sums is another one for few rows.
     few = 16 - rows if width > 128 else -rows % 8
     if few > 0:
@@ -112,7 +112,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Ten
     real.add_(mask_of(last, num_places, scores.dtype))
     # A query that sees nothing has a largest score of -inf; its weights are 0.
     largest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    weights = exp(scores.sub_(largest))
+    weights = exp_or_zero(scores.sub_(largest))
     total, out = key_sums(weights), batched_product(weights[..., :_KEYS], v[:, :_KEYS], _KEYS)
     for start in range(_KEYS, num_places, _KEYS):
         part = slice(start, start + _KEYS)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from funcrl.ops.exact.cpu.attention import SCORES, clear, mask_of
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp, row_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums, wide_dtype
 
 
 def attend_gradients(
@@ -71,18 +71,23 @@ def _gradients(
     (batch, num_keys, count, width), wide = k.shape, wide_dtype(q)
     num, rows = batch * num_keys, q.shape[1] // num_keys * q.shape[2]
     scale = width**-0.5
-    g, flat, result = (x.to(wide).reshape(num, rows, width) for x in (grad, q, out))
+    g, flat, result = (_matrices(x, num, wide) for x in (grad, q, out))
     flat = flat * scale
-    k_flat, v_flat = (x.to(wide).reshape(num, count, width) for x in (k, v))
+    k_flat, v_flat = (_matrices(x, num, wide) for x in (k, v))
     p = _products(flat, k_flat.mT)
     real = p.unflatten(0, (batch, -1)).unflatten(2, (-1, q.shape[2]))
     real.add_(mask_of(last, count, wide))
-    p = exp(p.sub_(normaliser.reshape(num, rows, 1)))
+    p = exp_or_zero(p.sub_(normaliser.reshape(num, rows, 1)))
     inner = row_sums((g * result).flatten(0, 1)).view(num, rows, 1)
     slope = _products(g, v_flat.mT).sub_(inner).mul_(p)
     grad_q = _products(slope, k_flat).mul_(scale)
     parts = grad_q, _products(slope.mT, flat), _products(p.mT, g)
     return tuple(part.reshape(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
+
+
+def _matrices(x: Tensor, num: int, wide: torch.dtype) -> Tensor:
+    """Return [B, H, T, C] as `num` contiguous matrices: other strides have other bits."""
+    return x.to(wide).contiguous().view(num, -1, x.shape[-1])
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
