@@ -44,7 +44,7 @@ def pieces():
     """An engine that cuts prompts into pieces of 32 tokens, and keeps none; with 5 free blocks."""
     model, params = exact("qwen3", torch.bfloat16)
     cache = cache_of(6, model.config, torch.bfloat16)
-    config = VLLMConfig(context_length=256, cache_bytes=cache)
+    config = VLLMConfig(context_length=256, cache_bytes=cache, slots=16)
     generator = VLLM(model, config=config, dtype=torch.bfloat16)
     changes = {
         "enable_prefix_caching": False,
@@ -65,13 +65,14 @@ def prompts_of(count, longest=60):
 
 
 def trainers(model, params, rows, temperature=1.0):
-    """The trainer's log-probabilities of each row's tokens, from the second on."""
-    model_fn, found = funcrl.logprob_fn(model, temperature), []
-    for row in rows:
-        tokens = torch.tensor([row], device=DEVICE)
-        batch = funcrl.Sample(tokens, torch.arange(len(row), device=DEVICE)[None])
-        found.append(funcrl.score(model_fn, params, batch).logprobs[0, 1:])
-    return found
+    """The trainer's log-probabilities of each row's tokens, from the second on; all rows at once,
+    padded, which changes no bit of exact numerics."""
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=DEVICE)
+    for row, values in enumerate(rows):
+        tokens[row, : len(values)] = torch.tensor(values)
+    batch = funcrl.Sample(tokens, torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens))
+    scored = funcrl.score(funcrl.logprob_fn(model, temperature), params, batch).logprobs
+    return [scored[row, 1 : len(values)] for row, values in enumerate(rows)]
 
 
 def check_equal(samples, kept, prompts, model, params, temperature=1.0):
