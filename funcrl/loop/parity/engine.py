@@ -41,7 +41,7 @@ def vllm_rows(
     limit = max(config.batched_tokens, config.context_length)
     pieces = "prefill in pieces"
     if not tokens.is_cuda:
-        yield ParityRow(f"vLLM, {pieces}", skipped="vLLM cuts no prompt in pieces on a CPU")
+        yield ParityRow(f"vLLM, {pieces}", skipped="funcrl lets vLLM cut no prompt on a CPU")
     elif tokens.numel() <= limit:
         why = f"needs --vllm.batched-tokens and --vllm.context-length below {tokens.numel()}"
         yield ParityRow(f"vLLM, {pieces}", skipped=why)

@@ -11,6 +11,7 @@ from funcrl.config import CompileConfig
 from funcrl.core import tree
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import (
+    Batch,
     Metrics,
     ModelFn,
     PackedBatch,
@@ -67,7 +68,7 @@ def trainer_ways(
     yield way("4 micro-batches", batched, -(-count // 4), length)
     model_fn = logprob_fn(model)
 
-    def stepped(name: str, run: Callable[[Step, TrainState, Sample], Step]) -> Way:
+    def stepped(name: str, run: Callable[[Step, TrainState, Batch], Step]) -> Way:
         return Way(
             f"trainer, {name}", lambda _: _of_step(run, model_fn, params, tokens), records=False
         )
@@ -131,14 +132,15 @@ def _segments(rows: PackedBatch, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _of_step(
-    run: Callable[[Step, TrainState, Sample], Step],
+    run: Callable[[Step, TrainState, Batch], Step],
     model_fn: ModelFn,
     params: Params,
     tokens: Tensor,
 ) -> Side:
     zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
     state = TrainState(params, (), zero, zero.clone())
-    batch = Sample(tokens, _positions(tokens))
+    none = torch.zeros(tokens.shape, device=tokens.device)
+    batch = Batch(tokens, _positions(tokens), none.bool(), none, none, none)
     _, metrics = run(_training_step(model_fn), state, batch)(state, batch)
     return of_samples({LOGPROBS: metrics.last["logprobs"]})
 
@@ -147,7 +149,7 @@ def _training_step(model_fn: ModelFn) -> Step:
     """Return a step with a backward pass and an update, whose metric is all log-probabilities."""
     mapped = over_rows("parity", model_fn)
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def loss(params: Params) -> tuple[Tensor, Tensor]:
             logprobs = mapped(params, batch).logprobs
             return logprobs.sum(), logprobs
@@ -160,12 +162,12 @@ def _training_step(model_fn: ModelFn) -> Step:
     return Step(lambda params, seed=0: TrainState(params, (), seed, seed), update)
 
 
-def _traced(step: Step, state: TrainState, batch: Any) -> Step:
+def _traced(step: Step, state: TrainState, batch: Batch) -> Step:
     graph = trace(step.update, state, batch)
     return Step(step.init, torch.no_grad()(graph))
 
 
-def _compiled(step: Step, state: TrainState, batch: Any, config: CompileConfig) -> Step:
+def _compiled(step: Step, state: TrainState, batch: Batch, config: CompileConfig) -> Step:
     return compile_step(step, state, batch, config)
 
 
