@@ -361,6 +361,10 @@ TABLE_OF_CALLS = {
     "bind": (lambda p, t: bind(MODEL, p)(t, t), (PARAMS, TOKENS)),
     "build": (lambda: funcrl.build(TRAIN).model.config, ()),
     "minibatches": (lambda b: funcrl.minibatches(b, funcrl.dapo(), 2, 1), (BATCH,)),
+    "batching.in_order": (
+        lambda b, n: funcrl.batching.in_order(b, n),
+        (BATCH, torch.arange(BATCH.tokens.shape[0]).flip(0)),
+    ),
     "minibatches, packed": (
         lambda b: funcrl.minibatches(b, funcrl.grpo(), 2, 1),
         (funcrl.pack(ROLLOUT, funcrl.grpo(), 20),)),
@@ -400,6 +404,7 @@ TABLE_OF_CALLS = {
         lambda: tuple(memory.estimate_memory(TRAIN, MICRO.config, 6)), ()),
     "ops.attend_hidden": (
         lambda x, h: ops.attend_hidden(x, x, x, h), (torch.randn(2, 4, 3), torch.eye(4) > 0)),
+    "ops.ops_of": (lambda: ops.ops_of(None) is ops.NATIVE, ()),
     "ops.choose_ops": (lambda: ops.choose_ops("f", "native") is ops.NATIVE, ()),
     "ops.linear_scores": (
         lambda h, w, t: ops.linear_scores(h, w, t, 0.7, 3),

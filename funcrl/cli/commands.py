@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 from funcrl.cli.bench import (
     GenerateBenchConfig,
     LoopBenchConfig,
+    NumericsBenchConfig,
     Row,
     StepBenchConfig,
     VLLMBenchConfig,
     bench_generate,
     bench_loop,
+    bench_numerics,
     bench_step,
     bench_vllm,
     format_rows,
@@ -213,6 +215,11 @@ COMMANDS = {
         "Print vLLM's speed in both forms beside plain vLLM, and what a push takes.",
         partial(_bench, lambda config: bench_vllm(config), VLLMBenchConfig()),
         ((VLLMBenchConfig(), ""),),
+    ),
+    "bench numerics": Command(
+        "Print what exact numerics cost: each part of a step beside native ones.",
+        partial(_bench, lambda config: bench_numerics(config), NumericsBenchConfig()),
+        ((NumericsBenchConfig(), ""), (CompileSwitch(), "")),
     ),
     "bench loop": Command(
         "Print the time of a training step and of its parts.",

@@ -16,7 +16,7 @@ MAY_CHANGE = (
     "evaluation", "checkpoint", "log",  # what is measured, kept and written down
     "on-reward-error", "reward-timeout",  # what a reward that fails does to the run
     # How it is computed: the same mathematics at another speed, rounded otherwise.
-    "device", "threads", "microbatch", "logprob-chunk", "slots", "length-multiple", "attend",
+    "device", "numerics", "threads", "microbatch", "logprob-chunk", "slots", "length-multiple", "attend",
     "compile", "reward-concurrency",
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",

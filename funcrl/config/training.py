@@ -188,6 +188,9 @@ class TrainConfig:
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in; the parameters and their updates stay float32."""
+    numerics: Literal["native", "exact"] = "native"
+    """native computes with torch's fastest operations; exact with operations by which trainer and
+    generator agree to the last bit (docs/numerics.md)."""
     threads: Count | None = None
     """The number of CPU threads, torch's default when left out. The bits of the result depend on
     it."""
@@ -253,6 +256,11 @@ class TrainConfig:
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
+            )
+        if self.numerics == "exact" and self.attend != "native":
+            raise ValueError(
+                f"train expects --attend native with --numerics exact, which has an attention of "
+                f"its own, got {self.attend}."
             )
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")

@@ -311,9 +311,22 @@ def _update(
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
             state, report = parts.step(state, part)
+            if parts.agrees and not reports:
+                _check_agreement(report, index)
             reports.append(report)
     num_tokens = [report.sums["num_tokens"] for report in reports]
     return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
+
+
+def _check_agreement(report: Metrics, index: int) -> None:
+    """Raise unless every ratio before a step's first update was exactly 1."""
+    difference = report.maxes["sampling/sampling_logp_difference/max"].item()
+    if difference != 0:
+        raise RuntimeError(
+            f"train expects the generator's log-probabilities to be the trainer's own, to the last "
+            f"bit, with --numerics exact, got a difference of {difference:.3g} in step {index}; "
+            f"funcrl parity --numerics exact --bisect names the operation that differs."
+        )
 
 
 def _accuracy(

@@ -207,6 +207,37 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
 
 
 @checked
+def in_order(batch: RowsT, numbers: Tensor) -> RowsT:
+    """Return the batch with its rows sorted by their numbers.
+
+    A sum over rows depends on their order in its last bits. Workers that finish in any order give
+    the same batch, and with exact numerics the same update, once its rows are in order.
+
+    Args:
+        batch: of B rows.
+        numbers: [B] int64, all different.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.tensor([[7, 7], [5, 5]]), group=torch.zeros(2).long(),
+        ...     mask=torch.ones(2, 2, dtype=torch.bool), behavior_logprobs=torch.zeros(2, 2),
+        ...     rewards=torch.arange(2.0), policy_version=torch.zeros(2, dtype=torch.int64))
+        >>> batch = funcrl.collate(rollout, funcrl.grpo())
+        >>> funcrl.batching.in_order(batch, torch.tensor([1, 0])).tokens
+        tensor([[5, 5],
+                [7, 7]])
+    """
+    rows = batch.tokens.shape[:1]
+    checks.check_shape("in_order", "numbers", numbers, "batch's first axis", rows)
+    checks.check_dtype("in_order", "numbers", numbers, torch.int64)
+    if len(numbers.unique()) < len(numbers):
+        raise ValueError(f"in_order expects numbers that all differ, got {numbers.tolist()}.")
+    ordered: RowsT = tree.map(operator.itemgetter(numbers.argsort()), batch)
+    return ordered
+
+
+@checked
 def pad_length(rollout: Rollout, multiple: Count) -> Rollout:
     """Return the rollout padded, outside the mask, to a length that is a multiple of `multiple`.
 

@@ -4,6 +4,7 @@ from funcrl.cli.bench.generate import GenerateBenchConfig, bench_generate
 from funcrl.cli.bench.inputs import StepBenchConfig
 from funcrl.cli.bench.loop import LoopBenchConfig, bench_loop
 from funcrl.cli.bench.measure import measure, peak_bytes
+from funcrl.cli.bench.numerics import NumericsBenchConfig, bench_numerics
 from funcrl.cli.bench.rows import Row, format_rows
 from funcrl.cli.bench.step import bench_step
 from funcrl.cli.bench.vllm import VLLMBenchConfig, bench_vllm
@@ -11,11 +12,13 @@ from funcrl.cli.bench.vllm import VLLMBenchConfig, bench_vllm
 __all__ = [
     "GenerateBenchConfig",
     "LoopBenchConfig",
+    "NumericsBenchConfig",
     "Row",
     "StepBenchConfig",
     "VLLMBenchConfig",
     "bench_generate",
     "bench_loop",
+    "bench_numerics",
     "bench_step",
     "bench_vllm",
     "format_rows",

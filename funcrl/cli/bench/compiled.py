@@ -59,7 +59,9 @@ def whole_step(case: Case, name: VariantName) -> Step:
 
 def gradient_step(case: Case, name: VariantName) -> Step:
     """Return a step whose new parameters are the gradient: no optimizer, no moments."""
-    gradient = grads.summed_gradient(sample_loss(case), _per_sample(name))
+    transform, exact = _per_sample(name), case.config.numerics == "exact"
+    in_blocks = exact and transform is None  # as grpo_step sums
+    gradient = grads.summed_gradient(sample_loss(case), transform, in_blocks=in_blocks)
 
     def init(params: Params, seed: int = 0) -> TrainState:
         start = torch.full((), seed, device=tree.leaves(params)[0].device)

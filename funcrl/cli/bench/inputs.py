@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -57,6 +57,8 @@ class StepBenchConfig:
     """The number of tokens whose logits are alive at a time; all when left out."""
     attend: Literal["native", "flash"] = "native"
     """How both sides attend: by products and a softmax, or by one kernel that keeps no scores."""
+    numerics: Literal["native", "exact"] = "native"
+    """The operations of funcrl's side: torch's fastest, or those whose rows stand alone."""
     parts: tuple[Part, ...] = ("gradient", "update", "step")
     """What is measured. A compiled part is one graph: of forward and backward, or of a whole
     step."""
@@ -159,7 +161,7 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
             head_width=config.width // 4,
             mlp_width=3 * config.width,
         )
-    model = Transformer(network)
+    model = Transformer(replace(network, numerics=config.numerics))
     dtype = None if config.dtype == config.param_dtype else getattr(torch, config.dtype)
     params = init_params(
         model, seed=0, dtype=getattr(torch, config.param_dtype), device=config.device

@@ -108,4 +108,3 @@ def extend(
 
     attends = [on_layer(layer) for layer in cache]
     return model(tokens[:, None], positions[:, None], attend=attends, head=last_logits)
-

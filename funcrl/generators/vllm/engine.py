@@ -23,9 +23,15 @@ from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
+from funcrl.generators.vllm.inside.exact import unpack_score
 from funcrl.generators.vllm.inside.native import write_params
 from funcrl.generators.vllm.inside.unified import FuncrlForCausalLM
-from funcrl.generators.vllm.settings import EngineSetup, engine_settings, sample_fields
+from funcrl.generators.vllm.settings import (
+    EngineSetup,
+    engine_settings,
+    sample_fields,
+    who_draws,
+)
 from funcrl.generators.vllm.versions import allow_capture, release_pools
 
 
@@ -35,7 +41,7 @@ class InProcess:
     addresses: tuple[str, ...] = ()  # only servers have some
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._config, self._lifecycle, self._decode = setup.config, setup.lifecycle, setup.decode
+        self._setup, self._lifecycle, self._decode = setup, setup.lifecycle, setup.decode
         self.pushed: Pushed | None = None
         self._llm = _start(setup)
         settings = self._llm.vllm_config
@@ -66,16 +72,19 @@ class InProcess:
         """
         assert self.pushed is not None
         seeds = sample_seeds(prompts, sampling.num_samples, seed)
+        drawn_by, given, config = who_draws(self._setup, sampling)
+        if self._setup.is_exact:
+            self._llm.apply_model(lambda model: model.draw_from(given))
         waiting, finished = deque(range(len(seeds))), dict[int, Completion]()
         blocks = dict[int, int]()  # of the cache, that each sample under way may need
         with self._nothing_left(blocks):
             while waiting or blocks:
-                self._enter(prompts, sampling, seeds, waiting, blocks)
+                self._enter(prompts, drawn_by, seeds, waiting, blocks)
                 for row, completion in self._finished(sampling):
                     finished[row] = completion
                     del blocks[row]
         completions = [finished[row] for row in range(len(seeds))]
-        return to_samples(completions, sampling, self._config, self.pushed)
+        return to_samples(completions, sampling, config, self.pushed)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""
@@ -83,6 +92,10 @@ class InProcess:
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
+        unpack = float
+        if self._setup.is_exact:
+            self._llm.apply_model(lambda model: model.score_prompts())
+            unpack = unpack_score
         scores: dict[int, list[float]] = {}
         with self._nothing_left(range(len(prompts))):
             for row, prompt in enumerate(prompts):
@@ -91,7 +104,8 @@ class InProcess:
                 for output in self._step():
                     row = int(output.request_id)
                     pairs = zip(output.prompt_logprobs[1:], prompts[row][1:], strict=True)
-                    scores[row] = check_logprobs([each[token].logprob for each, token in pairs])
+                    found = [unpack(each[token].logprob) for each, token in pairs]
+                    scores[row] = check_logprobs(found)
         return [scores[row] for row in range(len(prompts))]
 
     def sleep(self) -> None:

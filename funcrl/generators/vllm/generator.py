@@ -251,8 +251,11 @@ def _overrides(
     if config.network == "unified":
         from funcrl.generators.vllm.inside.unified import overrides
 
+        is_exact = shape.numerics == "exact"
+        if is_exact:
+            _check_exact(config)
         own = config.attention == "funcrl" or (config.attention == "auto" and not has_kernel)
-        return overrides(shape, own), None
+        return overrides(shape, own or is_exact), None
     if not has_kernel:
         raise ValueError(
             f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
@@ -264,6 +267,20 @@ def _overrides(
             f"vLLM's Qwen2, got {shape.head_width}; form 'unified' takes any."
         )
     return {"load_format": "dummy"}, to_hugging_face(shape, dtype)
+
+
+def _check_exact(config: VLLMConfig) -> None:
+    """Raise if a row's bits would not be its own."""
+    if config.attention == "vllm":
+        raise ValueError(
+            "VLLM expects --vllm.attention auto or funcrl with exact numerics, whose attention is "
+            "the trainer's kernel, got vllm."
+        )
+    if config.compile.backend == "inductor":
+        raise ValueError(
+            "VLLM expects --vllm.compile.backend eager with exact numerics, got inductor, which "
+            "fuses operations; --vllm.compile.cudagraph full needs no compiler."
+        )
 
 
 def _has_kernel(head_width: int) -> bool:

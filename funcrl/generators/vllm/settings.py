@@ -1,5 +1,6 @@
 """vLLM's arguments: for an engine's size, for compilation, and for one sample."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ class EngineSetup(NamedTuple):
     lifecycle: Lifecycle  # the state of the engine
     decode: DecodeFn | None  # from tokens to text, for stop strings
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether log-probabilities are funcrl's own: of its network with exact numerics."""
+        return self.config.network == "unified" and self.shape.numerics == "exact"
+
 
 def engine_settings(setup: EngineSetup) -> dict[str, Any]:
     """Return vLLM's arguments for an engine, by the names of its `EngineArgs`."""
@@ -50,13 +56,30 @@ def engine_settings(setup: EngineSetup) -> dict[str, Any]:
         "enable_prefix_caching": True,
         # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
         "enable_chunked_prefill": torch.cuda.is_available(),
-        "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
+        "logprobs_mode": "raw_logits" if setup.is_exact else _LOGPROBS_MODES[config.logprobs],
         "disable_log_stats": True,
         "distributed_executor_backend": _EXECUTORS["cuda" if torch.cuda.is_available() else "cpu"],
         **compile_arguments(config),
         **sleep_arguments(config),
         **setup.overrides,
     }
+
+
+def who_draws(setup: EngineSetup, sampling: Sampling) -> tuple[Sampling, Sampling, VLLMConfig]:
+    """Return what vLLM is to draw by, whose log-probabilities it gets, and which it then keeps.
+
+    vLLM gets logits, and does as `sampling` says. With exact numerics it gets log-probabilities and
+    keeps them as they are: the policy's, or, for those of `sampling`, its very distribution, of
+    which there is nothing left to divide or to leave out. Those of the policy are kept where vLLM
+    changes what it draws from after that, and for the most likely token.
+    """
+    policy, config = Sampling(), setup.config
+    if not setup.is_exact or config.logprobs == "policy":
+        return sampling, policy, config
+    if sampling.temperature == 0 or sampling.min_tokens:
+        return sampling, policy, replace(config, logprobs="policy")
+    plain = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    return plain, sampling, config
 
 
 def sample_fields(sampling: Sampling, seed: int, max_tokens: int) -> dict[str, Any]:

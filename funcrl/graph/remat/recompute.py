@@ -146,9 +146,9 @@ def _analyse(gm: fx.GraphModule) -> _Step:
 
 
 def _takes_long(node: fx.Node) -> bool:
-    """Return whether a node is a product or an operator that is not torch's own."""
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-    return has_flops(node) or not own
+    """Return whether a node is a product, or an operator of which nobody says what it does."""
+    known = isinstance(node.target, torch._ops.OpOverload)
+    return has_flops(node) or not (known and node.target.namespace in ("aten", "funcrl"))
 
 
 def _attention_scores(inner: set[fx.Node]) -> set[fx.Node]:

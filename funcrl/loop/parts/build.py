@@ -103,6 +103,12 @@ class Parts(_Fields):
         """
         return float(getattr(self.algorithm.penalty, "kl", self.config.algorithm.kl))
 
+    @property
+    def agrees(self) -> bool:
+        """Whether the generator's log-probabilities are the trainer's own, to the last bit."""
+        replaced = self.replaced & {"model", "model_fn", "step", "generator"}
+        return not replaced and chosen.agrees(self.config)
+
     def policy(self, trained: Params) -> Params:
         """Return the parameters to generate with, from what is trained."""
         return trained if self.lora is None else self.lora.merge(trained)

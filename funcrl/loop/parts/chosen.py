@@ -27,7 +27,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     """Return the algorithm that a configuration names, with its numbers."""
     options = config.algorithm
     importance = options.max_importance
-    if importance is None and config.generator == "vllm":
+    if importance is None and config.generator == "vllm" and not agrees(config):
         importance = _VLLM_IMPORTANCE
     tunables: dict[str, Any] = {
         "kl": options.kl,
@@ -43,6 +43,12 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     refusable = {"kl": options.kl, "entropy": options.entropy, "max-importance": importance}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
+
+
+def agrees(config: TrainConfig) -> bool:
+    """Return whether the configured generator computes with the trainer's exact operations."""
+    own_network = config.generator == "vllm" and config.vllm.network == "unified"
+    return config.numerics == "exact" and (config.generator == "sampler" or own_network)
 
 
 def optimizer_of(config: TrainConfig) -> GradientTransformation:

@@ -14,6 +14,7 @@ from funcrl.core.types import ModelFn, Params
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, lora
+from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
 from funcrl.run.trust import check_trusted, named_code
@@ -149,17 +150,31 @@ def network_of(
         tokenizer: of the task, for a network of one's own that asks for it.
         trust: run a network of one's own that a run's folder names, whosever it is.
     """
-    if source.weights is not None:
-        return Transformer(load_config(source.weights))
     if source.run is not None:
-        return network_of_run(function, source.run, trust=trust, tokenizer=tokenizer)
+        found = network_of_run(function, source.run, trust=trust, tokenizer=tokenizer)
+        if isinstance(found, Transformer):  # of the numerics of this run, not of that one
+            return Transformer(replace(found.config, numerics=config.numerics))
+        return _of_native_numerics(function, config, found)
+    if source.weights is not None:
+        return Transformer(replace(load_config(source.weights), numerics=config.numerics))
     if vocab_size is None:
         raise ValueError(
             f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
         )
     if source.code:
-        return _own_network(function, config, source.code, vocab_size, tokenizer)
-    return Transformer(shape(config.model, vocab_size))
+        own = _own_network(function, config, source.code, vocab_size, tokenizer)
+        return _of_native_numerics(function, config, own)
+    return Transformer(replace(shape(config.model, vocab_size), numerics=config.numerics))
+
+
+def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
+    """Return a network of one's own; raise if its numerics should be others than it has."""
+    if config.numerics == "exact" and not ops_of(network).exact:
+        raise ValueError(
+            f"{function} expects --numerics native for a network of one's own, whose operations "
+            f"are its own, got exact for {type(network).__name__}."
+        )
+    return network
 
 
 def _own_network(

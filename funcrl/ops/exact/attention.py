@@ -4,6 +4,7 @@ Keys are taken in blocks that are counted from first[t], so that a sample has th
 of its own, in a packed row, in a piece of a prompt, and token by token on a cache.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,12 @@ def _like(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple
     return torch.empty_like(q, memory_format=torch.contiguous_format), normaliser
 
 
-@operator("attend", _like, rows=(0, 1, 2, 3, 4))
+def _count(q: Sequence[int], k: Sequence[int], *_: Any) -> int:
+    """Return the operations of both products, with all keys."""
+    return 4 * math.prod(q) * k[-2]
+
+
+@operator("attend", _like, rows=range(5), flops=_count)
 def attend_op(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +52,11 @@ def _like_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> T
     return grads[0], grads[1], grads[2]
 
 
-@operator("attend_gradients", _like_gradients, rows=range(8))
+def _count_gradients(grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any) -> int:
+    return 10 * math.prod(q) * k[-2]
+
+
+@operator("attend_gradients", _like_gradients, rows=range(8), flops=_count_gradients)
 def attend_gradients_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
     normaliser: Tensor,
@@ -73,7 +83,7 @@ def _backward(
     return [each for each, want in zip(found, wanted, strict=False) if want]
 
 
-_attend = differentiable("attend", _forward, _backward, rows=(0, 1, 2, 3, 4))
+_attend = differentiable("attend", _forward, _backward, rows=range(5))
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,8 +101,8 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
     """Return causal attention within segments [T]; padding, -1, is a segment, too."""
     checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
     last = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[1:] = segment_ids[1:] != segment_ids[:-1]
+    changes = segment_ids[1:] != segment_ids[:-1]
+    starts = torch.cat([torch.ones_like(segment_ids[:1], dtype=torch.bool), changes])
     first = torch.where(starts, last, 0).cummax(dim=-1).values
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """Products with a weight, by rows that stand alone."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.ops.contract import Weights
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
+
+Shape: TypeAlias = Sequence[int]
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,7 +30,11 @@ def _like_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-@operator("linear", _like_linear, rows=(0,))
+def _count(x: Shape, weight: Shape, bias: Shape | None) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+@operator("linear", _like_linear, rows=(0,), flops=_count)
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `plain_linear` as an operator."""
     return plain_linear(x, weight, bias)
@@ -38,7 +44,11 @@ def _like_weight(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(grad.shape[-1], x.shape[-1], dtype=numerics.at_least_float32(x.dtype))
 
 
-@operator("weight_gradient", _like_weight, rows=(0, 1), summed=True)
+def _count_weight(grad: Shape, x: Shape) -> int:
+    return 2 * math.prod(grad) * x[-1]
+
+
+@operator("weight_gradient", _like_weight, rows=(0, 1), summed=True, flops=_count_weight)
 def weight_gradient_op(grad: Tensor, x: Tensor) -> Tensor:
     """Return `grad^T x` over all rows, in at least float32."""
     out: Tensor = kernels_of(x).weight_gradient(_rows(grad), _rows(x))

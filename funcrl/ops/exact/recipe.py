@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 # (which gradients are wanted, gradients of the results, inputs, results) -> the gradients wanted
@@ -18,7 +19,12 @@ BackwardFn: TypeAlias = Callable[
 
 
 def operator(
-    name: str, fake: Callable[..., Any], rows: Sequence[int], summed: bool = False
+    name: str,
+    fake: Callable[..., Any],
+    rows: Sequence[int],
+    *,
+    summed: bool = False,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that makes a function of tensors the operator `funcrl::name`.
 
@@ -28,6 +34,7 @@ def operator(
         rows: the places of the arguments that have rows, along any leading axes.
         summed: whether a result is a sum over rows: then each sample of a batch is a call of its
             own, which gives it the bits that it has alone.
+        flops: the operations of its products, of the shapes of the inputs; none are left out.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +48,10 @@ def operator(
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
         op.register_vmap(over_batch)
-        overload: Callable[..., Any] = getattr(torch.ops.funcrl, name).default
+        packet = getattr(torch.ops.funcrl, name)
+        if flops is not None:
+            register_flop_formula(packet)(lambda *shapes, out_shape=None, **_: flops(*shapes))
+        overload: Callable[..., Any] = packet.default
         return overload
 
     return decorate
@@ -105,8 +115,6 @@ def _without_derivative(function: str, backward: BackwardFn, returned: int) -> C
     """Return a backward pass whose own derivative is an error, where torch would take it for 0."""
 
     class Once(torch.autograd.Function):
-        generate_vmap_rule = True
-
         @staticmethod
         def forward(wanted: tuple[bool, ...], *tensors: Any) -> Tensors:
             end = returned + len(wanted)
@@ -123,6 +131,15 @@ def _without_derivative(function: str, backward: BackwardFn, returned: int) -> C
                 f"{function} has a first derivative only with exact numerics, got a second one to "
                 f"compute; native numerics have them all."
             )
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Sequence[Any], wanted: Any, *tensors: Any) -> Any:
+            def of_sample(*tensors: Any) -> Tensors:
+                return Once.forward(wanted, *tensors)
+
+            # Torch's own rule, generate_vmap_rule, costs several times this one's time.
+            found = torch.vmap(of_sample, in_dims=tuple(in_dims[1:]))(*tensors)
+            return found, (0,) * len(found)
 
     return lambda *inputs: _apply(Once, *inputs)
 

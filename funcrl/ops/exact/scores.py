@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of tokens: one function for trainer, sampler and vLLM."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,11 @@ def _like(
     return out, torch.empty_like(out), torch.empty_like(out)
 
 
-@operator("linear_scores", _like, rows=(0, 2))
+def _count(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> int:
+    return 2 * math.prod(hidden) * weight[0]
+
+
+@operator("linear_scores", _like, rows=(0, 2), flops=_count)
 def linear_scores_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> Triple:
@@ -53,7 +58,15 @@ def _like_gradients(hidden: Tensor, weight: Tensor, *_: Any) -> Pair:
     return grad_hidden, weight.new_empty(weight.shape, dtype=wide)
 
 
-@operator("linear_scores_gradients", _like_gradients, rows=(0, 2, 3, 4, 5, 6), summed=True)
+def _count_gradients(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> int:
+    """Return the operations of the logits and of both gradients."""
+    return 3 * _count(hidden, weight)
+
+
+@operator(
+    "linear_scores_gradients", _like_gradients, rows=(0, 2, 3, 4, 5, 6), summed=True,
+    flops=_count_gradients,
+)  # fmt: skip
 def gradients_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
     grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, trained: bool,

@@ -1,6 +1,6 @@
 """funcrl's own network inside vLLM: registered classes, and nothing on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,13 +11,17 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
+from funcrl.config import Sampling
 from funcrl.core.types import Params
+from funcrl.generators.embedded.draw import sampling_logprobs
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm.inside.attention import FuncrlBackend
+from funcrl.generators.vllm.inside.exact import ExactBackend, pack_scores
 from funcrl.generators.vllm.inside.plugin import NAME, register
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind
 from funcrl.ops import AttendFn
+from funcrl.ops.exact import EXACT_FORWARD
 
 
 def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
@@ -45,6 +49,10 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
         "funcrl_shape": asdict(shape),
         "funcrl_attention": own_attention,
     }
+    if shape.numerics == "exact":
+        # Its own name alone: before 0.27 vLLM's second runner knows no log-probabilities but its
+        # own.
+        overrides["architectures"] = [NAME]
     return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": overrides}
 
 
@@ -54,6 +62,9 @@ class FuncrlForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.body = Body(vllm_config=vllm_config, prefix=f"{prefix}body.")
+        self._finish: Callable[[Tensor], Tensor] | None = None  # what becomes of logits
+        if self.body.skeleton.ops.exact:
+            self.draw_from(Sampling())
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [N, D] of tokens."""
@@ -74,9 +85,18 @@ class FuncrlForCausalLM(nn.Module):
         return out
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits [n, V] of some of the tokens."""
+        """Return logits [n, V] of some of the tokens; log-probabilities with exact numerics."""
         out: Tensor = self.body.network.unembed(hidden_states)
-        return out
+        return out if self._finish is None else self._finish(out)
+
+    def draw_from(self, sampling: Sampling) -> None:
+        """Let `compute_logits` return log-probabilities of what `sampling` draws from."""
+        softmax = EXACT_FORWARD.log_softmax
+        self._finish = lambda logits: sampling_logprobs(logits, sampling, softmax)
+
+    def score_prompts(self) -> None:
+        """Let `compute_logits` return what `unpack_score` makes the policy's numbers of."""
+        self._finish = pack_scores
 
     def load_weights(self, weights: Any) -> set[str]:
         """Load nothing."""
@@ -100,8 +120,10 @@ class Body(nn.Module):
         super().__init__()
         hf_config = vllm_config.model_config.hf_config
         c = TransformerConfig(**hf_config.funcrl_shape)
-        self.skeleton = Transformer(c)
-        backend = {"attn_backend": FuncrlBackend} if hf_config.funcrl_attention else {}
+        is_exact = c.numerics == "exact"
+        self.skeleton = Transformer(c, EXACT_FORWARD if is_exact else None)
+        own = ExactBackend if is_exact else FuncrlBackend
+        backend = {"attn_backend": own} if hf_config.funcrl_attention else {}
         self.attention = nn.ModuleList(
             Attention(
                 c.num_heads, c.head_width, c.head_width**-0.5, num_kv_heads=c.num_kv_heads,

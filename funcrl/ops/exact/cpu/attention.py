@@ -1,13 +1,16 @@
-"""Softmax attention in products of one shape, over blocks of keys in order."""
+"""Softmax attention whose rows stand alone, over keys that are counted from the first one seen."""
 
 import torch
 from torch import Tensor, nn
 
+from funcrl.ops.exact.cpu.agreement import batched_product
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import wide_dtype
+from funcrl.ops.exact.cpu.sums import exp, key_sums, wide_dtype
 
-_QUERIES = 8  # rows of a tile: queries of the heads that share a key head
-_KEYS = 32  # keys of a block
+# The keys that one product sums over; a longer row's sums are added up in order.
+_KEYS = 256
+# About how many scores are alive at a time.
+_SCORES = 2**18
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,8 +25,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
     """
     start = common_first(first, last)
     if start is not None:
-        hidden = torch.where(last >= first, last - start, -1)
-        return attend_from_zero(q, k[:, :, start:], v[:, :, start:], hidden)
+        seen = last if start == 0 else torch.where(last >= first, last - start, -1)
+        return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     normaliser = torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
     for part in split_segments(first, last):
@@ -40,72 +43,98 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
 
 
 def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys 0..last[t] [B, T]."""
-    (batch, num_heads, length, width), num_keys = q.shape, k.shape[1]
-    top = last.amax(dim=1) if length else last.new_zeros(batch)
-    longest = int(top.amax()) + 1 if batch and length else 0
+    """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys 0..last[t] [B, T].
+
+    Rows and queries are computed in groups whose scores fit into the processor's cache.
+    """
+    batch, num_heads, length, _ = q.shape
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    normaliser = torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
+    longest = int(last.amax()) + 1 if last.numel() else 0
     if longest <= 0:
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        return out, torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
-    blocks = -(-longest // _KEYS)
-    shape = (batch, num_keys, num_heads // num_keys, length)
-    rows, seen = _tiles(q.unflatten(1, shape[1:3]), last)
-    keys, values = _blocks(k, top, blocks), _blocks(v, top, blocks)
-    out, normaliser = _softmax(rows, keys, values, seen)
-    count = shape[2] * length
-    out = out.view(batch, num_keys, -1, width)[:, :, :count]
-    normaliser = normaliser.view(batch, num_keys, -1)[:, :, :count]
-    return out.reshape(q.shape).to(q.dtype), normaliser.reshape(q.shape[:-1])
+        return out, normaliser
+    queries = min(length, max(16, _SCORES // (num_heads * longest)))
+    rows = max(1, _SCORES // (num_heads * queries * longest))
+    for row in range(0, batch, rows):
+        at_row = slice(row, row + rows)
+        for query in range(0, length, queries):
+            at_query = slice(query, query + queries)
+            seen = last[at_row, at_query]
+            count = int(seen.amax()) + 1
+            if count > 0:
+                parts = _attend_group(q[at_row, :, at_query], k[at_row], v[at_row], seen, count)
+                out[at_row, :, at_query], normaliser[at_row, :, at_query] = parts
+    return out, normaliser
 
 
-def _tiles(q: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries [B, K, tiles, rows, C] scaled, and the last key that each sees."""
-    batch, num_keys, group, length, width = q.shape
-    q = q.to(wide_dtype(q)).mul(width**-0.5).reshape(batch, num_keys, group * length, width)
-    seen = last[:, None, None].expand(batch, 1, group, length).reshape(batch, 1, group * length)
-    more = -(group * length) % _QUERIES
-    q, seen = nn.functional.pad(q, (0, 0, 0, more)), nn.functional.pad(seen, (0, more), value=-1)
-    return q.unflatten(2, (-1, _QUERIES)), seen.unflatten(2, (-1, _QUERIES))
+def _attend_group(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return (out, normaliser) where no query sees more than `count` keys.
+
+    Keys that a query does not see have a weight of 0. Only where that is not enough, because they
+    are no numbers, they are replaced.
+    """
+    wide = wide_dtype(q)
+    keys, values = _widened(k, count, wide), _widened(v, count, wide)
+    out, normaliser = _softmax(q, keys, values, last)
+    # A sum of many numbers is the fastest test of all of them.
+    if not bool(torch.isfinite(out.sum() + normaliser.sum())):
+        top = last.amax(dim=1)
+        keys, values = _cleared(keys, top), _cleared(values, top)
+        out, normaliser = _softmax(q, keys, values, last)
+    return out.to(q.dtype), normaliser
 
 
-def _blocks(x: Tensor, top: Tensor, blocks: int) -> Tensor:
-    """Return keys or values [B, K, blocks, keys, C], 0 past the last that any query sees."""
-    x = x[:, :, : blocks * _KEYS].to(wide_dtype(x))
-    places = torch.arange(x.shape[2], device=x.device)
-    x = x.masked_fill((places > top[:, None])[:, None, :, None], 0)
-    x = nn.functional.pad(x, (0, 0, 0, blocks * _KEYS - x.shape[2]))
-    return x.unflatten(2, (blocks, _KEYS))
+def _widened(x: Tensor, count: int, wide: torch.dtype) -> Tensor:
+    """Return the first `count` keys or values, and more to a multiple of 16, as [B K, S, C]."""
+    padded = -(-count // 16) * 16
+    if x.shape[2] >= padded:
+        x = x[:, :, :padded].to(wide)
+        flat = x.flatten(0, 1)
+        return flat if flat.stride(-1) == 1 else flat.contiguous()
+    whole = torch.zeros(*x.shape[:2], padded, x.shape[3], dtype=wide, device=x.device)
+    whole[:, :, :count] = x[:, :, :count]
+    return whole.flatten(0, 1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out [B, K, tiles, rows, C], normaliser [B, K, tiles, rows])."""
-    places = torch.arange(_KEYS, device=q.device)
-    scores = []
-    for block in range(k.shape[2]):
-        part = _product(q, k[:, :, block].mT)
-        hidden = places + block * _KEYS > seen[..., None]
-        scores.append(part.masked_fill_(hidden, -torch.inf))
-    largest = torch.stack([part.amax(dim=-1, keepdim=True) for part in scores]).amax(dim=0)
-    # A query that sees nothing has weights of 0, and not of exp(-inf + inf).
-    largest = largest.masked_fill(largest == -torch.inf, 0)
-    total = out = None
-    for block, part in enumerate(scores):
-        weights = torch.exp(part.sub_(largest))
-        sums, product = weights.sum(dim=-1, keepdim=True), _product(weights, v[:, :, block])
-        total = sums if total is None else total.add_(sums)
-        out = product if out is None else out.add_(product)
-    assert total is not None
-    assert out is not None
-    nothing = total == 0
-    normaliser = (largest + total.log()).masked_fill_(nothing, 0)
-    return out.div_(total.masked_fill(nothing, 1)), normaliser.squeeze(-1)
+def _cleared(x: Tensor, top: Tensor) -> Tensor:
+    """Return keys or values [B K, S, C] with 0 at places after top [B]."""
+    hidden = torch.arange(x.shape[1], device=x.device) > top[:, None]
+    return x.unflatten(0, (len(top), -1)).masked_fill(hidden[:, None, :, None], 0).flatten(0, 1)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left [B, K, tiles, rows, X] times right [B, K, X, Y], at least two at once."""
-    shape = left.shape[:-1]
-    right = right[:, :, None].expand(*left.shape[:3], *right.shape[-2:]).flatten(0, 2)
-    left = left.flatten(0, 2)
-    if left.shape[0] == 1:
-        left, right = left.expand(2, -1, -1), right.expand(2, -1, -1)
-    return torch.bmm(left, right)[: shape[:3].numel()].view(*shape, right.shape[-1])
+def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out [B, H, T, C], normaliser [B, H, T]) in at least float32."""
+    (batch, _, length, width), (num, num_places) = q.shape, k.shape[:2]
+    rows = q.shape[:3].numel() // num
+    flat = q.to(k.dtype).mul(width**-0.5).reshape(num, rows, width)
+    # The library's order of sums is another one for few rows.
+    few = 16 - rows if width > 128 else -rows % 8
+    if few > 0:
+        flat = nn.functional.pad(flat, (0, 0, 0, few))
+    scores = batched_product(flat, k.mT, width)
+    real = scores.unflatten(0, (batch, -1))[:, :, :rows].unflatten(2, (-1, length))
+    real.add_(_mask(last, num_places, scores.dtype))
+    # A query that sees nothing has a largest score of -inf; its weights are 0.
+    largest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    weights = exp(scores.sub_(largest))
+    total, out = key_sums(weights), batched_product(weights[..., :_KEYS], v[:, :_KEYS], _KEYS)
+    for start in range(_KEYS, num_places, _KEYS):
+        part = slice(start, start + _KEYS)
+        out.add_(batched_product(weights[..., part], v[:, part], _KEYS))
+    normaliser = largest.add_(total.log())
+    if int(last.amin()) < 0:
+        nothing = total == 0
+        total, normaliser = total.masked_fill(nothing, 1), normaliser.masked_fill(nothing, 0)
+    out = out.div_(total)
+    return out[:, :rows].reshape(q.shape), normaliser[:, :rows].reshape(q.shape[:-1])
+
+
+def _mask(last: Tensor, num_places: int, dtype: torch.dtype) -> Tensor:
+    """Return [B or 1, 1, 1, T, S], 0 where a query sees the key and -inf where it does not."""
+    if last.shape[0] > 1 and torch.equal(last[1:], last[:-1]):
+        last = last[:1]
+    places = torch.arange(num_places, dtype=dtype, device=last.device)
+    distance = (last.to(dtype) + 0.5)[:, None, None, :, None] - places
+    return distance.mul_(torch.inf).clamp_(max=0)

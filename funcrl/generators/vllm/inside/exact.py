@@ -1,0 +1,135 @@
+"""Exact numerics inside vLLM: one kernel for all of attention, and log-probabilities of our own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+)
+
+from funcrl.generators.vllm.inside.attention import FuncrlBackend
+from funcrl.ops.exact import EXACT_FORWARD
+from funcrl.ops.exact.kernels import kernels_of
+
+# Of a log-probability, which is 0 or at most -2^-25: then e to its multiple is 0 in float32.
+_SCALE, _ZERO = 2.0**40, -1024.0
+
+
+@dataclass
+class Rows:
+    """Where each token of one forward pass belongs, whatever request it is of."""
+
+    blocks: Tensor  # [requests, most] the blocks of each request
+    slots: Tensor  # [tokens] where each token's key and value go
+    request: Tensor  # [tokens] the request of each token
+    last: Tensor  # [tokens] the place of each token in its request, -1 for padding
+
+
+class RowsBuilder(AttentionMetadataBuilder):
+    """Reads `Rows` off what vLLM says of a batch, without waiting for a GPU."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, spec: Any, names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(spec, names, vllm_config, device)
+        # A graph reads where it was captured: the rows of its batches always lie there.
+        sizes = vllm_config.compilation_config.cudagraph_capture_sizes
+        is_eager = vllm_config.model_config.enforce_eager
+        self._most = 0 if is_eager else max(sizes or [0])
+        self._kept: dict[str, Tensor] = {}
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Rows:
+        """Return the rows of a batch."""
+        del common_prefix_len, fast_build
+        batch, count = common_attn_metadata, common_attn_metadata.num_reqs
+        starts, lengths = batch.query_start_loc[: count + 1], batch.seq_lens[:count]
+        request, last = token_places(starts, lengths, batch.num_actual_tokens)
+        # Padding, -1, is written to the first block, which vLLM gives to no request.
+        slots = batch.slot_mapping[: batch.num_actual_tokens].long().clamp(min=0)
+        blocks = batch.block_table_tensor[:count].long()
+        if len(slots) > self._most:
+            return Rows(blocks, slots, request, last)
+        rows = {"blocks": blocks, "slots": slots, "request": request, "last": last}
+        return Rows(**{name: self._keep(name, each) for name, each in rows.items()})
+
+    def _keep(self, name: str, value: Tensor) -> Tensor:
+        """Return a value where graphs read it."""
+        if name not in self._kept:
+            self._kept[name] = value.new_zeros(self._most, *value.shape[1:])
+        return self._kept[name][: len(value)].copy_(value)
+
+
+class ExactBackend(FuncrlBackend):
+    """Attention of exact numerics, under the name of any backend from outside."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """Return the class that computes attention."""
+        return ExactAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """Return the class that builds the `Rows` of each batch."""
+        return RowsBuilder
+
+
+class ExactAttention(AttentionImpl):
+    """One call of the kernel for prompts, their pieces, what a cache had already, and decoding."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kw: Any) -> None:
+        del args
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = kw.get("num_kv_heads", num_heads)
+        self.kv_cache_dtype = kw.get("kv_cache_dtype", "auto")
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Rows | None, output: Tensor, *_: Any, **__: Any,
+    ) -> Tensor:  # fmt: skip
+        """Write the new keys and values, and each token's attention into `output`."""
+        del layer
+        if attn_metadata is None:  # vLLM tries how much memory a pass takes
+            return output.zero_()
+        at, size = attn_metadata, kv_cache.shape[2]
+        count = len(at.slots)
+        pairs = torch.cat([key[:count], value[:count]], dim=-1).to(kv_cache.dtype)
+        kv_cache[at.slots // size, :, at.slots % size] = pairs
+        paged = kernels_of(query).attend_paged
+        output[:count] = paged(query[:count], kv_cache, at.blocks, at.request, at.last)
+        return output
+
+
+def token_places(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the request of each of `count` tokens, and its place there: -1 for padding.
+
+    Args:
+        starts: [requests + 1], of each request's new tokens, and the end of the last.
+        lengths: [requests], new tokens included.
+        count: of tokens, and of padding after them.
+    """
+    token = torch.arange(count, device=starts.device)
+    ends = starts[1:].long()
+    request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+    last = (lengths - ends)[request] + token
+    return request, torch.where(token < ends[-1], last, -1)
+
+
+def pack_scores(logits: Tensor) -> Tensor:
+    """Return log-probabilities [n, V + 1] in a form that a softmax over them leaves as it is.
+
+    Every version of vLLM normalises what it scores a prompt with once more. Multiplied by 2^40,
+    which loses no bit, all are so far below the 0 of one more column that the sum is that column's.
+    """
+    logprobs = EXACT_FORWARD.log_softmax(logits, 1.0)
+    return nn.functional.pad(torch.where(logprobs == 0, _ZERO, logprobs * _SCALE), (0, 1))
+
+
+def unpack_score(packed: float) -> float:
+    """Return the log-probability that `pack_scores` has packed."""
+    return 0.0 if packed == _ZERO else packed / _SCALE

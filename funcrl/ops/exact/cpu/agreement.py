@@ -1,0 +1,120 @@
+"""Whether a large call of the library has the bits of calls of one small shape.
+
+The library chooses its kernel by the shape of a product, so that an element's bits may depend on
+the number of rows beside it. A small fixed shape is always safe and often slow. Most libraries add
+up an element in the same order for nearly all shapes: a larger shape is used if, on numbers drawn
+once, all of its bits are those of the small one.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+_TILE_ROWS = 16
+_TILE_COLUMNS = 64
+
+
+@functools.cache
+def rows_agree(
+    call: str, rows: int, tile: int, weight_shape: tuple[int, int], transposed: bool,
+    dtype: torch.dtype, threads: int,
+) -> bool:  # fmt: skip
+    """Return whether `rows` rows times a weight have the bits of tiles of `tile` rows.
+
+    Args:
+        call: the form of the larger call, "rows" or "columns"; see `multiply`.
+        rows: those of the larger call.
+        tile: the rows of the small calls.
+        weight_shape: (N, K).
+        transposed: whether the weight lies in memory as [K, N].
+        dtype: of both factors.
+        threads: of the library; it is the present number, and a part of the answer's key.
+    """
+    del threads
+    num_columns, depth = weight_shape
+    x = _drawn((rows, depth), dtype, 0)
+    weight = _drawn((depth, num_columns) if transposed else weight_shape, dtype, 1)
+    weight = weight.mT if transposed else weight
+    total = -(-rows // tile) * tile
+    padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
+    small = torch.cat([multiply("rows", part, weight) for part in padded.split(tile)])
+    return torch.equal(multiply(call, x, weight), small[:rows])
+
+
+def multiply(call: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Return what `multiply_into` writes."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    multiply_into(out, call, x, weight)
+    return out
+
+
+def multiply_into(out: Tensor, call: str, x: Tensor, weight: Tensor) -> None:
+    """Write `x W^T` into `out`, computed as it stands or (`call` "columns") as W x^T.
+
+    Sums of over 640 products are made in pieces: the library would split them, too, but at places
+    that depend on the number of rows. A piece is no use where its result is rounded.
+    """
+    depth = x.shape[1]
+    whole = depth <= 640 or x.dtype not in (torch.float32, torch.float64)
+    step = depth if whole else -(-depth // -(-depth // 512))
+    left, right = (x, weight) if call == "rows" else (weight, x)
+    target = out if call == "rows" else out.new_empty(weight.shape[0], x.shape[0])
+    torch.mm(left[:, :step], right[:, :step].mT, out=target)
+    for start in range(step, depth, step):
+        target.addmm_(left[:, start : start + step], right[:, start : start + step].mT)
+    if target is not out:
+        out.copy_(target.mT)
+
+
+def batched_product(left: Tensor, right: Tensor, depth: int) -> Tensor:
+    """Return left [P, R, X] times right [P, X, Y]: an element's bits do not depend on P, R and Y.
+
+    A contraction shorter than `depth` has the bits of one that is filled up with zeros. The rows of
+    `right`, or its columns, are contiguous.
+    """
+    (count, rows, _), columns = left.shape, right.shape[2]
+    if not count:
+        return left.new_zeros(count, rows, columns)
+    transposed = right.stride(2) != 1
+    shape = (rows, left.shape[2], columns)
+    if not _batch_agrees(shape, depth, transposed, left.dtype, torch.get_num_threads()):
+        return _in_tiles(left, right, depth)
+    if count == 1:  # a batch of one is multiplied by another function of the library
+        return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]
+    return torch.bmm(left, right)
+
+
+@functools.cache
+def _batch_agrees(
+    shape: tuple[int, int, int], depth: int, transposed: bool, dtype: torch.dtype, threads: int
+) -> bool:
+    del threads
+    rows, inner, columns = shape
+    left = _drawn((2, rows, inner), dtype, 0)
+    right = _drawn((2, columns, inner) if transposed else (2, inner, columns), dtype, 1)
+    right = right.mT if transposed else right
+    return torch.equal(torch.bmm(left, right), _in_tiles(left, right, depth))
+
+
+def _in_tiles(left: Tensor, right: Tensor, depth: int) -> Tensor:
+    """Return the products, each by calls of one shape, two matrices at a time or more."""
+    (count, rows, inner), columns = left.shape, right.shape[2]
+    pad = torch.nn.functional.pad
+    left = pad(left, (0, depth - inner, 0, -rows % _TILE_ROWS))
+    right = pad(right.mT, (0, depth - inner, 0, -columns % _TILE_COLUMNS))
+    left = left.unflatten(1, (-1, 1, _TILE_ROWS))
+    right = right.unflatten(1, (1, -1, _TILE_COLUMNS))
+    tiles = (left.shape[1], right.shape[2])
+    left = left.expand(-1, -1, tiles[1], -1, -1).flatten(0, 2)
+    right = right.expand(-1, tiles[0], -1, -1, -1).flatten(0, 2)
+    if left.shape[0] == 1:
+        left, right = left.expand(2, -1, -1), right.expand(2, -1, -1)
+    out = torch.bmm(left, right.mT)[: count * tiles[0] * tiles[1]]
+    out = out.view(count, *tiles, _TILE_ROWS, _TILE_COLUMNS).transpose(2, 3)
+    return out.reshape(count, tiles[0] * _TILE_ROWS, -1)[:, :rows, :columns].contiguous()
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    draw = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)

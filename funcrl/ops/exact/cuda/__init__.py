@@ -1,0 +1,33 @@
+"""Exact kernels on a GPU, by Triton and cuBLAS: each row of a result is a function of itself alone.
+
+Plain functions of tensors, without autograd and without checks. A GPU older than Hopper may not
+hold that tiles of different sizes have equal bits: `tests/ops/exact` compares them.
+"""
+
+from funcrl.ops.exact.cuda.attention import attend, attend_paged
+from funcrl.ops.exact.cuda.attention_gradients import attend_gradients
+from funcrl.ops.exact.cuda.embedding import embedding_gradient
+from funcrl.ops.exact.cuda.gate import rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cuda.norm import add_rms_norm, rms_norm, rms_norm_gradients
+from funcrl.ops.exact.cuda.products import bias_gradient, linear, weight_gradient
+from funcrl.ops.exact.cuda.scores import log_softmax, logsumexp, scores, scores_gradients
+
+__all__ = [
+    "add_rms_norm",
+    "attend",
+    "attend_gradients",
+    "attend_paged",
+    "bias_gradient",
+    "embedding_gradient",
+    "linear",
+    "log_softmax",
+    "logsumexp",
+    "rms_norm",
+    "rms_norm_gradients",
+    "rotate",
+    "scores",
+    "scores_gradients",
+    "swiglu",
+    "swiglu_gradients",
+    "weight_gradient",
+]

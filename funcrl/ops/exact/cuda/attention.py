@@ -1,0 +1,91 @@
+"""Attention by one Triton kernel: for training, prefill, decoding and a paged cache."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.exact.cuda.attention_kernels import attend_kernel
+from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh, power_of_two
+
+_FEW = 8  # queries up to which the heads of a group share a tile
+
+
+class Tile(NamedTuple):
+    """The constants of a launch; a row's bits are the same for each tile of one dtype and width."""
+
+    rows: int
+    heads: int  # of a tile
+    pack: int  # places for heads in a tile, a power of two
+    options: dict[str, int | str]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax attention over the keys first..last [B, H, T, C], and normalisers [B, H, T].
+
+    normaliser = log(sum_s exp(q k_s / sqrt(C)))
+    """
+    batch, heads, length, width = q.shape
+    q, k, v = (aligned_heads(part) for part in (q, k, v))
+    out = fresh(q, batch, heads, length, width)
+    normaliser = fresh(q, batch, heads, length, dtype=torch.float32)
+    if not out.numel():
+        return out, normaliser
+    group = heads // k.shape[1]
+    tile = _tile(q, group, length, packed=length <= _FEW)
+    attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
+        q, k, v, out, normaliser, first, last, first, group, length, width, log2_scale(width),
+        *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
+        *first.stride(), *last.stride(), 0, 0, SIZE=0, **tile.options, **STRICT,
+    )  # fmt: skip
+    return out, normaliser
+
+
+def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last: Tensor) -> Tensor:
+    """Return attention [N, H, C] of query n over the places 0..last[n] of request[n].
+
+    Place p lies in block tables[request, p // size] of the cache [blocks, K, size, 2C].
+    """
+    size, heads, width = q.shape
+    q = aligned_heads(q)
+    k, v = (aligned_heads(part) for part in cache.split(width, dim=-1))
+    out, normaliser = fresh(q, size, heads, width), fresh(q, size, heads, dtype=torch.float32)
+    if not out.numel():
+        return out
+    group = heads // cache.shape[1]
+    # Where each request may have one query, as in decoding, a tile has one; else it has many, as
+    # neighbours mostly share a request.
+    alone = size <= tables.shape[0]
+    batch, length = (size, 1) if alone else (1, size)
+    order = (lambda n, *rest: (n, *rest, 0)) if alone else (lambda n, *rest: (0, *rest, n))
+    tile = _tile(q, group, length, packed=True)
+    attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
+        q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
+        *order(*q.stride()[:2]), *order(*normaliser.stride()),
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        *order(request.stride(0)), *order(last.stride(0)), *tables.stride(),
+        SIZE=k.shape[2], **tile.options, **STRICT,
+    )  # fmt: skip
+    return out
+
+
+def log2_scale(width: int) -> float:
+    """Return the factor of a score whose powers of 2 are exp(score / sqrt(C))."""
+    return math.log2(math.e) / math.sqrt(width)
+
+
+def _tile(q: Tensor, group: int, length: int, packed: bool) -> Tile:
+    columns = max(16, power_of_two(q.shape[-1]))
+    ieee = q.dtype == torch.float32
+    rows, keys = (32, 32) if ieee else (64, 64)
+    packed = packed and group <= rows
+    heads, pack = (group, power_of_two(group)) if packed else (1, 1)
+    # Tiles of 64 and of 128 rows have equal bits on Hopper; smaller ones are of other instructions.
+    if not ieee and columns <= 128 and length * pack > rows:
+        rows = 128
+    options = {
+        "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns,
+        "PRECISION": "ieee" if ieee else "tf32", "num_warps": 8 if rows == 128 else 4, "num_stages": 3 if columns <= 128 else 2,
+    }  # fmt: skip
+    return Tile(rows, heads, pack, options)

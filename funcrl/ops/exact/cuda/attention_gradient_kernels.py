@@ -1,0 +1,194 @@
+"""The kernels of attention's backward pass: each sum has one owner and one order.
+
+Blocks of queries, like blocks of keys, are counted from `first`: a segment of a packed row has the
+gradients that it has in a row of its own.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+NEVER = tl.constexpr(2147483647)
+
+
+@triton.jit
+def row_kernel(
+    grad, out, normaliser, first, last, delta, power, H, T, C,
+    g_b, g_h, g_t, o_b, o_h, o_t, n_b, n_h, n_t, first_b, first_t, last_b, last_t,
+    ROWS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Write sum(grad * out) of each row, and its normaliser in powers of 2, inf for a dead row."""
+    times = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    columns = tl.arange(0, BC)
+    known = times < T
+    seen = known[:, None] & (columns < C)[None, :]
+    g_at = grad + batch * g_b + head * g_h + times[:, None] * g_t + columns[None, :]
+    o_at = out + batch * o_b + head * o_h + times[:, None] * o_t + columns[None, :]
+    given = tl.load(g_at, mask=seen, other=0.0).to(tl.float32)
+    own = tl.load(o_at, mask=seen, other=0.0).to(tl.float32)
+    begin = tl.load(first + batch * first_b + times * first_t, mask=known, other=0)
+    end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1)
+    value = tl.load(normaliser + batch * n_b + head * n_h + times * n_t, mask=known, other=0.0)
+    at = (batch * H + head) * T + times
+    tl.store(delta + at, tl.sum(given * own, 1), mask=known)
+    value = tl.where(end >= begin, value * 1.4426950408889634, float("inf"))
+    tl.store(power + at, value, mask=known)
+
+
+@triton.jit
+def query_kernel(
+    grad, q, k, v, delta, power, first, last, grad_q, H, G, T, C, scale, factor,
+    g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a tile of queries, by the loop of the forward pass."""
+    head_time = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    tail_time = tl.minimum(head_time + BM, T) - 1
+    times = head_time + tl.arange(0, BM)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    columns = tl.arange(0, BC)
+    known = times < T
+    seen = known[:, None] & (columns < C)[None, :]
+    owner = tl.load(first + batch * first_b + times * first_t, mask=known, other=0).to(tl.int32)
+    end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1).to(tl.int32)
+    alive = known & (end >= owner)
+    at = (batch * H + head) * T + times
+    row_delta = tl.load(delta + at, mask=known, other=0.0)
+    row_power = tl.load(power + at, mask=known, other=float("inf"))
+    q_at = q + batch * q_b + head * q_h + times[:, None] * q_t + columns[None, :]
+    g_at = grad + batch * g_b + head * g_h + times[:, None] * g_t + columns[None, :]
+    queries = tl.load(q_at, mask=seen, other=0.0)
+    given = tl.load(g_at, mask=seen, other=0.0)
+    k += batch * k_b + head // G * k_h
+    v += batch * v_b + head // G * v_h
+    summed = tl.zeros((BM, BC), tl.float32)
+    head_group = tl.load(first + batch * first_b + head_time * first_t).to(tl.int32)
+    tail_group = tl.load(first + batch * first_b + tail_time * first_t).to(tl.int32)
+    head_end = tl.load(last + batch * last_b + head_time * last_t).to(tl.int32)
+    tail_end = tl.load(last + batch * last_b + tail_time * last_t).to(tl.int32)
+    simple = (head_group == tail_group) & (head_end >= head_group) & (tail_end >= head_end)
+    current = head_group
+    if not simple:
+        current = tl.min(tl.where(alive, owner, NEVER), 0)
+    while current < NEVER:
+        own = alive & (owner == current)
+        stop = tail_end + 1
+        if not simple:
+            stop = tl.max(tl.where(own, end, -1), 0) + 1
+        limit = tl.where(own, end, -1)
+        for start in range(current, stop, BN):
+            places = start + tl.arange(0, BN)
+            inside = (columns < C)[None, :] & (places < stop)[:, None]
+            keys = tl.load(k + places[:, None] * k_s + columns[None, :], mask=inside, other=0.0)
+            values = tl.load(v + places[:, None] * v_s + columns[None, :], mask=inside, other=0.0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            towards = tl.dot(given, tl.trans(values), input_precision=PRECISION)
+            p = tl.exp2(tl.fma(score, scale, -row_power[:, None]))
+            p = tl.where(places[None, :] <= limit[:, None], p, 0.0)
+            slope = (p * (towards - row_delta[:, None])).to(keys.dtype)
+            summed = tl.dot(slope, keys, summed, input_precision=PRECISION)
+        following = tl.full((), NEVER, tl.int32)
+        if not simple:
+            following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        current = following
+    summed = tl.where(alive[:, None], summed * factor, 0.0)
+    tl.store(grad_q + at[:, None] * C + columns[None, :], summed, mask=seen)
+
+
+@triton.jit
+def key_kernel(
+    grad, q, k, v, delta, power, first, last, ranges, grad_k, grad_v, H, G, T, S, C, scale, factor,
+    g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries."""
+    place = tl.program_id(0) * BN
+    key_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    places = place + tl.arange(0, BN)
+    columns = tl.arange(0, BC)
+    seen = (places < S)[:, None] & (columns < C)[None, :]
+    k_at = k + batch * k_b + key_head * k_h + places[:, None] * k_s + columns[None, :]
+    v_at = v + batch * v_b + key_head * v_h + places[:, None] * v_s + columns[None, :]
+    keys = tl.load(k_at, mask=seen, other=0.0)
+    values = tl.load(v_at, mask=seen, other=0.0)
+    first += batch * first_b
+    last += batch * last_b
+    q += batch * q_b
+    grad += batch * g_b
+    power += batch * H * T
+    delta += batch * H * T
+    sum_k = tl.zeros((BN, BC), tl.float32)
+    sum_v = tl.zeros((BN, BC), tl.float32)
+    # The queries of one segment that see the tile: begin..stop.
+    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
+    begin, segment = tl.load(ranges), tl.load(ranges + 1)
+    stop, following = tl.load(ranges + 2), tl.load(ranges + 3)
+    while begin < NEVER:
+        limit = tl.where(places >= segment, places, NEVER)  # keys of an earlier segment: none
+        start = begin - ((begin - segment) % BM + BM) % BM
+        blocks = (stop - start + BM - 1) // BM
+        for step in range(G * blocks):
+            head = key_head * G + step // blocks
+            times = start + step % blocks * BM + tl.arange(0, BM)
+            known = (times >= begin) & (times < stop)
+            inside = known[:, None] & (columns < C)[None, :]
+            q_at = q + head * q_h + times[:, None] * q_t + columns[None, :]
+            g_at = grad + head * g_h + times[:, None] * g_t + columns[None, :]
+            row = head * T + times
+            queries = tl.load(q_at, mask=inside, other=0.0)
+            given = tl.load(g_at, mask=inside, other=0.0)
+            row_power = tl.load(power + row, mask=known, other=float("inf"))
+            row_delta = tl.load(delta + row, mask=known, other=0.0)
+            end = tl.load(last + times * last_t, mask=known, other=-1).to(tl.int32)
+            score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            p = tl.exp2(tl.fma(score, scale, -row_power[None, :]))
+            p = tl.where(limit[:, None] <= end[None, :], p, 0.0)
+            sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=PRECISION)
+            towards = tl.dot(values, tl.trans(given), input_precision=PRECISION)
+            slope = (p * (towards - row_delta[None, :])).to(queries.dtype)
+            sum_k = tl.dot(slope, queries, sum_k, input_precision=PRECISION)
+        begin = following
+        if begin < NEVER:
+            segment = tl.load(first + begin * first_t).to(tl.int32)
+            stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+    at = ((batch * tl.num_programs(1) + key_head) * S + places)[:, None] * C + columns[None, :]
+    tl.store(grad_k + at, sum_k * factor, mask=seen)
+    tl.store(grad_v + at, sum_v, mask=seen)
+
+
+@triton.jit
+def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT: tl.constexpr):
+    """Return the end of the segment's queries that see the tile, and the first of a later one's."""
+    stop = tl.full((), 0, tl.int32)
+    following = tl.full((), NEVER, tl.int32)
+    for start in range(0, T, BT):
+        times = start + tl.arange(0, BT)
+        owner = tl.load(first + times * first_t, mask=times < T, other=0).to(tl.int32)
+        end = tl.load(last + times * last_t, mask=times < T, other=-1).to(tl.int32)
+        sees = (end >= owner) & (end >= place) & (owner < place + BN)
+        own = sees & (owner == segment)
+        stop = tl.maximum(stop, tl.max(tl.where(own, times + 1, 0), 0))
+        following = tl.minimum(
+            following, tl.min(tl.where(sees & (owner > segment), times, NEVER), 0)
+        )
+    return stop, following
+
+
+@triton.jit
+def range_kernel(
+    first, last, ranges, T, first_b, first_t, last_b, last_t, BN: tl.constexpr, BT: tl.constexpr
+):
+    """Write, for a tile of keys, the first segment that sees it: begin, segment, and `_range`."""
+    place = tl.program_id(0) * BN
+    batch = tl.program_id(1).to(tl.int64)
+    first += batch * first_b
+    last += batch * last_b
+    _, begin = _range(first, last, first_t, last_t, place, -1, T, BN, BT)
+    segment = tl.load(first + tl.minimum(begin, T - 1) * first_t).to(tl.int32)
+    stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
+    tl.store(ranges, begin)
+    tl.store(ranges + 1, segment)
+    tl.store(ranges + 2, stop)
+    tl.store(ranges + 3, following)

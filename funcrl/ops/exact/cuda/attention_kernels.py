@@ -1,0 +1,103 @@
+"""The kernel of attention: a tile of queries against blocks of 64 keys, counted from `first`.
+
+Each operation on a row is written out (`fma`), so that no variant of the kernel rounds otherwise.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+NEVER = tl.constexpr(2147483647)
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, out, normaliser, group, last, tables, G, T, C, scale,
+    q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    group_b, group_t, last_b, last_t, table_r, table_w,
+    PACK: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the attention of a tile: BM / PACK queries, each by HEADS <= PACK heads.
+
+    Queries of one `group` read the same keys: where SIZE is 0 it is their first key, else their
+    request, whose keys begin at place 0 and lie in blocks of SIZE places.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal batch first
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) * HEADS
+    key_head = (head // G).to(tl.int64)
+    row = tl.arange(0, BM)
+    times = tile * (BM // PACK) + row // PACK
+    heads = (head + row % PACK).to(tl.int64)
+    known = (times < T) & (row % PACK < HEADS)
+    columns = tl.arange(0, BC)
+    owner = tl.load(group + batch * group_b + times * group_t, mask=known, other=0).to(tl.int32)
+    end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1).to(tl.int32)
+    alive = known & (end >= (owner if SIZE == 0 else 0))
+    q_at = q + batch * q_b + (heads * q_h + times * q_t)[:, None] + columns[None, :]
+    queries = tl.load(q_at, mask=known[:, None] & (columns < C)[None, :], other=0.0)
+    k += key_head * k_h
+    v += key_head * v_h
+    if SIZE == 0:
+        k += batch * k_b
+        v += batch * v_b
+
+    top = tl.full((BM,), -1e30, tl.float32)  # finite: a row that sees nothing of a block keeps it
+    total = tl.zeros((BM,), tl.float32)
+    summed = tl.zeros((BM, BC), tl.float32)
+    # Where the queries of a tile are of one group, its ends say so, and no reduction is waited for.
+    head_time = tile * (BM // PACK)
+    tail_time = tl.minimum(head_time + BM // PACK, T) - 1
+    head_group = tl.load(group + batch * group_b + head_time * group_t).to(tl.int32)
+    tail_group = tl.load(group + batch * group_b + tail_time * group_t).to(tl.int32)
+    head_end = tl.load(last + batch * last_b + head_time * last_t).to(tl.int32)
+    tail_end = tl.load(last + batch * last_b + tail_time * last_t).to(tl.int32)
+    lowest = head_group if SIZE == 0 else 0
+    simple = (head_group == tail_group) & (head_end >= lowest) & (tail_end >= head_end)
+    if SIZE > 0:  # requests stand in any order
+        simple = simple & (head_time == tail_time)
+    current = head_group
+    if not simple:
+        current = tl.min(tl.where(alive, owner, NEVER), 0)
+    while current < NEVER:
+        own = alive & (owner == current)
+        begin = current if SIZE == 0 else 0
+        stop = tail_end + 1
+        if not simple:
+            stop = tl.max(tl.where(own, end, -1), 0) + 1
+        limit = tl.where(own, end, -1)
+        page = tables + current.to(tl.int64) * table_r
+        for start in range(begin, stop, BN):
+            places = start + tl.arange(0, BN)
+            if SIZE == 0:
+                k_at, v_at = places * k_s, places * v_s
+            else:
+                block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
+                block = block.to(tl.int64)
+                k_at = block * k_b + places % SIZE * k_s
+                v_at = block * v_b + places % SIZE * v_s
+            seen = (columns < C)[None, :] & (places < stop)[:, None]
+            keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
+            shrink = tl.exp2((top - new_top) * scale)
+            total = tl.fma(total, shrink, tl.sum(p, 1))
+            values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
+            summed = summed * shrink[:, None]
+            summed = tl.dot(p.to(values.dtype), values, summed, input_precision=PRECISION)
+            top = new_top
+        following = tl.full((), NEVER, tl.int32)
+        if not simple:
+            following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
+        current = following
+
+    total = tl.where(alive, total, 1.0)
+    result = tl.where(alive[:, None], summed * (1.0 / total)[:, None], 0.0)
+    at = batch * o_b + heads * o_h + times * o_t
+    seen = known[:, None] & (columns < C)[None, :]
+    tl.store(out + at[:, None] * C + columns[None, :], result, mask=seen)
+    log_total = (top * scale + tl.log2(total)) * 0.6931471805599453
+    tl.store(normaliser + at, tl.where(alive, log_total, 0.0), mask=known)

@@ -1,0 +1,74 @@
+"""RMSNorm by Triton (arXiv:1910.07467), with its residual sum, and the gradients."""
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, fresh, power_of_two, row_stride
+from funcrl.ops.exact.cuda.norm_kernels import norm_gradient_kernel, norm_kernel
+
+# Numbers that a program holds at a time; the rows of a program follow from the width alone.
+_FORWARD, _BACKWARD = 2048, 4096
+_STEPS = 4  # times that a program of the backward pass takes as many rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Return `x / sqrt(mean(x^2) + eps) * (weight + offset)` [M, D] and the factors [M]."""
+    _, out, scale = _normed(x, None, weight, eps, offset)
+    return out, scale
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + delta in the dtype of x, and `rms_norm` of it."""
+    return _normed(x, delta, weight, eps, offset)
+
+
+def rms_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [M, D] and of the weight [D], this one in float32.
+
+    A program sums the weight's gradient over a fixed number of rows; the sum over programs is
+    torch's, whose order is a function of the shape.
+    """
+    size, width = x.shape
+    grad, x, weight, scale = (
+        aligned_rows(grad),
+        aligned_rows(x),
+        weight.contiguous(),
+        scale.contiguous(),
+    )
+    block = power_of_two(width)
+    rows = max(1, _BACKWARD // block)
+    programs = -(-size // (rows * _STEPS))
+    grad_x, partial = fresh(x, size, width), fresh(x, programs, width, dtype=torch.float32)
+    if size:
+        norm_gradient_kernel[(programs,)](
+            grad, x, weight, scale, grad_x, partial, size, offset, row_stride(grad), row_stride(x),
+            D=width, BLOCK=block, ROWS=rows, STEPS=_STEPS, num_warps=_warps(block), **STRICT,
+        )  # fmt: skip
+    return grad_x, partial.sum(0)
+
+
+def _normed(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    size, width = x.shape
+    x, weight = aligned_rows(x), weight.contiguous()
+    added = x if delta is None else aligned_rows(delta)
+    out, scale = fresh(x, size, width), fresh(x, size, dtype=torch.float32)
+    total = out if delta is None else fresh(x, size, width)
+    block = power_of_two(width)
+    rows = max(1, _FORWARD // block)
+    if size:
+        norm_kernel[(-(-size // rows),)](
+            x, added, weight, total, out, scale, size, eps, offset, row_stride(x),
+            row_stride(added), D=width, BLOCK=block, ROWS=rows, ADD=delta is not None,
+            num_warps=_warps(block), **STRICT,
+        )  # fmt: skip
+    return total, out, scale
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 4096 else 8

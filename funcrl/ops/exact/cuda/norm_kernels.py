@@ -1,0 +1,64 @@
+"""Kernels of RMSNorm: a fixed number of rows a program, the same for each number of rows."""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shifted(weight, offset):
+    """Return weight + offset, rounded to the weight's own dtype."""
+    return (weight.to(tl.float32) + offset).to(weight.dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_kernel(
+    x, delta, weight, total, out, scale, M, eps, offset, x_stride, delta_stride,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of each row, of x or of the rounded x + delta."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    seen = (rows < M)[:, None] & (columns < D)[None, :]
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=seen, other=0.0)
+    at = rows[:, None] * D + columns[None, :]
+    if ADD:
+        added = tl.load(
+            delta + rows[:, None] * delta_stride + columns[None, :], mask=seen, other=0.0
+        )
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(total + at, value, mask=seen)
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    tl.store(scale + rows, factor, mask=rows < M)
+    gain = shifted(tl.load(weight + columns, mask=columns < D, other=0.0), offset).to(value.dtype)
+    normed = (wide * factor[:, None]).to(value.dtype)
+    tl.store(out + at, normed.to(tl.float32) * gain.to(tl.float32)[None, :], mask=seen)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_gradient_kernel(
+    grad, x, weight, scale, grad_x, partial, M, offset, grad_stride, x_stride,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of each row, and this program's part of the weight's gradient."""
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < D
+    gain = shifted(tl.load(weight + columns, mask=inside, other=0.0), offset).to(x.dtype.element_ty)
+    gain = gain.to(tl.float32)[None, :]
+    summed = tl.zeros((ROWS, BLOCK), tl.float32)
+    for step in range(STEPS):
+        rows = (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        seen = (rows < M)[:, None] & inside[None, :]
+        value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=seen, other=0.0)
+        given = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=seen, other=0.0)
+        factor = tl.load(scale + rows, mask=rows < M, other=0.0)[:, None]
+        normed = value.to(tl.float32) * factor
+        given = given.to(tl.float32)
+        summed += given * normed
+        given = given * gain
+        mean = tl.sum(given * normed, 1) / D
+        result = factor * (given - normed * mean[:, None])
+        tl.store(grad_x + rows[:, None] * D + columns[None, :], result, mask=seen)
+    tl.store(partial + program * D + columns, tl.sum(summed, 0), mask=inside)

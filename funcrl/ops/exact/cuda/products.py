@@ -1,0 +1,175 @@
+"""Products whose rows stand alone: a Triton kernel, and cuBLAS where it has the kernel's bits.
+
+Nothing promises that the two agree: each shape is compared once, on random numbers, before a faster
+way is used for it. A shape first met while a CUDA graph is captured is left to the kernel.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.exact.cuda.layout import ALIGNMENT, fresh
+from funcrl.ops.exact.cuda.product_kernels import (
+    DEFINITION,
+    FEW_ROWS,
+    FLOAT32,
+    few_rows_tile,
+    tiled,
+)
+
+_PAD = 128  # cuBLAS gets a multiple of so many rows
+_COMPARED = 4096  # rows that are compared at a time
+
+_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Shape(NamedTuple):
+    """What a choice of a product depends on."""
+
+    rows: int
+    columns: int
+    inner: int
+    transposed: bool
+    bias: bool
+    dtype: torch.dtype
+    device: int
+
+
+# The choices made so far: a function of the GPU and the library, which do not change in a process.
+_CHOICES: dict[Shape, str] = {}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias [M, N], each row a function of itself and the weight alone."""
+    size, inner = x.shape
+    columns = weight.shape[0]
+    if not size or not columns or not inner:
+        out = fresh(x, size, columns).zero_()
+        return out if bias is None else out + bias
+    x, bias = _whole(x), None if bias is None else _whole(bias)
+    if x.dtype == torch.float32:
+        return tiled(x, weight, bias, FLOAT32)
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        return tiled(x, weight, bias, DEFINITION)
+    rows = _padded_rows(size)
+    transposed = not weight.is_contiguous()
+    shape = Shape(rows, columns, inner, transposed, bias is not None, x.dtype, x.device.index or 0)
+    product = _WAYS[_choice(shape) if _is_whole(weight) else "definition"]
+    if product is _definition or size == rows or rows < _PAD:
+        return product(x, weight, bias)
+    # The rows that are added hold anything: no row reads another.
+    padded = fresh(x, rows, inner)
+    padded[:size].copy_(x)
+    return product(padded, weight, bias)[:size]
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return grad^T x [N, K] in float32, accumulated in it; equal shapes give equal bits."""
+    if not grad.numel() or not x.numel():
+        return fresh(x, grad.shape[1], x.shape[1], dtype=torch.float32).zero_()
+    grad, x = _whole(grad), _whole(x)
+    if x.dtype == torch.float32:
+        return torch.mm(grad.t(), x)
+    return torch.mm(grad.t(), x, out_dtype=torch.float32)
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Return the sum [N] over the rows in float32, by torch's reduction, whose order is fixed."""
+    return grad.contiguous().sum(0, dtype=torch.float32)
+
+
+def describe_products() -> dict[str, str]:
+    """Return, for each shape of half precision met so far, the way that multiplies it.
+
+    "definition" is the Triton kernel where neither cuBLAS nor a smaller tile had its bits.
+    """
+    return {
+        f"[{shape.rows}, {shape.inner}] x [{shape.inner}, {shape.columns}]"
+        f"{' transposed' * shape.transposed}{' + bias' * shape.bias} {shape.dtype}": way
+        for shape, way in _CHOICES.items()
+    }
+
+
+def _choice(shape: Shape) -> str:
+    if shape not in _CHOICES:
+        if torch.cuda.is_current_stream_capturing():
+            return "definition"
+        _CHOICES[shape] = _verified(shape)
+    return _CHOICES[shape]
+
+
+def _verified(shape: Shape) -> str:
+    """Return the first way that has the bits of the definition on random numbers."""
+    device = torch.device("cuda", shape.device)
+    generator = torch.Generator(device).manual_seed(0)  # a caller's random numbers stay as they are
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=shape.dtype, device=device)
+
+    x, bias = randn(shape.rows, shape.inner), randn(shape.columns) if shape.bias else None
+    weight = (
+        randn(shape.inner, shape.columns).t()
+        if shape.transposed
+        else randn(shape.columns, shape.inner)
+    )
+    for way in _candidates(shape.rows):
+        out = _WAYS[way](x, weight, bias)
+        pairs = zip(x.split(_COMPARED), out.split(_COMPARED), strict=True)
+        if all(torch.equal(_definition(part, weight, bias), own) for part, own in pairs):
+            return way
+    return "definition"
+
+
+def _candidates(rows: int) -> tuple[str, ...]:
+    return (f"tile {rows}",) if rows < _PAD else ("cublas", "cublasLt")
+
+
+def _padded_rows(size: int) -> int:
+    return next((rows for rows in FEW_ROWS if size <= rows < _PAD), -(-size // _PAD) * _PAD)
+
+
+def _definition(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return tiled(x, weight, bias, DEFINITION)
+
+
+def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _cublaslt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product with a bias: torch hands it to cublasLt, which chooses otherwise."""
+    if bias is None:
+        bias = _zeros(weight.shape[0], x.dtype, x.device)
+    return torch.addmm(bias, x, weight.t())
+
+
+@lru_cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that live on: they are first asked for when a shape is verified."""
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def _few_rows(rows: int) -> _Product:
+    return lambda x, weight, bias: tiled(x, weight, bias, few_rows_tile(rows, weight.shape[0]))
+
+
+_WAYS: dict[str, _Product] = {
+    "definition": _definition,
+    "cublas": _cublas,
+    "cublasLt": _cublaslt,
+    **{f"tile {rows}": _few_rows(rows) for rows in FEW_ROWS},
+}
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return `x`, copied where it is not contiguous or not aligned."""
+    if not x.is_contiguous():
+        return x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def _is_whole(weight: Tensor) -> bool:
+    return weight.data_ptr() % ALIGNMENT == 0

@@ -1,0 +1,166 @@
+"""The exact attention of a GPU, against float64 and against itself in other arrangements."""
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a GPU or the interpreter",
+)
+LENGTHS = (200, 513) if ON_GPU else (70,)
+
+if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+    from funcrl.ops.exact import cuda as exact
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def oracle(q, k, v, first, last):
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    places = torch.arange(k.shape[2], device=k.device)
+    seen = (places >= first[..., None]) & (places <= last[..., None])
+    score = (q @ k.mT) * q.shape[-1] ** -0.5
+    score = score.masked_fill(~seen[:, None], -1e30)
+    weights = torch.softmax(score, -1) * seen[:, None]
+    normaliser = torch.where(seen.any(-1)[:, None], score.logsumexp(-1), 0)
+    return weights @ v, normaliser
+
+
+def assert_near(ours, expected, dtype, factor=1):
+    assert torch.isfinite(ours).all()
+    error = (ours.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert error < (8e-3 if dtype == torch.bfloat16 else 3e-6) * factor, error
+
+
+def rows(*segments, length):
+    """The first and last keys [T] of a row that packs segments, with dead padding after them."""
+    first, last = torch.zeros(length, dtype=torch.int64), torch.full((length,), -1)
+    start = 0
+    for size in segments:
+        first[start : start + size] = start
+        last[start : start + size] = torch.arange(start, start + size)
+        start += size
+    return first.to(DEVICE), last.to(DEVICE)
+
+
+def batch_of(length):
+    """A causal row, a packed row with padding, a row with padding alone at its end."""
+    third = length // 3
+    pairs = [
+        rows(length, length=length),
+        rows(third, 1, third - 5, length=length),
+        rows(length - 3, length=length),
+    ]
+    return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
+
+
+def inputs(length, heads, key_heads, width, dtype):
+    q = randn(3, heads, length, width, dtype=dtype) * 2
+    k, v = (randn(3, key_heads, length, width, dtype=dtype, seed=seed) for seed in (1, 2))
+    return q, k, v, *batch_of(length)
+
+
+CASES = [(4, 2, 16), (3, 1, 40), (2, 2, 64)]
+CASES += [(16, 8, 128), (8, 1, 96), (2, 1, 256)] if ON_GPU else []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_attention_and_its_gradients(heads, key_heads, width, length, dtype):
+    q, k, v, first, last = inputs(length, heads, key_heads, width, dtype)
+    leaves = [part.double().requires_grad_() for part in (q, k, v)]
+    expected, log_total = oracle(*leaves, first, last)
+    out, normaliser = exact.attend(q, k, v, first, last)
+    assert_near(out, expected, dtype)
+    assert_near(normaliser, log_total, torch.float32)
+    grad = randn(*out.shape, dtype=dtype, seed=7)
+    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser)
+    for part, wide in zip(ours, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        assert_near(part, wide, dtype, factor=2)
+    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser)
+    assert all(torch.equal(part, other) for part, other in zip(ours, again, strict=True))
+    # A segment of the packed row has the bits of a row of its own.
+    third = length // 3
+    cut = slice(third + 1, third + 1 + third - 5)
+    alone = [part[1:2, :, cut] for part in (q, k, v)]
+    ranges = [part[None] for part in rows(third - 5, length=third - 5)]
+    own, own_normaliser = exact.attend(*alone, *ranges)
+    assert torch.equal(own, out[1:2, :, cut])
+    assert torch.equal(own_normaliser, normaliser[1:2, :, cut])
+    own_grads = exact.attend_gradients(grad[1:2, :, cut], *alone, *ranges, own, own_normaliser)
+    for part, whole in zip(own_grads, ours, strict=True):
+        assert torch.equal(part, whole[1:2, :, cut])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_and_decoding_have_the_bits_of_the_whole(heads, key_heads, width, length, dtype):
+    q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
+    first, last = (part.expand(3, length) for part in rows(length, length=length))
+    out, normaliser = exact.attend(q, k, v, first, last)
+    # A cache of another layout, with NaN past what is written.
+    cache = torch.full(
+        (3, length + 90, key_heads, 2 * width), float("nan"), dtype=dtype, device=DEVICE
+    )
+    cache[:, :length] = torch.cat([k, v], -1).transpose(1, 2)
+    keys, values = cache.transpose(1, 2).split(width, -1)
+    for start, size in (
+        (0, 1),
+        (0, 9),
+        (5, 60),
+        (length - 1, 1),
+        (length - 8, 8),
+        (40, length - 40),
+    ):
+        cut = slice(start, start + size)
+        written = cache.clone()
+        written[:, start + size :] = float("nan")
+        keys, values = written.transpose(1, 2).split(width, -1)
+        ours, own = exact.attend(q[:, :, cut], keys, values, first[:, cut], last[:, cut])
+        assert torch.equal(ours, out[:, :, cut]), (start, size)
+        assert torch.equal(own, normaliser[:, :, cut])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize("size", [16, 24])
+def test_pages_have_the_bits_of_rows(heads, key_heads, width, size, dtype):
+    length = LENGTHS[0]
+    q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
+    first, last = (part.expand(3, length) for part in rows(length, length=length))
+    out, _ = exact.attend(q, k, v, first, last)
+    pages = -(-length // size)
+    order = torch.randperm(3 * pages, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tables = order.view(3, pages)
+    cache = torch.full(
+        (3 * pages, size, key_heads, 2 * width), float("nan"), dtype=dtype, device=DEVICE
+    )
+    padded = torch.full(
+        (3, pages * size, key_heads, 2 * width), float("nan"), dtype=dtype, device=DEVICE
+    )
+    padded[:, :length] = torch.cat([k, v], -1).transpose(1, 2)
+    cache[order] = padded.view(3 * pages, size, key_heads, 2 * width)
+    cache = cache.transpose(1, 2)
+    flat = q.transpose(1, 2).flatten(0, 1)
+    expected = out.transpose(1, 2).flatten(0, 1)
+    requests = torch.arange(3, device=DEVICE).repeat_interleave(length)
+    ends = torch.arange(length, device=DEVICE).repeat(3)
+    for places in (
+        torch.arange(3 * length),
+        torch.tensor([length - 1, 3 * length - 1]),
+        torch.tensor([7]),
+    ):
+        picked = places.to(DEVICE)
+        ours = exact.attend_paged(flat[picked], cache, tables, requests[picked], ends[picked])
+        assert torch.equal(ours, expected[picked])

@@ -1,0 +1,153 @@
+"""A GRPO step with exact numerics: the same bits in micro-batches, compiled and packed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import funcrl
+from funcrl import CompileConfig
+from funcrl.models import Transformer, TransformerConfig
+from funcrl.core.types import Sample
+
+ROWS, T, V = 8, 13, 37
+
+
+def network(num_layers=2, **options):
+    return Transformer(
+        TransformerConfig(
+            vocab_size=V, width=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_width=8,
+            mlp_width=48, numerics="exact", **options,
+        )
+    )  # fmt: skip
+
+
+def drawn_batch(model_fn, params):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(V, (ROWS, T), generator=generator)
+    mask = torch.ones(ROWS, T, dtype=torch.bool)
+    mask[:, :3] = False
+    positions = torch.arange(T).expand(ROWS, T)
+    rollout = funcrl.Rollout(
+        tokens=tokens,
+        mask=mask,
+        behavior_logprobs=funcrl.score(model_fn, params, Sample(tokens, positions)).logprobs,
+        rewards=torch.rand(ROWS, generator=generator),
+        group=torch.arange(ROWS) // 4,
+        policy_version=torch.zeros(ROWS, dtype=torch.int64),
+    )
+    return rollout, funcrl.collate(rollout, funcrl.grpo(kl=0.0))
+
+
+def steps(model_fn, params, batch, count=3, compiled=None, donated=False, **options):
+    """The parameters after some steps with a schedule, and the first step's metrics."""
+    rate = funcrl.optim.warmup(2, funcrl.optim.constant(1e-2))
+    optimizer = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.adamw(rate))
+    step = funcrl.grpo_step(model_fn, optimizer=optimizer, **options)
+    step = funcrl.donate(step) if donated else step
+    state = step.init(params)
+    if compiled is not None:
+        step = funcrl.compile_step(step, state, batch, compiled)
+    reports = []
+    for _ in range(count):
+        state, report = step(state, batch)
+        reports.append(report)
+    return state.params, reports[0]
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("shape", [{}, {"tied": False, "qkv_bias": True, "qk_norm": False}])
+def test_micro_batches_end_with_the_same_parameters(shape, dtype):
+    model = network(**shape)
+    params = funcrl.init_params(model, seed=0)
+    model_fn = funcrl.logprob_fn(model, dtype=dtype)
+    _, batch = drawn_batch(model_fn, params)
+    whole, report = steps(model_fn, params, batch)
+    assert report.maxes["sampling/sampling_logp_difference/max"] == 0  # every ratio is 1
+    for rows in (ROWS // 2, ROWS // 4):
+        parts, _ = steps(model_fn, params, batch, microbatch=rows)
+        assert same(whole, parts)
+    assert not same(whole, params)
+
+
+def test_native_micro_batches_differ():
+    """What the test above would see if the order of additions were not fixed."""
+    model = Transformer(replace(network().config, numerics="native"))
+    params = funcrl.init_params(model, seed=0)
+    model_fn = funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    assert not same(
+        steps(model_fn, params, batch)[0], steps(model_fn, params, batch, microbatch=2)[0]
+    )
+
+
+def test_rows_in_any_order_once_they_are_sorted():
+    model = network()
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    numbers = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
+    shuffled = funcrl.tree.map(lambda leaf: leaf[numbers], batch)
+    sorted_again = funcrl.batching.in_order(shuffled, numbers)
+    whole, _ = steps(model_fn, params, batch)
+    assert same(whole, steps(model_fn, params, sorted_again, microbatch=4)[0])
+    with pytest.raises(ValueError, match=r"in_order expects numbers that all differ, got \[0, 0"):
+        funcrl.batching.in_order(batch, torch.zeros_like(numbers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_step_has_the_bits_of_the_plain_one(backend):
+    """Donated, with a schedule, in two micro-batches, with what it recomputes."""
+    model = network()
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    whole, _ = steps(model_fn, params, batch)
+    compiled = CompileConfig(backend=backend, remat="selective")
+    found, _ = steps(model_fn, params, batch, compiled=compiled, donated=True, microbatch=4)
+    assert same(whole, found)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_every_ratio_at_one():
+    """It may fuse what is around the operations, which no log-probability passes through."""
+    model = network(num_layers=1)
+    params = funcrl.init_params(model, seed=0)
+    model_fn = funcrl.logprob_fn(model, dtype=torch.bfloat16)
+    _, batch = drawn_batch(model_fn, params)
+    compiled = CompileConfig(backend="inductor")
+    _, report = steps(model_fn, params, batch, count=1, compiled=compiled)
+    assert report.maxes["sampling/sampling_logp_difference/max"] == 0
+
+
+def test_packed_rows_score_each_sample_as_alone():
+    model = network()
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    rollout, batch = drawn_batch(model_fn, params)
+    alone = funcrl.score(model_fn, params, batch).logprobs
+    packed = funcrl.pack(rollout, funcrl.grpo(kl=0.0), 3 * T + 5)
+    scores = funcrl.score(model_fn, params, packed).logprobs
+    assert torch.equal(scores[packed.mask].sort().values, alone[batch.mask].sort().values)
+    assert torch.equal(packed.behavior_logprobs[packed.mask], scores[packed.mask])
+
+
+def test_the_gradient_in_blocks_is_the_gradient():
+    """Of native numerics in float64, to 1e-13; an odd number of rows is one block."""
+    loss = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def loss_fn(params, x):
+        value = (params["w"] * x).sin().sum()
+        return value, funcrl.Metrics(sums={"n": value}, means={}, maxes={"m": value}, last={})
+
+    params = {"w": loss.abs()}
+    for rows, micro in ((8, None), (8, 3), (6, None), (7, 2), (1, None)):
+        batch = torch.arange(rows, dtype=torch.float64)
+        plain = funcrl.grads.summed_gradient(loss_fn)(params, batch)
+        blocks = funcrl.grads.summed_gradient(loss_fn, microbatch=micro, in_blocks=True)
+        found = blocks(params, batch)
+        torch.testing.assert_close(found.grads, plain.grads, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found.loss, plain.loss, rtol=1e-13, atol=1e-13)
+        assert torch.equal(found.metrics.maxes["m"], plain.metrics.maxes["m"])
