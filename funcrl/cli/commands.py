@@ -127,8 +127,8 @@ def _eval(line: Line) -> None:
 def _parity(line: Line) -> None:
     config = with_values(ParityConfig(), line.values)
     result = parity(config)
-    print_safely(json.dumps(result._asdict()) if config.json else format_parity(config, result))
-    if not result.max_abs_diff <= config.limit:
+    print_safely(json.dumps(result.as_json()) if config.json else format_parity(config, result))
+    if not result.largest <= config.limit:
         sys.exit(1)
 
 
