@@ -71,7 +71,7 @@ def attend_gradients_op(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    return attend_op(q, k, v, first, last)  # type: ignore[no-any-return]
+    return attend_op(q, k, v, first, last)
 
 
 def _backward(

@@ -55,7 +55,7 @@ def rms_norm_gradients_op(
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> Pair:
-    return rms_norm_op(x, weight, eps, offset)  # type: ignore[no-any-return]
+    return rms_norm_op(x, weight, eps, offset)
 
 
 def _norm_backward(
@@ -68,7 +68,7 @@ def _norm_backward(
 
 
 def _add_forward(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> Triple:
-    return add_rms_norm_op(x, delta, weight, eps, offset)  # type: ignore[no-any-return]
+    return add_rms_norm_op(x, delta, weight, eps, offset)
 
 
 def _add_backward(

@@ -95,7 +95,7 @@ def gradients_op(
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> Triple:
-    return linear_scores_op(hidden, weight, targets, temperature, chunk)  # type: ignore[no-any-return]
+    return linear_scores_op(hidden, weight, targets, temperature, chunk)
 
 
 def _backward(

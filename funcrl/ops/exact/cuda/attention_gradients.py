@@ -1,5 +1,7 @@
 """The backward pass of attention by Triton, without atomic additions: equal bits at each run."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ def attend_gradients(
     return grads
 
 
-def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
+def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
@@ -68,7 +70,7 @@ def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
     return {"BM": 64, "BN": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
 
 
-def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
+def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
