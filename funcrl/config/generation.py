@@ -151,7 +151,7 @@ class VLLMConfig:
     vLLM, both in this process; server runs either in servers of their own."""
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
     """The attention of the unified form: vLLM's kernel on its paged cache, or funcrl's own there.
-    auto takes vLLM's where it has one for the model's head width."""
+    auto takes vLLM's where it has one for the model's head width, and the numerics are native."""
     context_length: Count = 2048
     """The largest number of tokens of a prompt and its completion; the model's own limit if that is
     less."""
