@@ -85,9 +85,13 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
 
         return call
 
-    plain = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "swiglu")
     return ops._replace(
-        **{operation: kept(operation) for operation in plain},
+        embed=kept("embed"),
+        linear=kept("linear"),
+        project=kept("project"),
+        rms_norm=kept("rms_norm"),
+        add_rms_norm=kept("add_rms_norm"),
+        swiglu=kept("swiglu"),
         rotate=rotate,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),
