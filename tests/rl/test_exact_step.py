@@ -7,8 +7,8 @@ import torch
 
 import funcrl
 from funcrl import CompileConfig
-from funcrl.models import Transformer, TransformerConfig
 from funcrl.core.types import Sample
+from funcrl.models import Transformer, TransformerConfig
 
 ROWS, T, V = 8, 13, 37
 
