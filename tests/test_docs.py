@@ -49,8 +49,8 @@ def test_every_algorithm_is_in_the_table():
             assert f"`{name}()`" in table
 
 
-def test_what_imports_vllm_has_no_examples():
+def test_what_imports_vllm_or_triton_has_no_examples():
     """They would not run: pyproject.toml leaves these modules out."""
-    folder = ROOT / "funcrl" / "generators" / "vllm"
-    for path in (folder / "engine.py", *(folder / "inside").glob("*.py")):
+    folder, kernels = ROOT / "funcrl/generators/vllm", ROOT / "funcrl/ops/exact/cuda"
+    for path in (folder / "engine.py", *(folder / "inside").glob("*.py"), *kernels.glob("*.py")):
         assert ">>>" not in path.read_text(), path

@@ -16,8 +16,8 @@ MAY_CHANGE = (
     "evaluation", "checkpoint", "log",  # what is measured, kept and written down
     "on-reward-error", "reward-timeout",  # what a reward that fails does to the run
     # How it is computed: the same mathematics at another speed, rounded otherwise.
-    "device", "numerics", "threads", "microbatch", "logprob-chunk", "slots", "length-multiple", "attend",
-    "compile", "reward-concurrency",
+    "device", "numerics", "threads", "microbatch", "logprob-chunk", "slots",
+    "length-multiple", "attend", "compile", "reward-concurrency",
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",
 )  # fmt: skip

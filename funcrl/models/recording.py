@@ -85,13 +85,10 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
 
         return call
 
+    plain = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "swiglu")
+    recorded: dict[str, Any] = {operation: kept(operation) for operation in plain}
     return ops._replace(
-        embed=kept("embed"),
-        linear=kept("linear"),
-        project=kept("project"),
-        rms_norm=kept("rms_norm"),
-        add_rms_norm=kept("add_rms_norm"),
-        swiglu=kept("swiglu"),
+        **recorded,
         rotate=rotate,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),

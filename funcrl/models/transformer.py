@@ -131,7 +131,8 @@ class Attention(nn.Module):
         maps = [(part.weight, part.bias) for part in (self.q, self.k, self.v)]
         q, k, v = (self._heads(part) for part in self.ops.project(x, maps))
         heads = [part.transpose(-2, -3) for part in (self.q_norm(q), self.k_norm(k), v)]
-        attended = attend(*self.ops.rotate(heads[:2], rotation), heads[2])
+        q, k = self.ops.rotate(heads[:2], rotation)
+        attended = attend(q, k, heads[2])
         out: Tensor = self.o(attended.transpose(-2, -3).flatten(-2))
         return out
 

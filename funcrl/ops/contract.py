@@ -1,4 +1,4 @@
-"""What a `Transformer` computes with, as a value: each operation is a field that may be replaced."""
+"""What a `Transformer` computes with, as a value whose fields may be replaced."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -32,7 +32,7 @@ class Ops(NamedTuple):
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
     attend_causal: AttendFn
     attend_segments: Callable[[Tensor], AttendFn]  # of segment_ids [..., T]
-    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probabilities, entropies
+    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probs, entropies
     scores: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
     log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
     attend_prompts: AttendFn  # causal

@@ -16,8 +16,8 @@ ROWS, T, V = 8, 13, 37
 def network(num_layers=2, **options):
     return Transformer(
         TransformerConfig(
-            vocab_size=V, width=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_width=8,
-            mlp_width=48, numerics="exact", **options,
+            vocab_size=V, width=32, num_layers=num_layers, num_heads=4, num_kv_heads=2,
+            head_width=8, mlp_width=48, numerics="exact", **options,
         )
     )  # fmt: skip
 

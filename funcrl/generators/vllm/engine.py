@@ -4,7 +4,7 @@ import gc
 import json
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class InProcess:
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        unpack = float
+        unpack: Callable[[float], float] = float
         if self._setup.is_exact:
             self._llm.apply_model(lambda model: model.score_prompts())
             unpack = unpack_score

@@ -56,7 +56,7 @@ def engine_settings(setup: EngineSetup) -> dict[str, Any]:
         "enable_prefix_caching": True,
         # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
         "enable_chunked_prefill": torch.cuda.is_available(),
-        "logprobs_mode": "raw_logits" if setup.is_exact else _LOGPROBS_MODES[config.logprobs],
+        "logprobs_mode": _logprobs_mode(setup),
         "disable_log_stats": True,
         "distributed_executor_backend": _EXECUTORS["cuda" if torch.cuda.is_available() else "cpu"],
         **compile_arguments(config),
@@ -96,6 +96,14 @@ def sample_fields(sampling: Sampling, seed: int, max_tokens: int) -> dict[str, A
         "seed": None if sampling.temperature == 0 else seed % 2**62,
         "logprobs": 0,
     }
+
+
+def _logprobs_mode(setup: EngineSetup) -> str:
+    if not setup.is_exact:
+        return _LOGPROBS_MODES[setup.config.logprobs]
+    # As they are. The runner for GPUs does not know that mode in 0.24: there funcrl's sampler
+    # does it, `inside.sampler`.
+    return "raw_logprobs" if torch.cuda.is_available() else "raw_logits"
 
 
 def compile_arguments(config: VLLMConfig) -> dict[str, Any]:

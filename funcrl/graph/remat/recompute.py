@@ -147,8 +147,9 @@ def _analyse(gm: fx.GraphModule) -> _Step:
 
 def _takes_long(node: fx.Node) -> bool:
     """Return whether a node is a product, or an operator of which nobody says what it does."""
-    known = isinstance(node.target, torch._ops.OpOverload)
-    return has_flops(node) or not (known and node.target.namespace in ("aten", "funcrl"))
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "funcrl")
+    return has_flops(node) or not known
 
 
 def _attention_scores(inner: set[fx.Node]) -> set[fx.Node]:

@@ -17,6 +17,7 @@ from funcrl.core.types import (
     PackedBatch,
     Params,
     Rollout,
+    Rows,
     Sample,
     Step,
     TrainState,
@@ -149,7 +150,7 @@ def _training_step(model_fn: ModelFn) -> Step:
     """Return a step with a backward pass and an update, whose metric is all log-probabilities."""
     mapped = over_rows("parity", model_fn)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         def loss(params: Params) -> tuple[Tensor, Tensor]:
             logprobs = mapped(params, batch).logprobs
             return logprobs.sum(), logprobs

@@ -27,7 +27,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> S
     return out.view(q.shape), normaliser.view(q.shape[:-1])
 
 
-def _like(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def _like(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     normaliser = q.new_empty(q.shape[:-1], dtype=numerics.at_least_float32(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), normaliser
 
@@ -46,13 +46,13 @@ def attend_op(
     return out, normaliser
 
 
-def _like_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Triple:
+def _like_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Triple:
     contiguous = torch.contiguous_format
     grads = [torch.empty_like(part, memory_format=contiguous) for part in (q, k, v)]
     return grads[0], grads[1], grads[2]
 
 
-def _count_gradients(grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any) -> int:
+def _count_gradients(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any) -> int:
     return 10 * math.prod(q) * k[-2]
 
 
@@ -70,10 +70,8 @@ def attend_gradients_op(
     return grad_q, grad_k, grad_v
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor
-) -> tuple[Tensor, Tensor]:
-    return attend_op(q, k, v, first, last)  # type: ignore[no-any-return]
+def _forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    return attend_op(q, k, v, first, last)
 
 
 def _backward(
@@ -113,13 +111,13 @@ def attend_segments(segment_ids: Tensor) -> AttendFn:
     return attend
 
 
-def attend_last(positions: Tensor, layer: Tensor, places: int) -> AttendFn:
+def attend_last(positions: Tensor, _layer: Tensor, _places: int) -> AttendFn:
     """Return attention of one token a sample on a cache, without a derivative.
 
     Args:
         positions: [n], where each token stands in its sample.
-        layer: a layer of the cache; of no use here.
-        places: the number of places in use; of no use here.
+        _layer: a layer of the cache; of no use here.
+        _places: the number of places in use; of no use here.
     """
     last = positions[:, None]
     first = torch.zeros_like(last)

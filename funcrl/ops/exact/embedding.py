@@ -12,7 +12,7 @@ from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
 
 
-def _like(grad: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+def _like(grad: Tensor, _tokens: Tensor, vocab_size: int) -> Tensor:
     wide = numerics.at_least_float32(grad.dtype)
     return grad.new_empty(vocab_size, grad.shape[-1], dtype=wide)
 
@@ -30,7 +30,7 @@ def _forward(tokens: Tensor, weight: Tensor, dtype: torch.dtype | None) -> tuple
 
 
 def _backward(
-    wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
+    _wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
 ) -> list[Tensor]:
     tokens, weight, _dtype = inputs
     return [embedding_gradient_op(grads[0], tokens, len(weight)).to(weight.dtype)]

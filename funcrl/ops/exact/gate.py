@@ -17,7 +17,7 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out.view(gate.shape)
 
 
-def _like(gate: Tensor, up: Tensor) -> Tensor:
+def _like(gate: Tensor, _up: Tensor) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
@@ -27,7 +27,7 @@ def swiglu_op(gate: Tensor, up: Tensor) -> Tensor:
     return plain_swiglu(gate, up)
 
 
-def _like_both(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _like_both(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _like(gate, up), _like(gate, up)
 
 

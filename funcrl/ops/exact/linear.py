@@ -26,11 +26,11 @@ def plain_project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
     return [plain_linear(x, weight, bias) for weight, bias in weights]
 
 
-def _like_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _like_linear(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-def _count(x: Shape, weight: Shape, bias: Shape | None) -> int:
+def _count(x: Shape, weight: Shape, _bias: Shape | None) -> int:
     return 2 * math.prod(x) * weight[0]
 
 

@@ -14,7 +14,7 @@ Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _like_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Pair:
+def _like_norm(x: Tensor, *_: Any) -> Pair:
     scale = x.new_empty(x.shape[:-1], dtype=numerics.at_least_float32(x.dtype))
     return torch.empty_like(x, memory_format=torch.contiguous_format), scale
 
@@ -26,10 +26,8 @@ def rms_norm_op(x: Tensor, weight: Tensor, eps: float, offset: float) -> Pair:
     return out.view(x.shape), scale.view(x.shape[:-1])
 
 
-def _like_add(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> Triple:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *_like_norm(
-        x, weight, eps, offset
-    )
+def _like_add(x: Tensor, *_: Any) -> Triple:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *_like_norm(x)
 
 
 @operator("add_rms_norm", _like_add, rows=(0, 1))
@@ -39,14 +37,10 @@ def add_rms_norm_op(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset
     return total.view(x.shape), out.view(x.shape), scale.view(x.shape[:-1])
 
 
-def _like_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
-) -> Pair:
+def _like_gradients(_grad: Tensor, x: Tensor, *_: Any) -> Pair:
     wide = numerics.at_least_float32(x.dtype)
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(x.shape[-1], dtype=wide),
-    )
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return grad_x, x.new_empty(x.shape[-1], dtype=wide)
 
 
 @operator("rms_norm_gradients", _like_gradients, rows=(0, 1, 3), summed=True)
@@ -61,7 +55,7 @@ def rms_norm_gradients_op(
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> Pair:
-    return rms_norm_op(x, weight, eps, offset)  # type: ignore[no-any-return]
+    return rms_norm_op(x, weight, eps, offset)
 
 
 def _norm_backward(
@@ -74,7 +68,7 @@ def _norm_backward(
 
 
 def _add_forward(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> Triple:
-    return add_rms_norm_op(x, delta, weight, eps, offset)  # type: ignore[no-any-return]
+    return add_rms_norm_op(x, delta, weight, eps, offset)
 
 
 def _add_backward(

@@ -50,7 +50,7 @@ def operator(
         op.register_vmap(over_batch)
         packet = getattr(torch.ops.funcrl, name)
         if flops is not None:
-            register_flop_formula(packet)(lambda *shapes, out_shape=None, **_: flops(*shapes))
+            register_flop_formula(packet)(lambda *shapes, **_: flops(*shapes))
         overload: Callable[..., Any] = packet.default
         return overload
 
@@ -133,7 +133,7 @@ def _without_derivative(function: str, backward: BackwardFn, returned: int) -> C
             )
 
         @staticmethod
-        def vmap(info: Any, in_dims: Sequence[Any], wanted: Any, *tensors: Any) -> Any:
+        def vmap(_info: Any, in_dims: Sequence[Any], wanted: Any, *tensors: Any) -> Any:
             def of_sample(*tensors: Any) -> Tensors:
                 return Once.forward(wanted, *tensors)
 

@@ -18,7 +18,7 @@ def plain_rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
     return factors.transpose(0, 1).reshape(*positions.shape, 2, head_width)
 
 
-def _like_factors(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def _like_factors(positions: Tensor, head_width: int, _theta: float) -> Tensor:
     return positions.new_empty(*positions.shape, 2, head_width, dtype=torch.float32)
 
 
@@ -36,7 +36,7 @@ def _turn(x: Tensor, factors: Tensor, inverse: bool) -> Tensor:
     return out.view(x.shape)
 
 
-def _like(x: Tensor, factors: Tensor, inverse: bool) -> Tensor:
+def _like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -51,7 +51,7 @@ def _forward(x: Tensor, factors: Tensor) -> tuple[Tensor]:
 
 
 def _backward(
-    wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
+    _wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
 ) -> list[Tensor]:
     return [rotate_op(grads[0], inputs[1], True)]
 

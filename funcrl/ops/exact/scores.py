@@ -26,9 +26,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return out.view(logits.shape)
 
 
-def _like(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
-) -> Triple:
+def _like(hidden: Tensor, *_: Any) -> Triple:
     out = hidden.new_empty(hidden.shape[:-1], dtype=numerics.at_least_float32(hidden.dtype))
     return out, torch.empty_like(out), torch.empty_like(out)
 
@@ -42,7 +40,11 @@ def linear_scores_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> Triple:
     """Return log-probabilities, entropies and log-normalisers of rows of `hidden W^T`."""
-    rows, flat, kernels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), kernels_of(hidden)
+    rows, flat, kernels = (
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1),
+        kernels_of(hidden),
+    )
     cast = weight.to(hidden.dtype)
     parts = [
         kernels.scores(plain_linear(rows[part], cast, None), flat[part], temperature)
@@ -93,7 +95,7 @@ def gradients_op(
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> Triple:
-    return linear_scores_op(hidden, weight, targets, temperature, chunk)  # type: ignore[no-any-return]
+    return linear_scores_op(hidden, weight, targets, temperature, chunk)
 
 
 def _backward(

@@ -1,5 +1,6 @@
 """The CPU kernels against plain formulas in float64; that rows stand alone is fuzzed elsewhere."""
 
+import exact_fuzz
 import pytest
 import torch
 
@@ -166,3 +167,9 @@ def test_scores_and_their_gradients(temperature, dtype):
     g, h = grads.double()[..., None]
     value = g * (onehot - p) - h * p * (finite + entropy[:, None])
     near(result, value / temperature, dtype)
+
+
+@pytest.mark.parametrize("op", exact_fuzz.OPS)
+def test_a_row_has_the_same_bits_in_any_company(op):
+    differing = [exact_fuzz.run_case(op, seed, "cpu") for seed in range(25)]
+    assert [what for what in differing if what] == []

@@ -56,7 +56,6 @@ FORWARD_ONLY = {"scores"}  # a generator has log_softmax
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_derivative_is_that_of_the_function(name):
-    """rotate's factors are float32, as are the native ones: a difference of 1e-6 does not see it."""
     fn, inputs = CASES[name]
     assert gradcheck(lambda *given: fn(EXACT, *given), [x.requires_grad_() for x in inputs])
 
@@ -102,9 +101,7 @@ def test_a_sample_of_a_batch_is_as_alone(name, dtype):
 
     together = vmap(value_and_gradient, in_dims=in_dims)(*batch) if any(batched) else None
     for n in range(3 if any(batched) else 0):
-        alone = value_and_gradient(
-            *(x[n] if b else x for x, b in zip(batch, batched, strict=True))
-        )
+        alone = value_and_gradient(*(x[n] if b else x for x, b in zip(batch, batched, strict=True)))
         for a, b in zip(funcrl.tree.leaves(together), funcrl.tree.leaves(alone), strict=True):
             assert torch.equal(a[n], b)
     if name not in FORWARD_ONLY and any(batched):
@@ -138,7 +135,8 @@ def test_a_tracer_sees_one_operator_each_way(name):
     summed = counted(
         lambda xs: grad(lambda xs: vmap(lambda x: loss([x, *inputs[1:]]))(xs).sum())(xs), batch[0]
     )
-    assert alone and len(summed) == len(alone)
+    assert alone
+    assert len(summed) == len(alone)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -49,10 +49,6 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
         "funcrl_shape": asdict(shape),
         "funcrl_attention": own_attention,
     }
-    if shape.numerics == "exact":
-        # Its own name alone: before 0.27 vLLM's second runner knows no log-probabilities but its
-        # own.
-        overrides["architectures"] = [NAME]
     return {"config_format": "funcrl", "load_format": "funcrl", "hf_overrides": overrides}
 
 
@@ -88,6 +84,16 @@ class FuncrlForCausalLM(nn.Module):
         """Return logits [n, V] of some of the tokens; log-probabilities with exact numerics."""
         out: Tensor = self.body.network.unembed(hidden_states)
         return out if self._finish is None else self._finish(out)
+
+    def get_model_state_cls(self) -> type[Any]:
+        """Return what vLLM's second runner, on a GPU, holds of a model besides."""
+        if self.body.skeleton.ops.exact:
+            from funcrl.generators.vllm.inside.sampler import ExactState
+
+            return ExactState
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        return DefaultModelState
 
     def draw_from(self, sampling: Sampling) -> None:
         """Let `compute_logits` return log-probabilities of what `sampling` draws from."""

@@ -20,6 +20,7 @@ from funcrl.generators.vllm.settings import (
     engine_settings,
     sample_fields,
     samples_at_a_time,
+    who_draws,
 )
 
 _Result = TypeVar("_Result")
@@ -66,12 +67,21 @@ class Remote:
         assert self.pushed is not None
         seeds = sample_seeds(prompts, sampling.num_samples, seed)
         longest = min(max(map(len, prompts)) + sampling.max_tokens, self.context_length)
+        drawn_by, given, config = who_draws(self._setup, sampling)
+        if given.temperature != 1 or given.truncates:
+            raise ValueError(
+                f"VLLM.generate expects temperature 1 and no top-k, top-p or min-p of a server "
+                f"with exact numerics that keeps the log-probabilities of sampling "
+                f"(--vllm.logprobs), got temperature {sampling.temperature}, top_k "
+                f"{sampling.top_k}, top_p {sampling.top_p}, min_p {sampling.min_p}; --vllm.form "
+                f"unified takes all."
+            )
 
         def one(row: int) -> Completion:
             index = row // sampling.num_samples
             most = min(sampling.max_tokens, self.context_length - len(prompts[index]))
             answer = self._complete(
-                index, prompts[index], sample_fields(sampling, seeds[row], most)
+                index, prompts[index], sample_fields(drawn_by, seeds[row], most)
             )
             logprobs = check_logprobs(answer["logprobs"]["token_logprobs"])
             completion = Completion(answer["token_ids"], logprobs, answer["finish_reason"])
@@ -79,7 +89,7 @@ class Remote:
 
         owners = [row // sampling.num_samples for row in range(len(seeds))]
         completions = self._each(one, owners, longest)
-        return to_samples(completions, sampling, self._setup.config, self.pushed)
+        return to_samples(completions, sampling, config, self.pushed)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens from the second on."""

@@ -5,12 +5,12 @@ from torch import Tensor, nn
 
 from funcrl.ops.exact.cpu.agreement import batched_product
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp, key_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, key_sums, wide_dtype
 
 # The keys that one product sums over; a longer row's sums are added up in order.
 _KEYS = 256
 # About how many scores are alive at a time.
-_SCORES = 2**18
+SCORES = 2**19
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,8 @@ def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Ten
     longest = int(last.amax()) + 1 if last.numel() else 0
     if longest <= 0:
         return out, normaliser
-    queries = min(length, max(16, _SCORES // (num_heads * longest)))
-    rows = max(1, _SCORES // (num_heads * queries * longest))
+    queries = min(length, max(16, SCORES // (num_heads * longest)))
+    rows = max(1, SCORES // (num_heads * queries * longest))
     for row in range(0, batch, rows):
         at_row = slice(row, row + rows)
         for query in range(0, length, queries):
@@ -81,7 +81,7 @@ def _attend_group(
     # A sum of many numbers is the fastest test of all of them.
     if not bool(torch.isfinite(out.sum() + normaliser.sum())):
         top = last.amax(dim=1)
-        keys, values = _cleared(keys, top), _cleared(values, top)
+        keys, values = (_widened(clear(x[:, :, :count], top), count, wide) for x in (k, v))
         out, normaliser = _softmax(q, keys, values, last)
     return out.to(q.dtype), normaliser
 
@@ -98,27 +98,21 @@ def _widened(x: Tensor, count: int, wide: torch.dtype) -> Tensor:
     return whole.flatten(0, 1)
 
 
-def _cleared(x: Tensor, top: Tensor) -> Tensor:
-    """Return keys or values [B K, S, C] with 0 at places after top [B]."""
-    hidden = torch.arange(x.shape[1], device=x.device) > top[:, None]
-    return x.unflatten(0, (len(top), -1)).masked_fill(hidden[:, None, :, None], 0).flatten(0, 1)
-
-
 def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, T, C], normaliser [B, H, T]) in at least float32."""
     (batch, _, length, width), (num, num_places) = q.shape, k.shape[:2]
     rows = q.shape[:3].numel() // num
-    flat = q.to(k.dtype).mul(width**-0.5).reshape(num, rows, width)
+    flat = q.to(k.dtype).contiguous().mul(width**-0.5).view(num, rows, width)
     # The library's order of sums is another one for few rows.
     few = 16 - rows if width > 128 else -rows % 8
     if few > 0:
         flat = nn.functional.pad(flat, (0, 0, 0, few))
     scores = batched_product(flat, k.mT, width)
     real = scores.unflatten(0, (batch, -1))[:, :, :rows].unflatten(2, (-1, length))
-    real.add_(_mask(last, num_places, scores.dtype))
+    real.add_(mask_of(last, num_places, scores.dtype))
     # A query that sees nothing has a largest score of -inf; its weights are 0.
     largest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    weights = exp(scores.sub_(largest))
+    weights = exp_or_zero(scores.sub_(largest))
     total, out = key_sums(weights), batched_product(weights[..., :_KEYS], v[:, :_KEYS], _KEYS)
     for start in range(_KEYS, num_places, _KEYS):
         part = slice(start, start + _KEYS)
@@ -131,10 +125,16 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Ten
     return out[:, :rows].reshape(q.shape), normaliser[:, :rows].reshape(q.shape[:-1])
 
 
-def _mask(last: Tensor, num_places: int, dtype: torch.dtype) -> Tensor:
+def mask_of(last: Tensor, num_places: int, dtype: torch.dtype) -> Tensor:
     """Return [B or 1, 1, 1, T, S], 0 where a query sees the key and -inf where it does not."""
     if last.shape[0] > 1 and torch.equal(last[1:], last[:-1]):
         last = last[:1]
     places = torch.arange(num_places, dtype=dtype, device=last.device)
     distance = (last.to(dtype) + 0.5)[:, None, None, :, None] - places
     return distance.mul_(torch.inf).clamp_(max=0)
+
+
+def clear(x: Tensor, top: Tensor) -> Tensor:
+    """Return keys or values [B, K, S, C] with 0 at places after top [B]."""
+    hidden = torch.arange(x.shape[2], device=x.device) > top[:, None]
+    return x.masked_fill(hidden[:, None, :, None], 0)

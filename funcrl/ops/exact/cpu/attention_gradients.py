@@ -3,68 +3,98 @@
 import torch
 from torch import Tensor, nn
 
+from funcrl.ops.exact.cpu.attention import SCORES, clear, mask_of
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import row_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums, wide_dtype
 
 
 def attend_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
     normaliser: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (grad_q, grad_k, grad_v) of `attend`, whose results are `out` and `normaliser`."""
+    """Return (grad_q, grad_k, grad_v) of `attend`, whose results are `out` and `normaliser`.
+
+    A row's gradients depend on that row and on its length, which the products sum over; a packed
+    segment's on the segment, filled up to a multiple of 8.
+    """
     start = common_first(first, last)
     if start is not None:
-        seen = torch.where(last >= first, last - start, -1)
+        seen = last if start == 0 else torch.where(last >= first, last - start, -1)
         keys = slice(start, k.shape[2])
-        grads = _gradients(grad, q, k[:, :, keys], v[:, :, keys], seen, out, normaliser)
+        parts = _in_groups(grad, q, k[:, :, keys], v[:, :, keys], seen, out, normaliser)
         if not start:
-            return grads
-        return grads[0], *(nn.functional.pad(part, (0, 0, start, 0)) for part in grads[1:])
-    grads = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+            return parts
+        padding = (0, 0, start, 0)
+        return parts[0], nn.functional.pad(parts[1], padding), nn.functional.pad(parts[2], padding)
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     for part in split_segments(first, last):
         at_query, at_key = (part.row, slice(None), part.query), (part.row, slice(None), part.key)
-        values = _gradients(
-            *(x[at_query].transpose(1, 2) for x in (grad, q)),
-            *(x[at_key].transpose(1, 2) for x in (k, v)),
-            part.last,
-            *(x[at_query].transpose(1, 2) for x in (out, normaliser)),
+        grad_part, q_part, out_part, normaliser_part = (
+            x[at_query].transpose(1, 2) for x in (grad, q, out, normaliser)
         )
+        k_part, v_part = (x[at_key].transpose(1, 2) for x in (k, v))
+        values = _in_groups(grad_part, q_part, k_part, v_part, part.last, out_part, normaliser_part)
         owned = torch.arange(part.key.shape[1], device=q.device) <= part.last.amax(1, keepdim=True)
         for whole, value, place, real in zip(
             grads, values, (part.query, part.key, part.key), (part.real, owned, owned), strict=True
         ):
             row = part.row.expand_as(place)[real]
             whole[row, :, place[real]] = value.transpose(1, 2)[real]
-    return grads
+    return grads[0], grads[1], grads[2]
+
+
+def _in_groups(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients where query t sees the keys 0..last[t], a few rows at a time."""
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    if not q.numel() or not k.numel():
+        return grads[0], grads[1], grads[2]
+    rows = max(1, SCORES // (q.shape[1] * q.shape[2] * k.shape[2]))
+    for start in range(0, q.shape[0], rows):
+        part = slice(start, start + rows)
+        inputs = [x[part] for x in (grad, q, k, v, last, out, normaliser)]
+        values = _gradients(*inputs)
+        if not all(bool(torch.isfinite(value.sum())) for value in values):
+            top = last[part].amax(dim=1)
+            inputs[2:4] = [clear(x, top) for x in inputs[2:4]]
+            values = _gradients(*inputs)
+        for whole, value in zip(grads, values, strict=True):
+            whole[part] = value
+    return grads[0], grads[1], grads[2]
 
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients where query t sees the keys 0..last[t]."""
-    batch, num_keys, count, width = k.shape
-    wide, scale = wide_dtype(q), q.shape[-1] ** -0.5
-    group = q.shape[1] // num_keys
-    shape = (batch * num_keys, group * q.shape[2])
-    top = last.amax(dim=1) if last.shape[1] else last.new_full((batch,), -1)
-    places = torch.arange(count, device=q.device)
-    unseen = (places > top[:, None])[:, None, :, None]
-    flat = [x.to(wide).reshape(*shape, width) for x in (grad, q, out)]
-    keys = [x.to(wide).masked_fill(unseen, 0).reshape(-1, count, width) for x in (k, v)]
-    if shape[0] == 1:  # a product of one pair of matrices has other bits than one of several
-        flat, keys = ([x.expand(2, -1, -1) for x in parts] for parts in (flat, keys))
-    (g, rows, result), (k_flat, v_flat) = flat, keys
-    hidden = (places > last[..., None])[:, None, None].expand(-1, num_keys, group, -1, -1)
-    p = torch.bmm(rows, k_flat.mT)[: shape[0]].mul_(scale)
-    p = p.sub_(normaliser.reshape(*shape, 1)).exp_().masked_fill_(hidden.reshape(p.shape), 0)
-    inner = row_sums((g * result).flatten(0, 1)).view(g.shape[0], -1, 1)
-    slope = torch.bmm(g, v_flat.mT).sub_(inner)[: shape[0]].mul_(p).mul_(scale)
-    if shape[0] == 1:
-        p, slope = p.expand(2, -1, -1), slope.expand(2, -1, -1)
-    parts = torch.bmm(slope, k_flat), torch.bmm(slope.mT, rows), torch.bmm(p.mT, g)
-    grad_q, grad_k, grad_v = (part[: shape[0]] for part in parts)
-    return (
-        grad_q.reshape(q.shape).to(q.dtype),
-        grad_k.reshape(k.shape).to(k.dtype),
-        grad_v.reshape(v.shape).to(v.dtype),
-    )
+) -> tuple[Tensor, ...]:
+    """Return the gradients in at least float32."""
+    (batch, num_keys, count, width), wide = k.shape, wide_dtype(q)
+    num, rows = batch * num_keys, q.shape[1] // num_keys * q.shape[2]
+    scale = width**-0.5
+    g, flat, result = (_matrices(x, num, wide) for x in (grad, q, out))
+    flat = flat * scale
+    k_flat, v_flat = (_matrices(x, num, wide) for x in (k, v))
+    p = _products(flat, k_flat.mT)
+    real = p.unflatten(0, (batch, -1)).unflatten(2, (-1, q.shape[2]))
+    real.add_(mask_of(last, count, wide))
+    p = exp_or_zero(p.sub_(normaliser.reshape(num, rows, 1)))
+    inner = row_sums((g * result).flatten(0, 1)).view(num, rows, 1)
+    slope = _products(g, v_flat.mT).sub_(inner).mul_(p)
+    grad_q = _products(slope, k_flat).mul_(scale)
+    parts = grad_q, _products(slope.mT, flat), _products(p.mT, g)
+    return tuple(part.reshape(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
+
+
+def _matrices(x: Tensor, num: int, wide: torch.dtype) -> Tensor:
+    """Return [B, H, T, C] as `num` contiguous matrices: other strides have other bits."""
+    return x.to(wide).contiguous().view(num, -1, x.shape[-1])
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of each pair of matrices, at least two pairs at once.
+
+    The library multiplies a single pair by another function, with other bits.
+    """
+    if left.shape[0] > 1:
+        return torch.bmm(left, right)
+    return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]

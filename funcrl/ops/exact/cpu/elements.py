@@ -4,26 +4,32 @@ A sum, product or quotient is rounded correctly wherever an element stands, and 
 one value too; its fused operations (silu, addcmul) differ between SIMD lanes and the rest.
 """
 
-import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.sums import wide_dtype
+from funcrl.ops.exact.cpu.sums import row_groups, wide_dtype
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [M, F], rounded once, with silu(g) = g / (1 + exp(-g))."""
-    wide = gate.to(wide_dtype(gate)).contiguous()
-    return (wide / torch.exp(-wide).add_(1)).mul_(up).to(gate.dtype)
+    out = gate.new_empty(gate.shape)
+    for rows in row_groups(*gate.shape):
+        wide = gate[rows].to(wide_dtype(gate)).contiguous()
+        out[rows] = wide.div(wide.neg().exp_().add_(1)).mul_(up[rows])
+    return out
 
 
 def swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return (grad_gate [M, F], grad_up [M, F]) of `swiglu`."""
-    wide = gate.to(wide_dtype(gate)).contiguous()
-    sigmoid = 1 / torch.exp(-wide).add_(1)
-    silu = wide * sigmoid
-    grad = grad.to(wide.dtype)
-    slope = (1 - sigmoid).mul_(silu).add_(sigmoid)
-    return (slope.mul_(up).mul_(grad)).to(gate.dtype), silu.mul_(grad).to(gate.dtype)
+    grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    for rows in row_groups(*gate.shape):
+        wide = gate[rows].to(wide_dtype(gate)).contiguous()
+        sigmoid = wide.neg().exp_().add_(1).reciprocal_()
+        silu = wide * sigmoid
+        wide_grad = grad[rows].to(wide.dtype)
+        slope = (1 - sigmoid).mul_(silu).add_(sigmoid)
+        grad_gate[rows] = slope.mul_(up[rows]).mul_(wide_grad)
+        grad_up[rows] = silu.mul_(wide_grad)
+    return grad_gate, grad_up
 
 
 def rotate(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:

@@ -16,10 +16,30 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         request: [N] int64.
         last: [N] int64.
     """
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if not q.shape[0]:
+        return out
+    counts = torch.bincount(request, minlength=tables.shape[0])[request]
+    single = (counts == 1).nonzero().squeeze(1)
+    if single.numel():
+        out[single] = _attend(
+            q[single, :, None], cache, tables[request[single]], last[single, None]
+        )
+    # The queries of a chunk of a prompt share the request's keys.
+    for chosen in request[counts > 1].unique().tolist():
+        at = (request == chosen).nonzero().squeeze(1)
+        rows = q[at].transpose(0, 1)[None]
+        out[at] = _attend(rows, cache, tables[chosen : chosen + 1], last[None, at])
+    return out
+
+
+def _attend(q: Tensor, cache: Tensor, tables: Tensor, last: Tensor) -> Tensor:
+    """Return [B T, H, C] of queries q [B, H, T, C] of requests with tables [B, W]."""
     width, size = q.shape[-1], cache.shape[2]
-    longest = int(last.amax()) + 1 if last.numel() else 0
-    places = torch.minimum(torch.arange(longest, device=q.device), last[:, None]).clamp_(min=0)
-    block = tables[request[:, None], places // size]
-    both = cache[block, :, places % size].transpose(1, 2)  # [N, K, longest, 2C]
-    out, _ = attend_from_zero(q[:, :, None], both[..., :width], both[..., width:], last[:, None])
-    return out[:, :, 0]
+    blocks = max(int(last.amax()), 0) // size + 1
+    # A request's table may hold anything after its own blocks.
+    own = torch.arange(blocks, device=q.device) <= last.amax(dim=1, keepdim=True) // size
+    both = cache[torch.where(own, tables[:, :blocks], tables[:, :1])]  # [B, blocks, K, size, 2C]
+    both = both.transpose(1, 2).flatten(2, 3)
+    out, _ = attend_from_zero(q, both[..., :width], both[..., width:], last)
+    return out.transpose(1, 2).flatten(0, 1)

@@ -11,6 +11,12 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def row_groups(rows: int, width: int) -> list[slice]:
+    """Return the rows [M, D] in groups that fit into the processor's cache."""
+    step = max(1, 2**17 // max(width, 1))
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
 def row_sums(x: Tensor) -> Tensor:
     """Return the sums [M] of contiguous rows [M, D].
 
@@ -23,13 +29,16 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e^x of a fresh x <= 0, in its memory; numbers too small for a normal one become 0.
+    """Return e^x of a fresh x <= 0, in its memory, and about 1e-38 where that is smaller.
 
     The library takes a hundred times as long where a result is not a normal number, as for -inf.
     """
-    least = -87.0 if x.dtype == torch.float32 else -708.0
-    smallest = 1.7e-38 if x.dtype == torch.float32 else 3.4e-308
-    return torch.threshold_(x.clamp_(min=least).exp_(), smallest, 0)
+    return x.clamp_(min=-87.0 if x.dtype == torch.float32 else -708.0).exp_()
+
+
+def exp_or_zero(x: Tensor) -> Tensor:
+    """Return e^x of a fresh x <= 0, in its memory, and 0 where that is about 1e-38 or smaller."""
+    return torch.threshold_(exp(x), 1.7e-38 if x.dtype == torch.float32 else 3.4e-308, 0)
 
 
 def key_sums(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
     if not out.numel():
         return out, normaliser
     group = heads // k.shape[1]
-    tile = _tile(q, group, length, packed=length <= _FEW)
+    tile = _tile(q, group, packed=length <= _FEW)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, first, last, first, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
@@ -59,7 +59,7 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
     alone = size <= tables.shape[0]
     batch, length = (size, 1) if alone else (1, size)
     order = (lambda n, *rest: (n, *rest, 0)) if alone else (lambda n, *rest: (0, *rest, n))
-    tile = _tile(q, group, length, packed=True)
+    tile = _tile(q, group, packed=True)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
         *order(*q.stride()[:2]), *order(*normaliser.stride()),
@@ -75,17 +75,16 @@ def log2_scale(width: int) -> float:
     return math.log2(math.e) / math.sqrt(width)
 
 
-def _tile(q: Tensor, group: int, length: int, packed: bool) -> Tile:
+def _tile(q: Tensor, group: int, packed: bool) -> Tile:
     columns = max(16, power_of_two(q.shape[-1]))
     ieee = q.dtype == torch.float32
+    # On Hopper tiles of 64 and of 128 rows have equal bits; smaller ones are of other instructions.
     rows, keys = (32, 32) if ieee else (64, 64)
     packed = packed and group <= rows
     heads, pack = (group, power_of_two(group)) if packed else (1, 1)
-    # Tiles of 64 and of 128 rows have equal bits on Hopper; smaller ones are of other instructions.
-    if not ieee and columns <= 128 and length * pack > rows:
-        rows = 128
     options = {
         "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns,
-        "PRECISION": "ieee" if ieee else "tf32", "num_warps": 8 if rows == 128 else 4, "num_stages": 3 if columns <= 128 else 2,
+        "PRECISION": "ieee" if ieee else "tf32",
+        "num_warps": 4, "num_stages": 3 if columns <= 128 else 2,
     }  # fmt: skip
     return Tile(rows, heads, pack, options)

@@ -12,37 +12,16 @@ NEVER = tl.constexpr(2147483647)
 
 
 @triton.jit
-def row_kernel(
-    grad, out, normaliser, first, last, delta, power, H, T, C,
-    g_b, g_h, g_t, o_b, o_h, o_t, n_b, n_h, n_t, first_b, first_t, last_b, last_t,
-    ROWS: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Write sum(grad * out) of each row, and its normaliser in powers of 2, inf for a dead row."""
-    times = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    columns = tl.arange(0, BC)
-    known = times < T
-    seen = known[:, None] & (columns < C)[None, :]
-    g_at = grad + batch * g_b + head * g_h + times[:, None] * g_t + columns[None, :]
-    o_at = out + batch * o_b + head * o_h + times[:, None] * o_t + columns[None, :]
-    given = tl.load(g_at, mask=seen, other=0.0).to(tl.float32)
-    own = tl.load(o_at, mask=seen, other=0.0).to(tl.float32)
-    begin = tl.load(first + batch * first_b + times * first_t, mask=known, other=0)
-    end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1)
-    value = tl.load(normaliser + batch * n_b + head * n_h + times * n_t, mask=known, other=0.0)
-    at = (batch * H + head) * T + times
-    tl.store(delta + at, tl.sum(given * own, 1), mask=known)
-    value = tl.where(end >= begin, value * 1.4426950408889634, float("inf"))
-    tl.store(power + at, value, mask=known)
-
-
-@triton.jit
 def query_kernel(
-    grad, q, k, v, delta, power, first, last, grad_q, H, G, T, C, scale, factor,
+    grad, q, k, v, delta, power, first, last, out, normaliser, grad_q, H, G, T, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
+    o_b, o_h, o_t, n_b, n_h, n_t,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile of queries, by the loop of the forward pass."""
+    """Write the gradients of a tile of queries, by the loop of the forward pass.
+
+    Also sum(grad * out) of each row, and its normaliser in powers of 2, inf for a dead row.
+    """
     head_time = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     tail_time = tl.minimum(head_time + BM, T) - 1
     times = head_time + tl.arange(0, BM)
@@ -54,12 +33,17 @@ def query_kernel(
     end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1).to(tl.int32)
     alive = known & (end >= owner)
     at = (batch * H + head) * T + times
-    row_delta = tl.load(delta + at, mask=known, other=0.0)
-    row_power = tl.load(power + at, mask=known, other=float("inf"))
     q_at = q + batch * q_b + head * q_h + times[:, None] * q_t + columns[None, :]
     g_at = grad + batch * g_b + head * g_h + times[:, None] * g_t + columns[None, :]
     queries = tl.load(q_at, mask=seen, other=0.0)
     given = tl.load(g_at, mask=seen, other=0.0)
+    o_at = out + batch * o_b + head * o_h + times[:, None] * o_t + columns[None, :]
+    result = tl.load(o_at, mask=seen, other=0.0)
+    row_delta = tl.sum(given.to(tl.float32) * result.to(tl.float32), 1)
+    value = tl.load(normaliser + batch * n_b + head * n_h + times * n_t, mask=known, other=0.0)
+    row_power = tl.where(alive, value * 1.4426950408889634, float("inf"))
+    tl.store(delta + at, row_delta, mask=known)
+    tl.store(power + at, row_power, mask=known)
     k += batch * k_b + head // G * k_h
     v += batch * v_b + head // G * v_h
     summed = tl.zeros((BM, BC), tl.float32)

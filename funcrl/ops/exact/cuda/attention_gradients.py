@@ -1,5 +1,7 @@
 """The backward pass of attention by Triton, without atomic additions: equal bits at each run."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,12 +10,10 @@ from funcrl.ops.exact.cuda.attention_gradient_kernels import (
     key_kernel,
     query_kernel,
     range_kernel,
-    row_kernel,
 )
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh, power_of_two
 
 _SCAN = 512  # queries of which a program reads the ranges at a time
-_ROWS = 32
 
 
 def attend_gradients(
@@ -40,26 +40,20 @@ def attend_gradients(
         return grads[0].zero_(), grads[1], grads[2]
     columns = max(16, power_of_two(width))
     delta, power = (fresh(q, batch, heads, length, dtype=torch.float32) for _ in range(2))
-    ranges = first, last
-    strides = [*first.stride(), *last.stride()]
-    row_kernel[(-(-length // _ROWS), heads, batch)](
-        grad, out, normaliser, *ranges, delta, power, heads, length, width, *grad.stride()[:3],
-        *out.stride()[:3], *normaliser.stride(), *strides, ROWS=_ROWS, BC=columns, **STRICT,
-    )  # fmt: skip
-    inputs = grad, q, k, v, delta, power, *ranges
-    for part in (grad, q, k, v):
-        strides = [*strides[: len(strides) - 4], *part.stride()[:3], *strides[-4:]]
+    inputs = grad, q, k, v, delta, power, first, last
+    strides = [stride for part in (grad, q, k, v) for stride in part.stride()[:3]]
+    strides += [*first.stride(), *last.stride()]
     factors = log2_scale(width), width**-0.5
     tile = _query_tile(q.dtype, columns)
     query_kernel[(-(-length // tile["BM"]), heads, batch)](
-        *inputs, grads[0], heads, heads // key_heads, length, width, *factors, *strides,
-        BC=columns, **tile, **STRICT,
+        *inputs, out, normaliser, grads[0], heads, heads // key_heads, length, width, *factors,
+        *strides, *out.stride()[:3], *normaliser.stride(), BC=columns, **tile, **STRICT,
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
     tiles = -(-places // tile["BN"])
     spans = fresh(q, batch, tiles, 4, dtype=torch.int32)
     range_kernel[(tiles, batch)](
-        *ranges, spans, length, *strides[-4:], BN=tile["BN"], BT=_SCAN, **STRICT
+        first, last, spans, length, *strides[-4:], BN=tile["BN"], BT=_SCAN, **STRICT
     )
     key_kernel[(tiles, key_heads, batch)](
         *inputs, spans, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
@@ -68,17 +62,17 @@ def attend_gradients(
     return grads
 
 
-def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
+def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
         return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 2}
-    return {"BM": 128, "BN": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 2}
+    return {"BM": 64, "BN": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
 
 
-def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int | str]:
+def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
     if columns > 128:
         return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 1}
-    return {"BM": 64, "BN": 128, "PRECISION": "tf32", "num_warps": 8, "num_stages": 2}
+    return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 1}

@@ -67,16 +67,20 @@ def attend_kernel(
         if not simple:
             stop = tl.max(tl.where(own, end, -1), 0) + 1
         limit = tl.where(own, end, -1)
-        page = tables + current.to(tl.int64) * table_r
+        if SIZE > 0:
+            page = tables + current.to(tl.int64) * table_r
+            places = tl.arange(0, BN)
+            block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
         for start in range(begin, stop, BN):
             places = start + tl.arange(0, BN)
             if SIZE == 0:
                 k_at, v_at = places * k_s, places * v_s
             else:
-                block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
-                block = block.to(tl.int64)
                 k_at = block * k_b + places % SIZE * k_s
                 v_at = block * v_b + places % SIZE * v_s
+                # The next ones are asked for early, as the addresses of keys wait for them.
+                later = places + BN
+                block = tl.load(page + later // SIZE * table_w, mask=later < stop, other=0)
             seen = (columns < C)[None, :] & (places < stop)[:, None]
             keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
