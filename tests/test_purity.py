@@ -373,7 +373,8 @@ TABLE_OF_CALLS = {
     "load_run": (train_and_load, ()),
     "models.logits_fn": (
         lambda p, t: funcrl.models.logits_fn(MODEL)(p, funcrl.Sample(t, t)), (PARAMS, TOKENS)),
-    "parity": (lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),
+    "parity": (
+        lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2, rows="generator")), ()),
     "save": (save_and_restore, (PARAMS,)),
     "restore": (save_and_restore, (BATCH,)),
     "train": (train_twice, ()),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -264,6 +265,20 @@ def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path,
                     main(["eval"])
             assert stop.value.code == 1
             assert "a server's socket" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_parity_prints_json_and_exits_by_its_tolerance(capsys):
+    line = ["parity", "--json", "--num-prompts", 1, "--num-samples", 2, "--max-tokens", 6]
+    exact = run([*line, "--numerics", "exact"], capsys)
+    assert exact.code == 0
+    found = json.loads(exact.out)
+    names = ["tokens", "different", "max_abs_diff", "mean_abs_diff", "bitwise", "rows"]
+    assert [*found] == names
+    assert [found[name] for name in names[:-1]] == [12, 0, 0.0, 0.0, True]
+    assert all(row["equal"] and row["tokens"] and not row["skipped"] for row in found["rows"])
+    assert run([*line, "--numerics", "native"], capsys).code == 0
+    assert run([*line, "--numerics", "native", "--tolerance", 0], capsys).code == 1
 
 
 def test_configurations_survive_yaml():

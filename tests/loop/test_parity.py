@@ -137,7 +137,9 @@ def test_a_table_and_its_limit():
         ParityRow("another", 7, 2, 3e-7, "layer 0, mlp: swiglu"),
         ParityRow("third", skipped="needs a GPU"),
     )
-    result = funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2))._replace(rows=rows)
+    result = funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2, rows="generator"))
+    assert [row.name.partition(", ")[2] for row in result.rows] == ["as drawn", "prefill", "decode"]
+    result = result._replace(rows=rows)
     assert result.largest >= 3e-7
     text = format_parity(config, result).splitlines()
     assert text[-4:] == [

@@ -41,11 +41,12 @@ def sampling_logprobs(
         tensor([[0.6250, 0.3750, 0.0000]])
     """
     checks.check_rank("sampling_logprobs", "logits", logits, "BV")
-    wide = logits.to(numerics.at_least_float32(logits.dtype))
     if sampling.temperature == 0:
-        best = wide.argmax(dim=-1, keepdim=True)
-        return torch.full_like(wide, -torch.inf).scatter(-1, best, 0.0)
-    logprobs = log_softmax(wide, sampling.temperature)
+        best = logits.argmax(dim=-1, keepdim=True)
+        wide = numerics.at_least_float32(logits.dtype)
+        return torch.full_like(logits, -torch.inf, dtype=wide).scatter(-1, best, 0.0)
+    # In their own dtype, as the trainer has them: a kernel may sum another one in another order.
+    logprobs = log_softmax(logits, sampling.temperature)
     for smallest in _thresholds(sampling):
         # A log-probability below its row's threshold is out; the rest is normalised again.
         kept = logprobs.masked_fill(logprobs < smallest(logprobs), -torch.inf)
@@ -103,7 +104,6 @@ def draw_tokens(
         >>> funcrl.generators.draw_tokens(logits, *numbers, sampling)
         (tensor([0]), tensor([-0.4700]), tensor([-0.6931]))
     """
-    logits = logits.to(numerics.at_least_float32(logits.dtype))
     allowed = logits
     if sampling.min_tokens and sampling.stop_tokens:
         early = (counts < sampling.min_tokens)[:, None].expand(-1, len(sampling.stop_tokens))

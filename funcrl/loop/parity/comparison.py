@@ -131,12 +131,12 @@ def _rows(
     tokens: Tensor,
     generator: Sampler | VLLM,
 ) -> Iterator[ParityRow]:
-    prompt = config.prompt_tokens
-    ways = chain(
-        trainer_ways(model, params, tokens, prompt, config.compiled),
-        sampler_ways(model, params, tokens, prompt),
-    )
-    yield from compare_ways(ways, model, params, tokens, config.bisect)
+    prompt, ways = config.prompt_tokens, list[Iterator[Way]]()
+    if config.rows == "all":
+        ways.append(trainer_ways(model, params, tokens, prompt, config.compiled))
+    if config.rows == "all" or config.generator == "sampler":
+        ways.append(sampler_ways(model, params, tokens, prompt))
+    yield from compare_ways(chain(*ways), model, params, tokens, config.bisect)
     if isinstance(generator, VLLM):
 
         def reference(tokens: Tensor) -> Side:

