@@ -33,9 +33,8 @@ def rows_agree(
     """
     del threads
     num_columns, depth = weight_shape
-    x = _drawn((rows, depth), dtype, 0)
-    weight = _drawn((depth, num_columns) if transposed else weight_shape, dtype, 1)
-    weight = weight.mT if transposed else weight
+    x, weight = _drawn((rows, depth), (num_columns, depth), dtype)
+    weight = weight.mT.contiguous().mT if transposed else weight
     total = -(-rows // tile) * tile
     padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
     small = torch.cat([multiply("rows", part, weight) for part in padded.split(tile)])
@@ -91,9 +90,8 @@ def _batch_agrees(
 ) -> bool:
     del threads
     rows, inner, columns = shape
-    left = _drawn((2, rows, inner), dtype, 0)
-    right = _drawn((2, columns, inner) if transposed else (2, inner, columns), dtype, 1)
-    right = right.mT if transposed else right
+    left, right = _drawn((2, rows, inner), (2, columns, inner), dtype)
+    right = right.mT if transposed else right.mT.contiguous()
     return torch.equal(torch.bmm(left, right), _in_tiles(left, right, depth))
 
 
@@ -115,6 +113,21 @@ def _in_tiles(left: Tensor, right: Tensor, depth: int) -> Tensor:
     return out.reshape(count, tiles[0] * _TILE_ROWS, -1)[:, :rows, :columns].contiguous()
 
 
-def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    draw = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+def _drawn(
+    left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return factors whose products, summed over the last axis, cancel.
+
+    The second half of each sum is the negative of the first, in another order. What is left is the
+    error of the order in which the library adds, which a result rounded to few digits would hide.
+    """
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    half = left[-1] // 2
+    order = torch.randperm(half, generator=draw, device="cpu")
+    factors = []
+    for shape, sign in ((left, 1), (right, -1)):
+        x = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+        x[..., half : 2 * half] = sign * x[..., order]
+        x[..., 2 * half :] = 0
+        factors.append(x)
+    return factors[0], factors[1]

@@ -48,13 +48,15 @@ def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Ten
     Rows and queries are computed in groups whose scores fit into the processor's cache.
     """
     batch, num_heads, length, _ = q.shape
+    longest = int(last.amax()) + 1 if last.numel() else 0
+    queries = max(1, min(length, max(16, SCORES // (num_heads * max(longest, 1)))))
+    rows = max(1, SCORES // (num_heads * queries * max(longest, 1)))
+    if longest > 0 and queries == length and rows >= batch:
+        return _attend_group(q, k, v, last, longest)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     normaliser = torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
-    longest = int(last.amax()) + 1 if last.numel() else 0
     if longest <= 0:
         return out, normaliser
-    queries = min(length, max(16, SCORES // (num_heads * longest)))
-    rows = max(1, SCORES // (num_heads * queries * longest))
     for row in range(0, batch, rows):
         at_row = slice(row, row + rows)
         for query in range(0, length, queries):
@@ -83,7 +85,7 @@ def _attend_group(
         top = last.amax(dim=1)
         keys, values = (_widened(clear(x[:, :, :count], top), count, wide) for x in (k, v))
         out, normaliser = _softmax(q, keys, values, last)
-    return out.to(q.dtype), normaliser
+    return out.to(q.dtype), normaliser.contiguous()
 
 
 def _widened(x: Tensor, count: int, wide: torch.dtype) -> Tensor:

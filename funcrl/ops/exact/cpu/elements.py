@@ -4,6 +4,7 @@ A sum, product or quotient is rounded correctly wherever an element stands, and 
 one value too; its fused operations (silu, addcmul) differ between SIMD lanes and the rest.
 """
 
+import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cpu.sums import row_groups, wide_dtype
@@ -13,8 +14,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [M, F], rounded once, with silu(g) = g / (1 + exp(-g))."""
     out = gate.new_empty(gate.shape)
     for rows in row_groups(*gate.shape):
-        wide = gate[rows].to(wide_dtype(gate)).contiguous()
-        out[rows] = wide.div(wide.neg().exp_().add_(1)).mul_(up[rows])
+        wide, part = gate[rows].to(wide_dtype(gate)), out[rows]
+        if wide.dtype == out.dtype:  # in the memory of the result
+            torch.div(wide, torch.neg(wide, out=part).exp_().add_(1), out=part).mul_(up[rows])
+        else:
+            divisor = wide.neg().exp_().add_(1)
+            part.copy_(wide.div_(divisor).mul_(up[rows]))
     return out
 
 
