@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     rows: int
     heads: int  # of a tile
     pack: int  # places for heads in a tile, a power of two
-    options: dict[str, int | str]
+    options: dict[str, int | bool]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,12 +79,12 @@ def _tile(q: Tensor, group: int, packed: bool) -> Tile:
     columns = max(16, power_of_two(q.shape[-1]))
     ieee = q.dtype == torch.float32
     # On Hopper tiles of 64 and of 128 rows have equal bits; smaller ones are of other instructions.
-    rows, keys = (32, 32) if ieee else (64, 64)
+    rows, keys, warps = (32, 16, 8) if ieee else (64, 64, 4)
     packed = packed and group <= rows
     heads, pack = (group, power_of_two(group)) if packed else (1, 1)
+    stages = 1 if ieee else 3 if columns <= 128 else 2
     options = {
-        "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns,
-        "PRECISION": "ieee" if ieee else "tf32",
-        "num_warps": 4, "num_stages": 3 if columns <= 128 else 2,
+        "PACK": pack, "HEADS": heads, "BM": rows, "BN": keys, "BC": columns, "IEEE": ieee,
+        "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
     return Tile(rows, heads, pack, options)

@@ -8,6 +8,8 @@ gradients that it has in a row of its own.
 import triton
 import triton.language as tl
 
+from funcrl.ops.exact.cuda.attention_kernels import row_products
+
 NEVER = tl.constexpr(2147483647)
 
 
@@ -16,7 +18,7 @@ def query_kernel(
     grad, q, k, v, delta, power, first, last, out, normaliser, grad_q, H, G, T, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
     o_b, o_h, o_t, n_b, n_h, n_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of queries, by the loop of the forward pass.
 
@@ -33,10 +35,10 @@ def query_kernel(
     end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1).to(tl.int32)
     alive = known & (end >= owner)
     at = (batch * H + head) * T + times
-    q_at = q + batch * q_b + head * q_h + times[:, None] * q_t + columns[None, :]
-    g_at = grad + batch * g_b + head * g_h + times[:, None] * g_t + columns[None, :]
-    queries = tl.load(q_at, mask=seen, other=0.0)
-    given = tl.load(g_at, mask=seen, other=0.0)
+    q_at = q + batch * q_b + head * q_h + times * q_t
+    g_at = grad + batch * g_b + head * g_h + times * g_t
+    queries = tl.load(q_at[:, None] + columns[None, :], mask=seen, other=0.0)
+    given = tl.load(g_at[:, None] + columns[None, :], mask=seen, other=0.0)
     o_at = out + batch * o_b + head * o_h + times[:, None] * o_t + columns[None, :]
     result = tl.load(o_at, mask=seen, other=0.0)
     row_delta = tl.sum(given.to(tl.float32) * result.to(tl.float32), 1)
@@ -64,14 +66,19 @@ def query_kernel(
         for start in range(current, stop, BN):
             places = start + tl.arange(0, BN)
             inside = (columns < C)[None, :] & (places < stop)[:, None]
-            keys = tl.load(k + places[:, None] * k_s + columns[None, :], mask=inside, other=0.0)
-            values = tl.load(v + places[:, None] * v_s + columns[None, :], mask=inside, other=0.0)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            towards = tl.dot(given, tl.trans(values), input_precision=PRECISION)
+            k_at, v_at = k + places * k_s, v + places * v_s
+            keys = tl.load(k_at[:, None] + columns[None, :], mask=inside, other=0.0)
+            if IEEE:
+                score = row_products(q_at, known, k_at, places < stop, C, BM, BN)
+                towards = row_products(g_at, known, v_at, places < stop, C, BM, BN)
+            else:
+                values = tl.load(v_at[:, None] + columns[None, :], mask=inside, other=0.0)
+                score = tl.dot(queries, tl.trans(keys))
+                towards = tl.dot(given, tl.trans(values))
             p = tl.exp2(tl.fma(score, scale, -row_power[:, None]))
             p = tl.where(places[None, :] <= limit[:, None], p, 0.0)
             slope = (p * (towards - row_delta[:, None])).to(keys.dtype)
-            summed = tl.dot(slope, keys, summed, input_precision=PRECISION)
+            summed = tl.dot(slope, keys, summed, input_precision="ieee" if IEEE else "tf32")
         following = tl.full((), NEVER, tl.int32)
         if not simple:
             following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)
@@ -84,7 +91,7 @@ def query_kernel(
 def key_kernel(
     grad, q, k, v, delta, power, first, last, ranges, grad_k, grad_v, H, G, T, S, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries."""
     place = tl.program_id(0) * BN
@@ -92,10 +99,11 @@ def key_kernel(
     places = place + tl.arange(0, BN)
     columns = tl.arange(0, BC)
     seen = (places < S)[:, None] & (columns < C)[None, :]
-    k_at = k + batch * k_b + key_head * k_h + places[:, None] * k_s + columns[None, :]
-    v_at = v + batch * v_b + key_head * v_h + places[:, None] * v_s + columns[None, :]
-    keys = tl.load(k_at, mask=seen, other=0.0)
-    values = tl.load(v_at, mask=seen, other=0.0)
+    k_at = k + batch * k_b + key_head * k_h + places * k_s
+    v_at = v + batch * v_b + key_head * v_h + places * v_s
+    if not IEEE:
+        keys = tl.load(k_at[:, None] + columns[None, :], mask=seen, other=0.0)
+        values = tl.load(v_at[:, None] + columns[None, :], mask=seen, other=0.0)
     first += batch * first_b
     last += batch * last_b
     q += batch * q_b
@@ -117,21 +125,28 @@ def key_kernel(
             times = start + step % blocks * BM + tl.arange(0, BM)
             known = (times >= begin) & (times < stop)
             inside = known[:, None] & (columns < C)[None, :]
-            q_at = q + head * q_h + times[:, None] * q_t + columns[None, :]
-            g_at = grad + head * g_h + times[:, None] * g_t + columns[None, :]
+            q_at = q + head * q_h + times * q_t
+            g_at = grad + head * g_h + times * g_t
             row = head * T + times
-            queries = tl.load(q_at, mask=inside, other=0.0)
-            given = tl.load(g_at, mask=inside, other=0.0)
+            queries = tl.load(q_at[:, None] + columns[None, :], mask=inside, other=0.0)
+            given = tl.load(g_at[:, None] + columns[None, :], mask=inside, other=0.0)
             row_power = tl.load(power + row, mask=known, other=float("inf"))
             row_delta = tl.load(delta + row, mask=known, other=0.0)
             end = tl.load(last + times * last_t, mask=known, other=-1).to(tl.int32)
-            score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            if IEEE:
+                score = row_products(k_at, places < S, q_at, known, C, BN, BM)
+            else:
+                score = tl.dot(keys, tl.trans(queries))
             p = tl.exp2(tl.fma(score, scale, -row_power[None, :]))
             p = tl.where(limit[:, None] <= end[None, :], p, 0.0)
-            sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=PRECISION)
-            towards = tl.dot(values, tl.trans(given), input_precision=PRECISION)
+            precision: tl.constexpr = "ieee" if IEEE else "tf32"
+            sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=precision)
+            if IEEE:
+                towards = row_products(v_at, places < S, g_at, known, C, BN, BM)
+            else:
+                towards = tl.dot(values, tl.trans(given))
             slope = (p * (towards - row_delta[None, :])).to(queries.dtype)
-            sum_k = tl.dot(slope, queries, sum_k, input_precision=PRECISION)
+            sum_k = tl.dot(slope, queries, sum_k, input_precision=precision)
         begin = following
         if begin < NEVER:
             segment = tl.load(first + begin * first_t).to(tl.int32)

@@ -62,17 +62,17 @@ def attend_gradients(
     return grads
 
 
-def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+def _query_tile(dtype: torch.dtype, columns: int) -> dict[str, int | bool]:
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
+        return {"BM": 32, "BN": 16, "IEEE": True, "num_warps": 8, "num_stages": 1}
     if columns > 128:
-        return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 2}
-    return {"BM": 64, "BN": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
+        return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 4, "num_stages": 2}
+    return {"BM": 64, "BN": 32, "IEEE": False, "num_warps": 4, "num_stages": 3}
 
 
-def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int | bool]:
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
+        return {"BM": 16, "BN": 32, "IEEE": True, "num_warps": 8, "num_stages": 1}
     if columns > 128:
-        return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 1}
-    return {"BM": 64, "BN": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 1}
+        return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 8, "num_stages": 1}
+    return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 4, "num_stages": 1}

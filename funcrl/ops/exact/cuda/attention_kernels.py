@@ -11,12 +11,30 @@ NEVER = tl.constexpr(2147483647)
 
 
 @triton.jit
+def row_products(left, left_known, right, right_known, C, M: tl.constexpr, N: tl.constexpr):
+    """Return the products [M, N] of float32 rows at pointers, 16 columns at a time, in order.
+
+    Without tensor cores a thread holds its operands in registers, which whole rows would exceed.
+    """
+    total = tl.zeros((M, N), tl.float32)
+    for start in range(0, C, 16):
+        columns = start + tl.arange(0, 16)
+        inside = (columns < C)[None, :]
+        a = tl.load(left[:, None] + columns[None, :], mask=left_known[:, None] & inside, other=0.0)
+        b = tl.load(
+            right[:, None] + columns[None, :], mask=right_known[:, None] & inside, other=0.0
+        )
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def attend_kernel(
     q, k, v, out, normaliser, group, last, tables, G, T, C, scale,
     q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     group_b, group_t, last_b, last_t, table_r, table_w,
     PACK: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of a tile: BM / PACK queries, each by HEADS <= PACK heads.
 
@@ -35,8 +53,10 @@ def attend_kernel(
     owner = tl.load(group + batch * group_b + times * group_t, mask=known, other=0).to(tl.int32)
     end = tl.load(last + batch * last_b + times * last_t, mask=known, other=-1).to(tl.int32)
     alive = known & (end >= (owner if SIZE == 0 else 0))
-    q_at = q + batch * q_b + (heads * q_h + times * q_t)[:, None] + columns[None, :]
-    queries = tl.load(q_at, mask=known[:, None] & (columns < C)[None, :], other=0.0)
+    q_at = q + batch * q_b + (heads * q_h + times * q_t)
+    if not IEEE:
+        inside = known[:, None] & (columns < C)[None, :]
+        queries = tl.load(q_at[:, None] + columns[None, :], mask=inside, other=0.0)
     k += key_head * k_h
     v += key_head * v_h
     if SIZE == 0:
@@ -82,8 +102,11 @@ def attend_kernel(
                 later = places + BN
                 block = tl.load(page + later // SIZE * table_w, mask=later < stop, other=0)
             seen = (columns < C)[None, :] & (places < stop)[:, None]
-            keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            if IEEE:
+                score = row_products(q_at, known, k + k_at, places < stop, C, BM, BN)
+            else:
+                keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
+                score = tl.dot(queries, tl.trans(keys))
             score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
@@ -91,7 +114,10 @@ def attend_kernel(
             total = tl.fma(total, shrink, tl.sum(p, 1))
             values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
             summed = summed * shrink[:, None]
-            summed = tl.dot(p.to(values.dtype), values, summed, input_precision=PRECISION)
+            if IEEE:
+                summed = tl.dot(p, values, summed, input_precision="ieee")
+            else:
+                summed = tl.dot(p.to(values.dtype), values, summed)
             top = new_top
         following = tl.full((), NEVER, tl.int32)
         if not simple:
