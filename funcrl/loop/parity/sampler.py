@@ -6,7 +6,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl.core import numerics
 from funcrl.core.types import Params
 from funcrl.generators.embedded.cache import empty_cache, extend, prefill
 from funcrl.generators.packed import pack_weights
@@ -95,6 +94,5 @@ def steps(network: Transformer, operations: list[Operation], tokens: Tensor, pro
 
 def _logprobs(network: Transformer, logits: Tensor, targets: Tensor) -> Tensor:
     """Return the log-probabilities [n] as the sampler computes them."""
-    wide = logits.to(numerics.at_least_float32(logits.dtype))
-    logprobs = network.ops.log_softmax(wide, 1.0)
+    logprobs = network.ops.log_softmax(logits, 1.0)
     return logprobs.gather(1, targets[:, None]).squeeze(1)

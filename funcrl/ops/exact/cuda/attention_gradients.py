@@ -1,7 +1,5 @@
 """The backward pass of attention by Triton, without atomic additions: equal bits at each run."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
