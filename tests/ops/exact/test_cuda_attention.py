@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs a GPU or the interpreter",
 )
-LENGTHS = (200, 513) if ON_GPU else (70,)
+LENGTHS = (200, 513) if ON_GPU else (38,)
 
 if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     from funcrl.ops.exact import cuda as exact
@@ -69,8 +69,10 @@ def inputs(length, heads, key_heads, width, dtype):
     return q, k, v, *batch_of(length)
 
 
-CASES = [(4, 2, 16), (3, 1, 40), (2, 2, 64)]
-CASES += [(16, 8, 128), (8, 1, 96), (2, 1, 256)] if ON_GPU else []
+# The interpreter takes seconds for what a GPU does at once.
+CASES = [(3, 1, 24)]
+if ON_GPU:
+    CASES += [(4, 2, 16), (3, 1, 40), (2, 2, 64), (16, 8, 128), (8, 1, 96), (2, 1, 256)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,10 +120,10 @@ def test_chunks_and_decoding_have_the_bits_of_the_whole(heads, key_heads, width,
     for start, size in (
         (0, 1),
         (0, 9),
-        (5, 60),
+        (5, 32),
         (length - 1, 1),
         (length - 8, 8),
-        (40, length - 40),
+        (20, length - 20),
     ):
         cut = slice(start, start + size)
         written = cache.clone()
@@ -134,7 +136,7 @@ def test_chunks_and_decoding_have_the_bits_of_the_whole(heads, key_heads, width,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
-@pytest.mark.parametrize("size", [16, 24])
+@pytest.mark.parametrize("size", [16, 24] if ON_GPU else [12])
 def test_pages_have_the_bits_of_rows(heads, key_heads, width, size, dtype):
     length = LENGTHS[0]
     q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)

@@ -85,7 +85,7 @@ def assert_rows_alone(function, *inputs, sizes=(1, 2, 7, 16, 33)):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("columns", "inner"), [(96, 64), (50, 40)])
+@pytest.mark.parametrize(("columns", "inner"), [(96, 64), (50, 40)] if ON_GPU else [(50, 40)])
 def test_linear(dtype, transposed, biased, columns, inner):
     x, weight = randn(40, inner, dtype=dtype), randn(columns, inner, dtype=dtype)
     if transposed:
@@ -138,7 +138,7 @@ def test_weight_and_bias_gradients(dtype):
 
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 128, 576, 1024, 3000])
+@pytest.mark.parametrize("width", [64, 128, 576, 1024, 3000] if ON_GPU else [72])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms_and_their_gradients(dtype, width, offset):
     x, delta, grad = (randn(40, width, dtype=dtype, seed=seed) for seed in (1, 2, 3))
@@ -168,7 +168,7 @@ def test_norms_and_their_gradients(dtype, width, offset):
 
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [96, 1500])
+@pytest.mark.parametrize("width", [96, 1500] if ON_GPU else [96])
 def test_swiglu_and_its_gradients(dtype, width):
     gate, up, grad = (randn(40, width, dtype=dtype, seed=seed) for seed in (1, 2, 3))
     leaves = [part.double().requires_grad_() for part in (gate, up)]
@@ -183,7 +183,7 @@ def test_swiglu_and_its_gradients(dtype, width):
 
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 80, 128])
+@pytest.mark.parametrize("width", [16, 80, 128] if ON_GPU else [20])
 def test_rotation_and_its_inverse(dtype, width):
     x = randn(3, 5, 3, 2 * width, dtype=dtype)[..., :width].transpose(1, 2)
     rotation = randn(2, 1, 5, width).expand(2, 3, 5, width)
@@ -200,8 +200,8 @@ def test_rotation_and_its_inverse(dtype, width):
 
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [13, 1600, 9000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocabulary", [13, 1600, 9000] if ON_GPU else [9000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7] if ON_GPU else [0.7])
 def test_scores_and_their_gradients(dtype, vocabulary, temperature):
     logits = randn(12, vocabulary, dtype=dtype) * 3
     logits[:, 5] = -torch.inf

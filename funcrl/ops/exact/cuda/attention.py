@@ -58,13 +58,16 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
     # neighbours mostly share a request.
     alone = size <= tables.shape[0]
     batch, length = (size, 1) if alone else (1, size)
-    order = (lambda n, *rest: (n, *rest, 0)) if alone else (lambda n, *rest: (0, *rest, n))
+    rows, ends = (
+        [part.unsqueeze(1) if alone else part.unsqueeze(0) for part in pair]
+        for pair in ((q, normaliser), (request, last))
+    )
+    strides = [part.transpose(1, 2).stride()[:3] for part in rows]  # of [B, H, T]
     tile = _tile(q, group, packed=True)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
-        *order(*q.stride()[:2]), *order(*normaliser.stride()),
-        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        *order(request.stride(0)), *order(last.stride(0)), *tables.stride(),
+        *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
+        *ends[0].stride(), *ends[1].stride(), *tables.stride(),
         SIZE=k.shape[2], **tile.options, **STRICT,
     )  # fmt: skip
     return out
