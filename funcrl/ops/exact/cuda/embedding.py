@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from funcrl.ops.exact.cuda.layout import STRICT
+from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, row_stride
 
 _ROWS = 32  # rows of one token that are added at a time
 _BLOCK = 256  # columns of one program
@@ -22,10 +22,19 @@ def embedding_gradient(grad: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     out = torch.zeros(vocab_size, width, dtype=torch.float32, device=grad.device)
     if not size:
         return out
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad = aligned_rows(grad)
     ordered, places = torch.sort(tokens, stable=True)
     _sum_kernel[(size, -(-width // _BLOCK))](
-        grad, ordered, places, out, size, width, grad.stride(0), ROWS=_ROWS, BLOCK=_BLOCK, **STRICT
+        grad,
+        ordered,
+        places,
+        out,
+        size,
+        width,
+        row_stride(grad),
+        ROWS=_ROWS,
+        BLOCK=_BLOCK,
+        **STRICT,
     )
     return out
 
