@@ -66,6 +66,7 @@ VALUES: dict[str, Any] = {
     "ops": "native", "outcome": "5", "outcomes": COMPLETED.outcomes, "out": FOLDER / "out",
     "params": purity.PARAMS,
     "path": FOLDER / "nothing", "pattern": "5", "place": "", "policy": "none",
+    "numbers": torch.arange(purity.BATCH.tokens.shape[0]),
     "positions": torch.arange(3), "prompt": purity.PROMPT, "prompt_tokens": 6,
     "prompts": COMPLETED.prompts, "q": TWO, "ratio": LOGPROBS, "ratio_fn": ratios.token,
     "ref_logprobs": LOGPROBS, "rewards": LOGPROBS, "rollout": purity.ROLLOUT,
