@@ -49,18 +49,21 @@ def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
     return [nn.functional.linear(x, weight, bias) for weight, bias in weights]
 
 
+@checked
 def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the rows of `weight` that the tokens name, in `dtype` or its own."""
     rows = nn.functional.embedding(tokens, weight)
     return rows if dtype is None else rows.to(dtype)
 
 
+@checked
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return `x + delta` and its `rms_norm`."""
     total = x + delta
     return total, rms_norm(total, weight, eps)
 
 
+@checked
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return log-probabilities over the last axis, in at least float32."""
     wide = logits.to(numerics.at_least_float32(logits.dtype))

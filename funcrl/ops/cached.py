@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from funcrl.core.arguments import checked
 from funcrl.ops.contract import AttendFn
 
 
+@checked
 def attend_prompts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention by torch's fastest kernel."""
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+@checked
 def attend_last(positions: Tensor, layer: Tensor, places: int) -> AttendFn:
     """Return attention of one token a sample over the keys up to its position.
 

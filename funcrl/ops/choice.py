@@ -1,7 +1,5 @@
 """The operations that a name stands for."""
 
-from typing import Any
-
 from torch import nn
 
 from funcrl.core import checks
@@ -46,7 +44,8 @@ def choose_ops(function: str, ops: str | Ops) -> Ops:
     return _NAMED[ops]
 
 
-def ops_of(model: Any) -> Ops:
+@checked
+def ops_of(model: nn.Module) -> Ops:
     """Return the operations of a network: the native ones where it does not name its own.
 
     Example:

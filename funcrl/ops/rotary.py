@@ -61,11 +61,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+@checked
 def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
     """Return the factors [2, ..., 1, T, C] of positions [..., T]: the same for all heads."""
     return rotary_factors(rotary_angles(positions, head_width, theta)).unsqueeze(-3)
 
 
+@checked
 def rotate_heads(parts: Sequence[Tensor], factors: Tensor) -> Sequence[Tensor]:
     """Return each of several [..., heads, T, C] rotated, all in one pass."""
     turned = rotate(torch.cat(list(parts), dim=-3), factors)

@@ -231,12 +231,24 @@ def returned(call: Call) -> Iterator[Call]:
     for field in getattr(result, "_fields", ()):
         part = getattr(result, field)
         if inspect.isfunction(part) and part.__module__.startswith("funcrl"):
-            yield Call(f"{call.name}().{field}", part, own)
+            name = f"{call.name}().{field}"
+            yield Call(name, part, own | RETURNED.get(name, {}))
 
 
 RETURNED: dict[str, dict[str, Any]] = {
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
+    "ops.choose_ops().add_rms_norm": {"delta": torch.zeros(2, 4), "weight": torch.ones(4)},
+    "ops.choose_ops().attend_last": {
+        "positions": torch.tensor([2]),
+        "layer": torch.zeros(1, 2, 5, 8),
+        "places": 3,
+    },
+    "ops.choose_ops().log_softmax": {"temperature": 1.0},
+    "ops.choose_ops().rotate": {
+        "parts": [torch.zeros(1, 3, 4)],
+        "factors": torch.zeros(2, 1, 3, 4),
+    },
     "logprob_fn": {"params": purity.MICRO_PARAMS},
     "models.logits_fn": {"params": purity.MICRO_PARAMS},
     "recenter": {"scores": purity.SCORES, "batch": purity.COLLATED},
