@@ -54,10 +54,10 @@ def linear_scores_op(
     return found[0], found[1], found[2]
 
 
-def _like_gradients(hidden: Tensor, weight: Tensor, *_: Any) -> Pair:
-    wide = numerics.at_least_float32(hidden.dtype)
+def _like_gradients(hidden: Tensor, weight: Tensor, *rest: Any) -> Pair:
+    wide, trained = numerics.at_least_float32(hidden.dtype), rest[-1]
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    return grad_hidden, weight.new_empty(weight.shape, dtype=wide)
+    return grad_hidden, weight.new_empty(weight.shape if trained else (0,), dtype=wide)
 
 
 def _count_gradients(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> int:
@@ -80,15 +80,17 @@ def gradients_op(
         each.reshape(-1) for each in (targets, entropy, normaliser, grad_logprob, grad_entropy)
     ]
     grad_hidden = torch.empty_like(rows)
-    wide = numerics.at_least_float32(hidden.dtype)
-    grad_weight = weight.new_zeros(weight.shape if trained else (0,), dtype=wide)
+    grad_weight: Tensor | None = None
     for part in _chunks(len(rows), chunk):
         logits = plain_linear(rows[part], cast, None)
         grad = kernels.scores_gradients(logits, *(each[part] for each in columns), temperature)
         del logits
         grad_hidden[part] = plain_linear(grad, cast.mT, None)
         if trained:
-            grad_weight += kernels.weight_gradient(grad, rows[part])
+            own = kernels.weight_gradient(grad, rows[part])
+            grad_weight = own if grad_weight is None else grad_weight.add_(own)
+    if grad_weight is None:
+        grad_weight = weight.new_empty(0, dtype=numerics.at_least_float32(hidden.dtype))
     return grad_hidden.view(hidden.shape), grad_weight
 
 
