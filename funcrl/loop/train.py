@@ -33,6 +33,7 @@ from funcrl.loop.rollouts import (
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
+from funcrl.ops.exact.kernels import slow_products
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
 from funcrl.run import runs
@@ -199,6 +200,9 @@ def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], 
             record.give_up_state()
         state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
         trained = time.perf_counter()
+        slow = slow_products(config.device) if parts.agrees and index == done + 1 else []
+        if slow:
+            record.note(f"Exact numerics use funcrl's own kernel for {'; '.join(slow)}.")
         policy = parts.policy(state.params)
         parts.generator.push(policy, index)
         pushed = time.perf_counter()
