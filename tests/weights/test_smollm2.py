@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,24 @@ def test_greedy_text_equals_that_of_transformers(ours, theirs, tokenizer):
         assert drawn == wanted, texts[row]
         assert len(drawn) == LENGTH or drawn[-1] == tokenizer.end
         assert tokenizer.end not in drawn[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_exact_numerics_give_trainer_and_sampler_the_same_bits(ours, tokenizer, dtype):
+    """Four prompts of different lengths at once, token by token, against padded whole rows."""
+    model = funcrl.models.Transformer(replace(ours[0].config, numerics="exact"))
+    params = funcrl.tree.cast(ours[1], dtype)
+    prompts = [tokenizer.encode("Count: " + "one " * n) for n in range(1, 5)]
+    samples = funcrl.generators.sample(model, params, prompts, Sampling(max_tokens=6), seed=0)
+    rows = [p + t for p, t in zip(prompts, samples.tokens.tolist(), strict=True)]
+    tokens = funcrl.batching.pad_rows(rows, torch.int64)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    batch = funcrl.types.Sample(tokens, positions)
+    scored = funcrl.score(funcrl.logprob_fn(model), params, batch, microbatch=3).logprobs
+    for row, prompt in enumerate(prompts):
+        drawn = slice(len(prompt), len(prompt) + 6)
+        assert torch.equal(scored[row, drawn], samples.policy_logprobs[row])
 
 
 @pytest.mark.slow
