@@ -33,12 +33,15 @@ def rows_agree(
     """
     del threads
     num_columns, depth = weight_shape
-    x, weight = _drawn((rows, depth), (num_columns, depth), dtype)
-    weight = weight.mT.contiguous().mT if transposed else weight
     total = -(-rows // tile) * tile
-    padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
-    small = torch.cat([multiply("rows", part, weight) for part in padded.split(tile)])
-    return torch.equal(multiply(call, x, weight), small[:rows])
+    for seed in range(max(1, 64 // depth)):  # a short sum says little about its order
+        x, weight = _drawn((rows, depth), (num_columns, depth), dtype, seed)
+        weight = weight.mT.contiguous().mT if transposed else weight
+        padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
+        small = torch.cat([multiply("rows", part, weight) for part in padded.split(tile)])
+        if not torch.equal(multiply(call, x, weight), small[:rows]):
+            return False
+    return True
 
 
 def multiply(call: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -90,9 +93,12 @@ def _batch_agrees(
 ) -> bool:
     del threads
     rows, inner, columns = shape
-    left, right = _drawn((2, rows, inner), (2, columns, inner), dtype)
-    right = right.mT if transposed else right.mT.contiguous()
-    return torch.equal(torch.bmm(left, right), _in_tiles(left, right, depth))
+    for seed in range(max(1, 64 // inner)):
+        left, right = _drawn((2, rows, inner), (2, columns, inner), dtype, seed)
+        right = right.mT if transposed else right.mT.contiguous()
+        if not torch.equal(torch.bmm(left, right), _in_tiles(left, right, depth)):
+            return False
+    return True
 
 
 def _in_tiles(left: Tensor, right: Tensor, depth: int) -> Tensor:
@@ -114,14 +120,14 @@ def _in_tiles(left: Tensor, right: Tensor, depth: int) -> Tensor:
 
 
 def _drawn(
-    left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype
+    left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return factors whose products, summed over the last axis, cancel.
 
     The second half of each sum is the negative of the first, in another order. What is left is the
     error of the order in which the library adds, which a result rounded to few digits would hide.
     """
-    draw = torch.Generator(device="cpu").manual_seed(0)
+    draw = torch.Generator(device="cpu").manual_seed(seed)
     half = left[-1] // 2
     order = torch.randperm(half, generator=draw, device="cpu")
     factors = []
@@ -129,5 +135,7 @@ def _drawn(
         x = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
         x[..., half : 2 * half] = sign * x[..., order]
         x[..., 2 * half :] = 0
+        if seed % 2:
+            x = torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu").to(dtype)
         factors.append(x)
     return factors[0], factors[1]
