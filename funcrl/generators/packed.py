@@ -25,7 +25,7 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     kernels directly. One with operations of its own, other dtypes, and other devices get the plain
     bound model.
     """
-    if model.ops is ops.EXACT:
+    if model.ops == ops.EXACT:
         return bind(Transformer(model.config, EXACT_FORWARD), params)
     first = next(iter(params.values()))
     plain = model.ops is not ops.NATIVE or first.device.type != "cpu" or first.dtype not in _DTYPES

@@ -13,7 +13,8 @@ from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ModelFn, Params, Row, TokenScores
 from funcrl.models.logits import forward_takes, logits_fn
 
-# Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same.
+# Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
+# scores.
 _CHUNK = 1024
 
 
@@ -90,6 +91,13 @@ def logprob_fn(
             )
     apply = logits_fn(model)
     network_ops = ops.ops_of(model)
+    needed = ["head", *(["dtype"] if dtype is not None else [])] if network_ops.exact else []
+    for name in needed:
+        if not forward_takes(model, name):
+            raise ValueError(
+                f"logprob_fn expects a network of exact operations to take {name}=, as "
+                f"funcrl.models.Transformer does, got {type(model).__name__}, which does not."
+            )
 
     @checked
     def model_fn(params: Params, sample: Row) -> TokenScores:

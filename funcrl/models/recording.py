@@ -86,7 +86,9 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
         return call
 
     plain = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "swiglu")
-    recorded: dict[str, Any] = {operation: kept(operation) for operation in plain}
+    recorded: dict[str, Any] = {
+        operation: kept(operation) for operation in plain if getattr(ops, operation) is not None
+    }
     return ops._replace(
         **recorded,
         rotate=rotate,

@@ -172,8 +172,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor, attend: AttendFn) -> Tensor:
         """Return the residual stream [..., T, D] after the block."""
         attended = self.attention(self.attention_norm(x), rotation, attend)
-        norm = self.mlp_norm
-        x, normalised = self.ops.add_rms_norm(x, attended, norm.weight, norm.eps)
+        norm, fused = self.mlp_norm, self.ops.add_rms_norm
+        if fused is None:
+            x = x + attended
+            normalised = norm(x)
+        else:
+            x, normalised = fused(x, attended, norm.weight, norm.eps)
         out: Tensor = x + self.mlp(normalised)
         return out
 
@@ -227,6 +231,11 @@ class Transformer(nn.Module):
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
         checks.check_shape("Transformer", "positions", positions, "tokens", tokens.shape)
+        if dtype is not None and not self.ops.exact:
+            raise ValueError(
+                f"Transformer expects no dtype= with native operations, whose weights say it, got "
+                f"{dtype}; cast the parameters."
+            )
         attend = self.ops.attend_causal if attend is None else attend
         layers = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.ops.embed(tokens, self.embed.weight, dtype)

@@ -57,13 +57,6 @@ def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @checked
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `x + delta` and its `rms_norm`."""
-    total = x + delta
-    return total, rms_norm(total, weight, eps)
-
-
-@checked
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return log-probabilities over the last axis, in at least float32."""
     wide = logits.to(numerics.at_least_float32(logits.dtype))

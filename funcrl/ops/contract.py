@@ -16,7 +16,7 @@ class Ops(NamedTuple):
     """The operations of a `Transformer`; each takes any leading axes.
 
     Every one is a pure function of its arguments. Those that a generator alone calls, the last
-    three, need no gradient.
+    three, need no gradient. `NATIVE._replace(swiglu=...)` has one of one's own.
     """
 
     # (tokens [..., T], weight [V, D], dtype or None for the weight's) -> [..., T, D]
@@ -24,8 +24,8 @@ class Ops(NamedTuple):
     linear: LinearFn  # (x, weight, bias) -> x W^T + b
     project: Callable[[Tensor, Weights], Sequence[Tensor]]  # (x, [(weight, bias), ...]) -> linears
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps)
-    # (x, delta, weight, eps) -> (x + delta, its norm)
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # (x, delta, weight, eps) -> (x + delta, its norm), at once; None for a sum and a norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None
     swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
     # (positions [..., T], head width, theta) -> the factors that `rotate` takes
     rotation: Callable[[Tensor, int, float], Tensor]

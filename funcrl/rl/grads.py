@@ -128,6 +128,8 @@ def summed_gradient(
             (_of_blocks(of_chunk, params, chunk, block), num_rows(function, chunk))
             for chunk in chunks
         )
+        if not in_blocks:
+            return total
         grads = tree.map(lambda leaf, like: leaf.to(like.dtype), total.grads, params)
         return total._replace(grads=grads)
 

@@ -238,7 +238,6 @@ def returned(call: Call) -> Iterator[Call]:
 RETURNED: dict[str, dict[str, Any]] = {
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
-    "ops.choose_ops().add_rms_norm": {"delta": torch.zeros(2, 4), "weight": torch.ones(4)},
     "ops.choose_ops().attend_last": {
         "positions": torch.tensor([2]),
         "layer": torch.zeros(1, 2, 5, 8),

@@ -10,13 +10,16 @@ from funcrl.core import tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
+from funcrl.generators.embedded.draw import LogSoftmaxFn
 from funcrl.generators.embedded.drawn import Drawn, Request
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network
 from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
 from funcrl.models.logits import LogitsFn, context_length_of, logits_fn, vocab_size_of
-from funcrl.models.logprobs import token_scores
+from funcrl.models.logprobs import logprob_fn, token_scores
+from funcrl.ops import ops_of
+from funcrl.ops.arithmetic import log_softmax as native_log_softmax
 
 # Rows are as long as the longest sample, rounded up: a pass meets few lengths.
 _BUCKET = 16
@@ -65,13 +68,19 @@ class Recompute(EmbeddedGenerator):
         function: LogitsFn = logits if module is None else logits_fn(module)
         own = None if module is None else context_length_of(module)
 
+        log_softmax = native_log_softmax if module is None else ops_of(module).log_softmax
+        if module is not None and ops_of(module).exact:
+            model_fn = logprob_fn(module, dtype=dtype)
+        else:
+            model_fn = _scores_of(function, dtype)
+
         def lay_out(params: Params) -> DrawFn:
-            return lambda request: _draw(function, params, request)
+            return lambda request: _draw(function, params, request, log_softmax)
 
         network = Network(
             vocab_size=None if module is None else vocab_size_of(module),
             context_length=context_length or own or UNLIMITED,
-            model_fn=_scores_of(function, dtype),
+            model_fn=model_fn,
             check_params=_check_named if module is None else _checker(module),
             lay_out=lay_out,
         )
@@ -117,11 +126,14 @@ class Recomputed:
         return torch.cat(parts)
 
 
-def _draw(function: LogitsFn, params: Params, request: Request) -> list[Drawn]:
+def _draw(
+    function: LogitsFn, params: Params, request: Request, log_softmax: LogSoftmaxFn
+) -> list[Drawn]:
     def open_decoder(rows: int, places: int) -> Recomputed:
         return Recomputed(function, params, rows, places)
 
-    return Batch(open_decoder, request, next(iter(params.values())).device).run()
+    device = next(iter(params.values())).device
+    return Batch(open_decoder, request, device, log_softmax).run()
 
 
 def _scores_of(logits: LogitsFn, dtype: torch.dtype | None) -> Callable[[Params, Row], TokenScores]:

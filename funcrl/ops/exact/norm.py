@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after a residual sum, and the gated activation."""
+"""RMSNorm, alone and after a residual sum."""
 
 from collections.abc import Sequence
 from typing import Any

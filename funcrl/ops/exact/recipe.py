@@ -108,6 +108,8 @@ def differentiable(
         found = _apply(Operation, *inputs)
         return found[0] if returned == 1 else found[:returned]
 
+    # By these a copy of a network in another process finds it.
+    call.__module__, call.__qualname__ = forward.__module__, function
     return call
 
 

@@ -23,9 +23,15 @@ def _like_factors(positions: Tensor, head_width: int, _theta: float) -> Tensor:
 
 
 @operator("rotation", _like_factors, rows=(0,))
-def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation_op(positions: Tensor, head_width: int, theta: float) -> Tensor:
     """Return `plain_rotation` as an operator."""
     return plain_rotation(positions, head_width, theta).contiguous()
+
+
+def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
+    """Return the factors [..., T, 2, C] of positions [..., T]."""
+    factors: Tensor = rotation_op(positions, head_width, theta)
+    return factors
 
 
 def _turn(x: Tensor, factors: Tensor, inverse: bool) -> Tensor:

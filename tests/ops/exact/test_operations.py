@@ -1,5 +1,8 @@
 """Exact operations under grad, vmap, tracing and compilation, against the native ones."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -18,6 +21,13 @@ def draw(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
+def add_rms_norm(chosen, x, delta, weight):
+    """Native operations have none of both at once."""
+    if chosen.add_rms_norm is not None:
+        return chosen.add_rms_norm(x, delta, weight, 1e-5)
+    return x + delta, chosen.rms_norm(x + delta, weight, 1e-5)
+
+
 SEGMENTS = torch.tensor([0, 0, 1, 1, -1])
 TARGETS = torch.tensor([1, 10, 0, 4, 4])
 # Each operation as a function of floating-point tensors, and such tensors.
@@ -29,7 +39,7 @@ CASES = {
     ),
     "rms_norm": (lambda o, x, w: o.rms_norm(x, w, 1e-5), (draw(T, D), draw(D))),
     "add_rms_norm": (
-        lambda o, *given: torch.cat(o.add_rms_norm(*given, 1e-5), -1),
+        lambda o, *given: torch.cat(add_rms_norm(o, *given), -1),
         (draw(T, D), draw(T, D, seed=1), draw(D)),
     ),
     "swiglu": (lambda o, *given: o.swiglu(*given), (draw(T, D), draw(T, D, seed=1))),
@@ -166,6 +176,40 @@ def test_weights_wider_than_the_rows_have_a_wide_gradient():
     # 40 float32 additions of numbers below 4: each rounds by at most 2^-24 of a sum below 160.
     assert (found.double() - expected).abs().max() <= 40 * 160 * 2**-24
     assert not torch.equal(found, found.bfloat16().float())
+
+
+def test_a_network_of_exact_numerics_can_be_copied_and_pickled():
+    config = funcrl.models.TransformerConfig(vocab_size=7, width=8, numerics="exact")
+    model = funcrl.models.Transformer(config)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.ops == EXACT
+
+
+def test_a_network_of_exact_operations_takes_what_they_need():
+    network = torch.nn.Linear(2, 2)
+    network.ops = EXACT
+    with pytest.raises(ValueError, match="logprob_fn expects a network of exact operations to tak"):
+        funcrl.logprob_fn(network)
+    native = funcrl.models.Transformer(funcrl.models.TransformerConfig(vocab_size=7, width=8))
+    with pytest.raises(ValueError, match="Transformer expects no dtype= with native operations"):
+        native(torch.tensor([1]), torch.tensor([0]), dtype=torch.bfloat16)
+
+
+def test_recomputed_samples_have_the_bits_of_the_trainer():
+    config = funcrl.models.TransformerConfig(vocab_size=37, width=16, numerics="exact")
+    model = funcrl.models.Transformer(config)
+    params = {name: 4 * leaf for name, leaf in funcrl.init_params(model, seed=0).items()}
+    generator = funcrl.generators.Recompute(model)
+    generator.push(params)
+    prompts = [[1, 2, 3], [4]]
+    samples = generator.generate(prompts, funcrl.generators.Sampling(2, max_tokens=9), seed=0)
+    for row, tokens in enumerate(samples.tokens):
+        prompt = prompts[row // 2]
+        whole = torch.tensor([*prompt, *tokens.tolist()])[None]
+        sample = funcrl.types.Sample(whole, torch.arange(whole.shape[1])[None])
+        scored = funcrl.score(funcrl.logprob_fn(model), params, sample).logprobs[0, len(prompt) :]
+        assert torch.equal(scored, samples.policy_logprobs[row])
+        assert generator.score(whole.tolist())[0][len(prompt) - 1 :] == scored.tolist()
 
 
 def test_choose_ops_knows_both():
