@@ -2,7 +2,7 @@
 
 from funcrl.config import Sampling
 from funcrl.generators.contracts import Generator, State
-from funcrl.generators.embedded.draw import draw, draw_tokens, sampling_logprobs
+from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.embedded.hugging_face import HuggingFace
 from funcrl.generators.embedded.recompute import Recompute
 from funcrl.generators.embedded.sampler import Sampler, sample

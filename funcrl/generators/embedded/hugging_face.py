@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from funcrl.core import rng
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
-from funcrl.generators.embedded.draw import draw_tokens
+from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network
 from funcrl.generators.prompts import sample_seeds

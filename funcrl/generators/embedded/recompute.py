@@ -10,7 +10,7 @@ from funcrl.core import tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
-from funcrl.generators.embedded.draw import LogSoftmaxFn
+from funcrl.generators.draw import LogSoftmaxFn
 from funcrl.generators.embedded.drawn import Drawn, Request
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network
 from funcrl.generators.embedded.slots import Batch

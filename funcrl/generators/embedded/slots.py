@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import rng
-from funcrl.generators.embedded.draw import LogSoftmaxFn, draw_tokens
+from funcrl.generators.draw import LogSoftmaxFn, draw_tokens
 from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.ops.arithmetic import log_softmax

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from funcrl.config import Sampling
 from funcrl.core.types import Params
-from funcrl.generators.embedded.draw import sampling_logprobs
+from funcrl.generators.draw import sampling_logprobs
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm.inside.attention import FuncrlBackend
 from funcrl.generators.vllm.inside.exact import ExactBackend, pack_scores
