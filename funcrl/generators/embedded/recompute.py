@@ -18,8 +18,7 @@ from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
 from funcrl.models.logits import LogitsFn, context_length_of, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn, token_scores
-from funcrl.ops import ops_of
-from funcrl.ops.arithmetic import log_softmax as native_log_softmax
+from funcrl.ops import NATIVE, ops_of
 
 # Rows are as long as the longest sample, rounded up: a pass meets few lengths.
 _BUCKET = 16
@@ -68,14 +67,14 @@ class Recompute(EmbeddedGenerator):
         function: LogitsFn = logits if module is None else logits_fn(module)
         own = None if module is None else context_length_of(module)
 
-        log_softmax = native_log_softmax if module is None else ops_of(module).log_softmax
-        if module is not None and ops_of(module).exact:
+        ops = NATIVE if module is None else ops_of(module)
+        if module is not None and ops.exact:
             model_fn = logprob_fn(module, dtype=dtype)
         else:
             model_fn = _scores_of(function, dtype)
 
         def lay_out(params: Params) -> DrawFn:
-            return lambda request: _draw(function, params, request, log_softmax)
+            return lambda request: _draw(function, params, request, ops.log_softmax)
 
         network = Network(
             vocab_size=None if module is None else vocab_size_of(module),

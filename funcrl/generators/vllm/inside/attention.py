@@ -70,8 +70,8 @@ class FuncrlBackend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
-class PagedAttention(AttentionImpl):
-    """`attend_hidden` on the keys and values of each request."""
+class CachedAttention(AttentionImpl):
+    """Writes new keys and values into vLLM's cache; a subclass attends to what is there."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kw: Any) -> None:
         del args
@@ -81,19 +81,33 @@ class PagedAttention(AttentionImpl):
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: Layout | None, output: Tensor, *_: Any, **__: Any,
+        attn_metadata: Any, output: Tensor, *_: Any, **__: Any,
     ) -> Tensor:  # fmt: skip
         """Write the new keys and values, and each token's attention into `output`."""
         del layer
         if attn_metadata is None:  # vLLM tries how much memory a pass takes
             return output.zero_()
-        at, size, width = attn_metadata, kv_cache.shape[2], self.head_size
-        count = len(at.slots)
+        slots, size = attn_metadata.slots, kv_cache.shape[2]
+        count = len(slots)
         pairs = torch.cat([key[:count], value[:count]], dim=-1).to(kv_cache.dtype)
-        kv_cache[at.slots // size, :, at.slots % size] = pairs
+        kv_cache[slots // size, :, slots % size] = pairs
+        self.attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def attend(self, query: Tensor, kv_cache: Tensor, at: Any, output: Tensor) -> None:
+        """Write each token's attention over the cache into `output`."""
+        raise NotImplementedError
+
+
+class PagedAttention(CachedAttention):
+    """`attend_hidden` on the keys and values of each request."""
+
+    def attend(self, query: Tensor, kv_cache: Tensor, at: Layout, output: Tensor) -> None:
+        """Write each token's attention over the cache into `output`."""
+        size, width = kv_cache.shape[2], self.head_size
         if at.starts == list(range(len(at.lengths) + 1)):
             self._last(query, kv_cache, at, output)
-            return output
+            return
         for row, length in enumerate(at.lengths):
             new = slice(at.starts[row], at.starts[row + 1])
             blocks = at.blocks[row, : -(-length // size)]
@@ -103,7 +117,6 @@ class PagedAttention(AttentionImpl):
             q = query[new].transpose(0, 1)
             attended = attend_hidden(q, pairs[..., :width], pairs[..., width:], hidden)
             output[new] = attended.transpose(0, 1).to(output.dtype)
-        return output
 
     def _last(self, query: Tensor, kv_cache: Tensor, at: Layout, output: Tensor) -> None:
         """Attend from one new token of each request, all requests at once."""

@@ -5,13 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from funcrl.generators.vllm.inside.attention import FuncrlBackend
+from funcrl.generators.vllm.inside.attention import CachedAttention, FuncrlBackend
 from funcrl.ops.exact import EXACT_FORWARD
 from funcrl.ops.exact.kernels import kernels_of
 
@@ -79,30 +75,13 @@ class ExactBackend(FuncrlBackend):
         return RowsBuilder
 
 
-class ExactAttention(AttentionImpl):
+class ExactAttention(CachedAttention):
     """One call of the kernel for prompts, their pieces, what a cache had already, and decoding."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kw: Any) -> None:
-        del args
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads = kw.get("num_kv_heads", num_heads)
-        self.kv_cache_dtype = kw.get("kv_cache_dtype", "auto")
-
-    def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: Rows | None, output: Tensor, *_: Any, **__: Any,
-    ) -> Tensor:  # fmt: skip
-        """Write the new keys and values, and each token's attention into `output`."""
-        del layer
-        if attn_metadata is None:  # vLLM tries how much memory a pass takes
-            return output.zero_()
-        at, size = attn_metadata, kv_cache.shape[2]
-        count = len(at.slots)
-        pairs = torch.cat([key[:count], value[:count]], dim=-1).to(kv_cache.dtype)
-        kv_cache[at.slots // size, :, at.slots % size] = pairs
-        paged = kernels_of(query).attend_paged
+    def attend(self, query: Tensor, kv_cache: Tensor, at: Rows, output: Tensor) -> None:
+        """Write each token's attention over the cache into `output`."""
+        count, paged = len(at.slots), kernels_of(query).attend_paged
         output[:count] = paged(query[:count], kv_cache, at.blocks, at.request, at.last)
-        return output
 
 
 def token_places(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
