@@ -5,8 +5,10 @@ to the token that it describes. An absent field is the empty tuple, a node witho
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from funcrl.core.reprs import described, of_fields
@@ -208,3 +210,23 @@ PrepareFn: TypeAlias = Callable[[TokenScores, Any], Any]  # (scores [B, T], batc
 ModelFn: TypeAlias = Callable[[Params, Any], TokenScores]
 LossFn: TypeAlias = Callable[[Params, Any], Tensor]
 NamedRewards: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ExactModelFn:
+    """A `ModelFn` with exact numerics, whose gradients can be summed block by block of rows.
+
+    A parameter that is used twice, as a tied embedding is, has two sums, which are added last: in
+    a sum of sums the two uses of a block could not be told from those of another.
+    """
+
+    of_sample: ModelFn  # what a call is
+    # The parameters in at least float32, so that their gradients are, with one entry for each use.
+    split: Callable[[Params], Params]
+    # (number of blocks, dtype of the parameters) -> ((split parameters, rows [B, T]) -> scores)
+    of_rows: Callable[[int, torch.dtype], Callable[[Params, Any], TokenScores]]
+    join: Callable[[Params], Params]  # the gradients of parameters, of those of their uses
+
+    def __call__(self, params: Params, sample: Any) -> TokenScores:
+        """Return `self.of_sample(params, sample)`."""
+        return self.of_sample(params, sample)

@@ -11,6 +11,7 @@ from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ModelFn, Params, Row, TokenScores
+from funcrl.models.blocks import summing_in_blocks
 from funcrl.models.logits import forward_takes, logits_fn
 
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
@@ -126,14 +127,22 @@ def logprob_fn(
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
             # no copy and suit a GPU's tiles.
-            targets = sample.tokens.roll(-1)
+            targets = sample.tokens.roll(-1, dims=-1)
             return network_ops.scores(hidden, weight, targets, temperature, chunk or _CHUNK)
 
         logprobs, entropy = apply(params, sample, head=scores, **options)
-        start = logprobs.new_zeros(1)
-        return TokenScores(torch.cat([start, logprobs[:-1]]), torch.cat([start, entropy[:-1]]))
+        start = torch.zeros_like(logprobs[..., :1])
+        shifted = (torch.cat([start, part[..., :-1]], dim=-1) for part in (logprobs, entropy))
+        return TokenScores(*shifted)
 
-    model_fn.exact = network_ops.exact  # type: ignore[attr-defined]  # (a step reads it)
+    if network_ops.exact and attend is None:
+
+        def model_fn_of(network: nn.Module, params_dtype: torch.dtype) -> ModelFn:
+            return logprob_fn(network, temperature, chunk=chunk, dtype=dtype or params_dtype)
+
+        exact = summing_in_blocks(model_fn, model, model_fn_of)
+        if exact is not None:
+            return exact
     return model_fn
 
 

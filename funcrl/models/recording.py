@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcrl.models.transformer import Transformer
 from funcrl.ops import AttendFn, Ops
+from funcrl.ops.choice import replace_ops
 
 _OF_THE_WHOLE = {"embed": "embed", "linear": "unembed"}  # which the network calls by itself
 
@@ -44,10 +45,7 @@ def recording(network: Transformer, operations: list[Operation]) -> Transformer:
     shared = {id(weight): weight for weight in network.parameters()}
     copied = copy.deepcopy(network, shared)  # which takes what it finds there for an id
     last_place = [""]
-    for path, module in copied.named_modules():
-        part: Any = module
-        if isinstance(getattr(part, "ops", None), Ops):
-            part.ops = _recording_ops(part.ops, path, operations, last_place)
+    replace_ops(copied, lambda path, ops: _recording_ops(ops, path, operations, last_place))
     return copied
 
 

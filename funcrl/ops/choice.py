@@ -1,5 +1,8 @@
 """The operations that a name stands for."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from funcrl.core import checks
@@ -55,3 +58,16 @@ def ops_of(model: nn.Module) -> Ops:
     """
     own = getattr(model, "ops", None)
     return own if isinstance(own, Ops) else NATIVE
+
+
+def replace_ops(network: nn.Module, change: Callable[[str, Ops], Ops]) -> None:
+    """Give every part of a network that names its operations others, in place.
+
+    Args:
+        network: a copy that is its owner's alone.
+        change: of the path of a part within the network, and its operations.
+    """
+    for path, module in network.named_modules():
+        part: Any = module
+        if isinstance(getattr(part, "ops", None), Ops):
+            part.ops = change(path, part.ops)

@@ -10,18 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 
-from funcrl.core import checks, numerics, tree
+from funcrl.core import numerics, tree
 from funcrl.core.arguments import Count, Positive, TensorTree, checked
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import LossFn, Metrics, Params, Tree
+from funcrl.rl.backward import AuxLossFn, one_number, reduce_rows, value_and_grad
 from funcrl.rl.metrics import merge
 
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
 _NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
-# The function that a step differentiates: (params, sample) -> (loss, metrics).
-AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
 
 
 class Gradient(NamedTuple):
@@ -65,10 +64,10 @@ def per_sample_grad(loss_fn: LossFn, chunk: Count | None = None) -> Callable[[Pa
         {'w': tensor([[1., 0.],
                 [0., 2.]])}
     """
-    scalar_loss = _one_number("per_sample_grad", _without_metrics(loss_fn))
+    scalar_loss = one_number("per_sample_grad", _without_metrics(loss_fn))
 
     def gradient(params: TensorTree, sample: Any) -> Tree:
-        return _value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
+        return value_and_grad(lambda p: scalar_loss(p, sample), params)[1]
 
     mapped = over_rows("per_sample_grad", gradient, chunk)
 
@@ -85,7 +84,6 @@ def summed_gradient(
     per_sample: PerSampleTransform | None = None,
     microbatch: Count | None = None,
     *,
-    in_blocks: bool = False,
     function: str = "summed_gradient",
 ) -> Callable[[Params, Tree], Gradient]:
     """Return `(params, batch) -> Gradient`, summed over the batch.
@@ -99,9 +97,6 @@ def summed_gradient(
         per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`,
             that returns such gradients.
         microbatch: rows differentiated at a time, all of them when left out.
-        in_blocks: sum each quarter of the batch for itself, and the quarters in a fixed order. A
-            loss of exact numerics then has the same gradient, to the last bit, in 1, 2 and 4
-            micro-batches. Up to four gradients are in memory at a time.
         function: for errors.
 
     Example:
@@ -113,25 +108,18 @@ def summed_gradient(
         >>> gradient({"w": torch.ones(2)}, torch.eye(2)).grads
         {'w': tensor([1., 1.])}
     """
-    loss_fn = _one_number(function, loss_fn)
+    loss_fn = one_number(function, loss_fn)
     if per_sample is None:
         of_chunk = _batched(loss_fn)
     else:
         of_chunk = _transformed(loss_fn, _checked(function, per_sample))
-    combined = _sum_pairs if in_blocks else _sum_gradients
 
     @checked
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         chunks = split_rows(function, batch, microbatch)
-        block = _block_size(num_rows(function, batch)) if in_blocks else None
-        total = combined(
-            (_of_blocks(of_chunk, params, chunk, block), num_rows(function, chunk))
-            for chunk in chunks
+        return _sum_gradients(
+            (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
         )
-        if not in_blocks:
-            return total
-        grads = tree.map(lambda leaf, like: leaf.to(like.dtype), total.grads, params)
-        return total._replace(grads=grads)
 
     return gradient
 
@@ -249,34 +237,8 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
     return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
 
 
-def _value_and_grad(
-    fn: Callable[[Params], tuple[Tensor, Any]], params: Params
-) -> tuple[Tensor, Tree, Any]:
-    """Return the value of `fn`, its gradient, and its second result.
-
-    `torch.func.grad` records its own backward pass, to be differentiated again, and so keeps every
-    activation to its end: 2.5 times the memory. This frees them as it goes, unless grad mode is
-    on, which says that somebody may differentiate the gradient.
-    """
-    value, pullback, aux = vjp(fn, params, has_aux=True)  # type: ignore[misc]  # (three, with aux)
-    record = torch.is_grad_enabled()
-    (grads,) = pullback(torch.ones_like(value), retain_graph=record, create_graph=record)
-    return value, grads, aux
-
-
 def _without_metrics(loss_fn: LossFn) -> AuxLossFn:
     return lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
-
-
-def _one_number(function: str, loss_fn: AuxLossFn) -> AuxLossFn:
-    """Return the loss function with a check that it returns one number, not several."""
-
-    def scalar_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        loss, metrics = loss_fn(params, sample)
-        checks.check_rank(function, "the loss of a sample", loss, "")
-        return loss, metrics
-
-    return scalar_loss
 
 
 def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
@@ -306,9 +268,9 @@ def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         def total_loss(params: Params) -> tuple[Tensor, Metrics]:
             losses, metrics = mapped(params, batch)
-            return losses.sum(), _reduce_rows(metrics)
+            return losses.sum(), reduce_rows(metrics)
 
-        loss, grads, metrics = _value_and_grad(total_loss, params)
+        loss, grads, metrics = value_and_grad(total_loss, params)
         return Gradient(grads, loss, metrics)
 
     return gradient
@@ -320,79 +282,16 @@ def _transformed(
     """Return the gradient that is the sum of the transformed gradients of the samples."""
 
     def of_sample(params: Params, sample: Any) -> tuple[Tensor, Tree, Metrics]:
-        return _value_and_grad(lambda p: loss_fn(p, sample), params)
+        return value_and_grad(lambda p: loss_fn(p, sample), params)
 
     mapped = over_rows("summed_gradient", of_sample)
 
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         losses, grads, metrics = mapped(params, batch)
         summed = tree.map(lambda leaf: leaf.sum(dim=0), per_sample(grads))
-        return Gradient(summed, losses.sum(), _reduce_rows(metrics))
+        return Gradient(summed, losses.sum(), reduce_rows(metrics))
 
     return gradient
-
-
-def _block_size(rows: int) -> int:
-    """Return the rows of a block: a quarter of the batch, a half, or all, whichever is whole."""
-    return rows // next(parts for parts in (4, 2, 1) if rows % parts == 0)
-
-
-def _of_blocks(
-    of_chunk: Callable[[Params, Tree], Gradient], params: Params, chunk: Tree, block: int | None
-) -> Gradient:
-    """Return the gradient of a micro-batch, the sum of those of its blocks if it is cut in some."""
-    rows = num_rows("summed_gradient", chunk)
-    if block is None or rows == block or rows % block:
-        return of_chunk(params, chunk)
-    # The blocks are one more axis of one computation, whose sums each stay within a block.
-    cut = tree.map(lambda leaf: leaf.unflatten(0, (-1, block)), chunk)
-    mapped = vmap(lambda part: tuple(of_chunk(params, part)))
-    grads, losses, metrics = mapped(cut)
-    summed = tree.map(lambda leaf: _pairwise(list(leaf.unbind())), grads)
-    return Gradient(summed, losses.sum(), _reduce_rows(metrics))
-
-
-def _pairwise(leaves: list[Tensor]) -> Tensor:
-    """Return the sum of tensors in at least float32: of neighbours, then of neighbouring sums."""
-    leaves = [leaf.to(numerics.at_least_float32(leaf.dtype)) for leaf in leaves]
-    while len(leaves) > 1:
-        ends = leaves[len(leaves) // 2 * 2 :]  # one that has no neighbour
-        pairs = zip(leaves[::2], leaves[1::2], strict=False)
-        leaves = [*(left + right for left, right in pairs), *ends]
-    return leaves[0]
-
-
-def _sum_pairs(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
-    """Return the sum of all parts as `_pairwise` adds.
-
-    Sums of two, four, eight ... parts wait for a neighbour of their size.
-    """
-    waiting: list[tuple[int, Gradient, int]] = []  # the number of parts, their sum, its rows
-    for part, rows in parts:
-        waiting.append((1, part, rows))
-        while len(waiting) > 1 and waiting[-1][0] == waiting[-2][0]:
-            waiting[-2:] = [_sum_of_two(*waiting[-2:])]
-    while len(waiting) > 1:
-        waiting[-2:] = [_sum_of_two(*waiting[-2:])]
-    return waiting[0][1]
-
-
-def _sum_of_two(
-    left: tuple[int, Gradient, int], right: tuple[int, Gradient, int]
-) -> tuple[int, Gradient, int]:
-    (count, first, rows), (other, second, more) = left, right
-    metrics = merge([first.metrics, second.metrics], weights=[rows, more])
-    grads = tree.map(lambda a, b: _pairwise([a, b]), first.grads, second.grads)
-    return count + other, Gradient(grads, first.loss + second.loss, metrics), rows + more
-
-
-def _reduce_rows(metrics: Metrics) -> Metrics:
-    return Metrics(
-        sums=tree.map(lambda values: values.sum(dim=0), metrics.sums),
-        means=tree.map(lambda values: values.mean(dim=0), metrics.means),
-        maxes=tree.map(lambda values: values.amax(dim=0), metrics.maxes),
-        last=tree.map(lambda values: values[-1], metrics.last),
-    )
 
 
 def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:

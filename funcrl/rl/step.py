@@ -1,5 +1,6 @@
 """One GRPO step as a pure function of state and batch; it imports no model."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.types import (
     Algorithm,
     Batch,
+    ExactModelFn,
     GradientTransformation,
     Metrics,
     ModelFn,
@@ -27,6 +29,7 @@ from funcrl.models.logprobs import score
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
+from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.metrics import token_means
 
@@ -83,22 +86,14 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
-    exact = getattr(model_fn, "exact", False)
     model_fn = _scoring(model_fn)
     algorithm = grpo() if algorithm is None else algorithm
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
     transformation = optim.skip_nonfinite(_checked(optimizer))
 
-    def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
-        return policy_loss(algorithm, model_fn(params, sample), sample)
-
-    gradient = grads.summed_gradient(
-        sample_loss,
-        per_sample,
-        microbatch,
-        in_blocks=exact and per_sample is None,
-        function="grpo_step",
+    gradient = score_gradient(
+        model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step"
     )
 
     @checked
@@ -161,6 +156,8 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
             "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
             f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
         )
+    if isinstance(model_fn, ExactModelFn):
+        return model_fn
 
     def scores_of(params: Params, sample: Any) -> TokenScores:
         scores = model_fn(params, sample)

@@ -3,9 +3,12 @@
 import importlib
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from funcrl.core.pairwise import pairwise_sum
 
 Pair = tuple[Tensor, Tensor]
 COMPANY = (1, 1, 2, 3, 7, 16, 17, 64, 65, 256)
@@ -70,6 +73,32 @@ def by_rows(
     first, second = ((r,) if isinstance(r, Tensor) else r for r in (first, second))
     for a, b in zip(first, second, strict=True):
         yield a[places], b[kept]
+
+
+def block_sums(
+    kernels: Any, grad: Tensor, x: Tensor, weight: Tensor, tokens: Tensor, blocks: int
+) -> Iterator[Pair]:
+    """Compare each sum over blocks of rows with the sum of those of each block alone."""
+    scale = kernels.rms_norm(x, weight, 1e-6, 0.0)[1]
+    vocab_size = int(tokens.max()) + 2
+
+    def embedding(grad: Tensor, tokens: Tensor, blocks: int = 1) -> Tensor:
+        return kernels.embedding_gradient(grad, tokens, vocab_size, blocks)
+
+    def norm(grad: Tensor, x: Tensor, scale: Tensor, blocks: int = 1) -> Tensor:
+        return kernels.rms_norm_gradients(grad, x, weight, scale, 0.0, blocks)[1]
+
+    for fn, inputs in (
+        (kernels.weight_gradient, (grad, x)),
+        (kernels.bias_gradient, (grad,)),
+        (embedding, (grad, tokens)),
+        (norm, (x, x, scale)),
+    ):
+        parts = zip(*(each.chunk(blocks) for each in inputs), strict=True)
+        yield fn(*inputs, blocks=blocks), pairwise_sum(fn(*part) for part in parts)
+    total = torch.ones(grad.shape[1], x.shape[1], device=x.device)
+    expected = total + kernels.weight_gradient(grad, x)
+    yield kernels.add_weight_gradient(total, grad, x), expected
 
 
 class Heads:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from exact_draws import Draw, Heads, Pair, by_rows
+from exact_draws import Draw, Heads, Pair, block_sums, by_rows
 from torch import Tensor
 
 
@@ -102,6 +102,13 @@ def sums(draw: Draw) -> Iterator[Pair]:
     yield kernels.bias_gradient(grad), kernels.bias_gradient(draw.strided(grad))
     again = kernels.embedding_gradient(draw.strided(x), tokens.clone(), 9)
     yield kernels.embedding_gradient(x, tokens, 9), again
+    if draw.random() < 0.05:  # as large as those that a library adds to a total
+        width, columns = draw.randint(300, 600), draw.randint(300, 600)
+    blocks = draw.choice((2, 4))
+    rows = blocks * draw.count()
+    x, grad = draw.normal(rows, width), draw.normal(rows, columns)
+    tokens = draw.integers(0, 9, rows)
+    yield from block_sums(kernels, grad, x, draw.normal(width), tokens, blocks)
 
 
 def attention(draw: Draw) -> Iterator[Pair]:
@@ -228,6 +235,8 @@ def main() -> None:
                 differing += 1
                 if differing <= 10:
                     print(what, flush=True)
+            if (done := seed + 1 - options.seed) % 500 == 0:
+                print(f"{op}: {done} done", flush=True)
         seconds = time.perf_counter() - start
         print(f"{op}: {options.cases} cases, {differing} differ, {seconds:.0f} s", flush=True)
         failed += differing

@@ -1,5 +1,6 @@
 """A GRPO step with exact numerics: the same bits in micro-batches, compiled and packed."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import funcrl
 from funcrl import CompileConfig
 from funcrl.core.types import Sample
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.rl.blocks import score_gradient
 
 ROWS, T, V = 8, 13, 37
 
@@ -135,19 +137,73 @@ def test_packed_rows_score_each_sample_as_alone():
 
 
 def test_the_gradient_in_blocks_is_the_gradient():
-    """Of native numerics in float64, to 1e-13; an odd number of rows is one block."""
-    loss = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """Of all rows at once, to the rounding of float32; an odd number of rows is one block."""
+    model = network(qkv_bias=True)
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    batch = batch._replace(advantages=batch.advantages + 1.0)
 
-    def loss_fn(params, x):
-        value = (params["w"] * x).sin().sum()
-        return value, funcrl.Metrics(sums={"n": value}, means={}, maxes={"m": value}, last={})
+    def sample_loss(params, sample):
+        return score_loss(model_fn(params, sample), sample)
 
-    params = {"w": loss.abs()}
+    def score_loss(scores, sample):
+        return funcrl.policy_loss(funcrl.grpo(), scores, sample)
+
     for rows, micro in ((8, None), (8, 3), (6, None), (7, 2), (1, None)):
-        batch = torch.arange(rows, dtype=torch.float64)
-        plain = funcrl.grads.summed_gradient(loss_fn)(params, batch)
-        blocks = funcrl.grads.summed_gradient(loss_fn, microbatch=micro, in_blocks=True)
-        found = blocks(params, batch)
-        torch.testing.assert_close(found.grads, plain.grads, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(found.loss, plain.loss, rtol=1e-13, atol=1e-13)
-        assert torch.equal(found.metrics.maxes["m"], plain.metrics.maxes["m"])
+        part = funcrl.tree.map(lambda leaf, rows=rows: leaf[:rows], batch)
+        plain = funcrl.grads.summed_gradient(sample_loss)(params, part)
+        found = score_gradient(model_fn, score_loss, microbatch=micro)(params, part)
+        assert list(found.grads) == list(params)
+        for name, leaf in plain.grads.items():
+            bound = 64 * torch.finfo(leaf.dtype).eps * leaf.abs().amax().item()
+            torch.testing.assert_close(found.grads[name], leaf, rtol=0.0, atol=bound)
+        torch.testing.assert_close(found.loss, plain.loss)
+        for name, value in plain.metrics.maxes.items():
+            assert torch.equal(found.metrics.maxes[name], value)
+
+
+def test_bfloat16_parameters_are_summed_in_float32():
+    """In micro-batches as at once: rounded once, after the last sum."""
+    model = network()
+    params = funcrl.init_params(model, seed=0, dtype=torch.bfloat16)
+    model_fn = funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    whole, report = steps(model_fn, params, batch)
+    assert report.maxes["sampling/sampling_logp_difference/max"] == 0
+    for rows in (ROWS // 2, ROWS // 4):
+        assert same(whole, steps(model_fn, params, batch, microbatch=rows)[0])
+
+
+class OneSample(torch.nn.Module):
+    """A network of one's own on exact operations, which takes no batch axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network(num_layers=1)
+        self.ops = self.network.ops
+
+    def forward(self, tokens, positions, attend=None, head=None, dtype=None):
+        assert tokens.ndim == 1
+        return self.network(tokens, positions, attend, head, dtype)
+
+
+def test_micro_batches_of_a_network_of_ones_own():
+    model = OneSample()
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    whole, _ = steps(model_fn, params, batch)
+    for rows in (ROWS // 2, ROWS // 4):
+        assert same(whole, steps(model_fn, params, batch, microbatch=rows)[0])
+
+
+def test_a_function_that_wraps_another_is_called():
+    model = network(num_layers=1)
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+
+    @functools.wraps(model_fn)
+    def halved(params, sample):
+        scores = model_fn(params, sample)
+        return scores._replace(logprobs=scores.logprobs / 2)
+
+    assert not same(steps(model_fn, params, batch)[0], steps(halved, params, batch)[0])

@@ -22,7 +22,7 @@ from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash
 from funcrl.rl.algorithms import grpo
-from funcrl.rl.grads import AuxLossFn
+from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.losses import policy_loss
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step"]

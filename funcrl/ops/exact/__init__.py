@@ -4,6 +4,9 @@ Not of the number of rows, nor of their place, of a prompt's pieces, of the layo
 a micro-batch: so trainer, sampler and vLLM agree to the last bit. See docs/numerics.md.
 """
 
+from functools import partial
+from typing import Any
+
 from funcrl.ops import arithmetic
 from funcrl.ops.contract import Ops
 from funcrl.ops.exact import attention, embedding, gate, linear, norm, rotary, scores
@@ -39,3 +42,33 @@ EXACT_FORWARD = EXACT._replace(
     attend_causal=attention.plain_attend_causal,
 )
 """The same kernels, called without what a derivative needs: for generators."""
+
+_SUMMED = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "scores")  # over rows
+
+
+def sum_in_blocks(ops: Ops, blocks: int) -> Ops | None:
+    """Return operations whose gradients of weights sum each of some blocks of rows for itself.
+
+    The blocks, one, two or four of as many rows, are then added in pairs. There are none for other
+    operations on weights than the exact ones.
+
+    Args:
+        ops: `EXACT`, some of its fields perhaps replaced.
+        blocks: their number.
+
+    Example:
+        >>> import torch
+        >>> from funcrl.ops import EXACT
+        >>> from funcrl.ops.exact import sum_in_blocks
+        >>> linear = sum_in_blocks(EXACT, 2).linear
+        >>> weight = torch.ones(1, 3, requires_grad=True)
+        >>> linear(torch.ones(4, 3), weight, None).sum().backward()
+        >>> weight.grad
+        tensor([[4., 4., 4.]])
+    """
+    if any(getattr(ops, name) is not getattr(EXACT, name) for name in _SUMMED):
+        return None
+    summing: dict[str, Any] = {
+        name: partial(getattr(EXACT, name), blocks=blocks) for name in _SUMMED
+    }
+    return ops._replace(**summing)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.exact.recipe import as_rows, differentiable, operator
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, without a derivative."""
-    width = gate.shape[-1]
-    out: Tensor = kernels_of(gate).swiglu(gate.reshape(-1, width), up.reshape(-1, width))
+    out: Tensor = kernels_of(gate).swiglu(as_rows(gate), as_rows(up))
     return out.view(gate.shape)
 
 
@@ -34,8 +33,7 @@ def _like_both(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]
 @operator("swiglu_gradients", _like_both, rows=(0, 1, 2))
 def swiglu_gradients_op(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both factors."""
-    width = gate.shape[-1]
-    flat = (part.reshape(-1, width) for part in (grad, gate, up))
+    flat = (as_rows(part) for part in (grad, gate, up))
     grad_gate, grad_up = kernels_of(gate).swiglu_gradients(*flat)
     return grad_gate.view(gate.shape), grad_up.view(gate.shape)
 

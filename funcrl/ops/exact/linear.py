@@ -9,7 +9,7 @@ from torch import Tensor
 from funcrl.core import numerics
 from funcrl.ops.contract import Weights
 from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.exact.recipe import as_rows, differentiable, operator
 
 Shape: TypeAlias = Sequence[int]
 
@@ -17,7 +17,7 @@ Shape: TypeAlias = Sequence[int]
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b`, without a derivative; weight and bias are cast to the dtype of x."""
     bias = None if bias is None else bias.to(x.dtype)
-    out: Tensor = kernels_of(x).linear(_rows(x), weight.to(x.dtype), bias)
+    out: Tensor = kernels_of(x).linear(as_rows(x), weight.to(x.dtype), bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -40,57 +40,59 @@ def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return plain_linear(x, weight, bias)
 
 
-def _like_weight(grad: Tensor, x: Tensor) -> Tensor:
+def _like_weight(grad: Tensor, x: Tensor, _blocks: int) -> Tensor:
     return x.new_empty(grad.shape[-1], x.shape[-1], dtype=numerics.at_least_float32(x.dtype))
 
 
-def _count_weight(grad: Shape, x: Shape) -> int:
+def _count_weight(grad: Shape, x: Shape, _blocks: int) -> int:
     return 2 * math.prod(grad) * x[-1]
 
 
 @operator("weight_gradient", _like_weight, rows=(0, 1), summed=True, flops=_count_weight)
-def weight_gradient_op(grad: Tensor, x: Tensor) -> Tensor:
+def weight_gradient_op(grad: Tensor, x: Tensor, blocks: int) -> Tensor:
     """Return `grad^T x` over all rows, in at least float32."""
-    out: Tensor = kernels_of(x).weight_gradient(_rows(grad), _rows(x))
+    out: Tensor = kernels_of(x).weight_gradient(as_rows(grad), as_rows(x), blocks)
     return out
 
 
-def _like_bias(grad: Tensor) -> Tensor:
+def _like_bias(grad: Tensor, _blocks: int) -> Tensor:
     return grad.new_empty(grad.shape[-1], dtype=numerics.at_least_float32(grad.dtype))
 
 
 @operator("bias_gradient", _like_bias, rows=(0,), summed=True)
-def bias_gradient_op(grad: Tensor) -> Tensor:
+def bias_gradient_op(grad: Tensor, blocks: int) -> Tensor:
     """Return the sum of all rows, in at least float32."""
-    out: Tensor = kernels_of(grad).bias_gradient(_rows(grad))
+    out: Tensor = kernels_of(grad).bias_gradient(as_rows(grad), blocks)
     return out
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, _blocks: int) -> tuple[Tensor]:
     return (linear_op(x, weight, bias),)
 
 
 def _backward(
     wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
 ) -> list[Tensor]:
-    (grad,), (x, weight, bias) = grads, inputs
+    (grad,), (x, weight, bias, blocks) = grads, inputs
     found = []
     if wanted[0]:
         found.append(linear_op(grad, weight.to(x.dtype).mT, None))
     if wanted[1]:
-        found.append(weight_gradient_op(grad, x).to(weight.dtype))
+        found.append(weight_gradient_op(grad, x, blocks).to(weight.dtype))
     if wanted[2]:
-        found.append(bias_gradient_op(grad).to(bias.dtype))
+        found.append(bias_gradient_op(grad, blocks).to(bias.dtype))
     return found
 
 
-linear = differentiable("linear", _forward, _backward, rows=(0,))
+_linear = differentiable("linear", _forward, _backward, rows=(0,))
 
 
-def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
+    """Return `x W^T + b`, whose gradients sum each of so many blocks of rows for itself."""
+    out: Tensor = _linear(x, weight, bias, blocks)
+    return out
+
+
+def project(x: Tensor, weights: Weights, blocks: int = 1) -> Sequence[Tensor]:
     """Return several linear maps of one input."""
-    return [linear(x, weight, bias) for weight, bias in weights]
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return [linear(x, weight, bias, blocks) for weight, bias in weights]

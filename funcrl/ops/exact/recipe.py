@@ -146,6 +146,11 @@ def _without_derivative(function: str, backward: BackwardFn, returned: int) -> C
     return lambda *inputs: _apply(Once, *inputs)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """Return [..., D] as [M, D], which the kernels take."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _apply(function: Any, *inputs: Any) -> Any:
     return function.apply(*inputs)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
+from funcrl.core.pairwise import pairwise_sum
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.linear import plain_linear
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.exact.recipe import as_rows, differentiable, operator
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -21,8 +22,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
     Its numbers are those of `linear_scores`, to the last bit; it has no derivative.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    out: Tensor = kernels_of(logits).log_softmax(rows, temperature)
+    out: Tensor = kernels_of(logits).log_softmax(as_rows(logits), temperature)
     return out.view(logits.shape)
 
 
@@ -40,15 +40,11 @@ def linear_scores_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> Triple:
     """Return log-probabilities, entropies and log-normalisers of rows of `hidden W^T`."""
-    rows, flat, kernels = (
-        hidden.reshape(-1, hidden.shape[-1]),
-        targets.reshape(-1),
-        kernels_of(hidden),
-    )
-    cast = weight.to(hidden.dtype)
+    kernels, cast = kernels_of(hidden), weight.to(hidden.dtype)
+    rows, flat = as_rows(hidden), targets.reshape(-1)
     parts = [
         kernels.scores(plain_linear(rows[part], cast, None), flat[part], temperature)
-        for part in _chunks(len(rows), chunk)
+        for part in _chunks(0, max(len(rows), 1), chunk)
     ]
     found = [torch.cat(columns).view(targets.shape) for columns in zip(*parts, strict=True)]
     return found[0], found[1], found[2]
@@ -71,31 +67,46 @@ def _count_gradients(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> i
 )  # fmt: skip
 def gradients_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
-    grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, trained: bool,
+    grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, blocks: int,
+    trained: bool,
 ) -> Pair:  # fmt: skip
     """Return the gradients of the rows and of the weight, whose logits are computed anew."""
-    kernels = kernels_of(hidden)
-    rows, cast = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
+    kernels, cast, rows = kernels_of(hidden), weight.to(hidden.dtype), as_rows(hidden)
     columns = [
         each.reshape(-1) for each in (targets, entropy, normaliser, grad_logprob, grad_entropy)
     ]
     grad_hidden = torch.empty_like(rows)
-    grad_weight: Tensor | None = None
-    for part in _chunks(len(rows), chunk):
+
+    def of_chunk(part: slice) -> Tensor:
+        """Return the gradient of the logits of some rows; write that of the rows."""
         logits = plain_linear(rows[part], cast, None)
-        grad = kernels.scores_gradients(logits, *(each[part] for each in columns), temperature)
-        del logits
+        grad: Tensor = kernels.scores_gradients(
+            logits, *(each[part] for each in columns), temperature
+        )
         grad_hidden[part] = plain_linear(grad, cast.mT, None)
-        if trained:
-            own = kernels.weight_gradient(grad, rows[part])
-            grad_weight = own if grad_weight is None else grad_weight.add_(own)
-    if grad_weight is None:
-        grad_weight = weight.new_empty(0, dtype=numerics.at_least_float32(hidden.dtype))
-    return grad_hidden.view(hidden.shape), grad_weight
+        return grad
+
+    def of_block(block: slice) -> Tensor:
+        """Return the weight's gradient of a block of rows."""
+        first, *others = _chunks(block.start, block.stop, chunk)
+        total: Tensor = kernels.weight_gradient(of_chunk(first), rows[first])
+        for part in others:
+            kernels.add_weight_gradient(total, of_chunk(part), rows[part])
+        return total
+
+    if trained and len(rows):
+        found = pairwise_sum(map(of_block, _chunks(0, len(rows), -(-len(rows) // blocks))))
+        return grad_hidden.view(hidden.shape), found
+    for part in _chunks(0, len(rows), chunk):
+        of_chunk(part)
+    nothing = weight.new_zeros(
+        weight.shape if trained else (0,), dtype=numerics.at_least_float32(hidden.dtype)
+    )
+    return grad_hidden.view(hidden.shape), nothing
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, _blocks: int
 ) -> Triple:
     return linear_scores_op(hidden, weight, targets, temperature, chunk)
 
@@ -103,15 +114,27 @@ def _forward(
 def _backward(
     wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Tensor]:
-    (hidden, weight, targets, temperature, chunk), (_, *kept) = inputs, results
-    given = hidden, weight, targets, *kept, *grads, temperature, chunk
+    (hidden, weight, targets, *constants), (_, *kept) = inputs, results
+    given = hidden, weight, targets, *kept, *grads, *constants
     grad_hidden, grad_weight = gradients_op(*given, bool(wanted[1]))
     found = [grad_hidden, grad_weight.to(weight.dtype)]
     return [each for each, want in zip(found, wanted, strict=False) if want]
 
 
-linear_scores = differentiable("linear_scores", _forward, _backward, rows=(0, 2), returned=2)
+_linear_scores = differentiable("linear_scores", _forward, _backward, rows=(0, 2), returned=2)
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, start + chunk) for start in range(0, max(length, 1), chunk))
+def linear_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, blocks: int = 1
+) -> Pair:
+    """Return log-probabilities and entropies of targets under the logits `hidden W^T`.
+
+    Logits of `chunk` rows are in memory at a time. The weight's gradient sums each of so many
+    blocks of rows for itself.
+    """
+    logprobs, entropy = _linear_scores(hidden, weight, targets, temperature, chunk, blocks)
+    return logprobs, entropy
+
+
+def _chunks(start: int, stop: int, chunk: int) -> Iterator[slice]:
+    return (slice(at, min(at + chunk, stop)) for at in range(start, stop, chunk))

@@ -11,14 +11,14 @@ import sys
 
 import pytest
 import torch
+from exact_draws import block_sums
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
-kernel_case = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter"
-)
+# Through the interpreter a case needs no GPU; else `-m gpu` runs it.
+kernel_case = (lambda case: case) if INTERPRETED else pytest.mark.gpu
 
 if ON_GPU or INTERPRETED:
     from funcrl.ops.exact import cuda as exact
@@ -111,7 +111,6 @@ def test_tiles_for_few_rows(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize(
     ("columns", "inner"), [(4096, 1024), (1024, 2048), (1024, 3072), (576, 1536)]
 )
@@ -134,6 +133,17 @@ def test_weight_and_bias_gradients(dtype):
         assert_near(ours, grad.double().t() @ x.double(), torch.float32)
     assert_near(exact.bias_gradient(grad), grad.double().sum(0), torch.float32)
     assert exact.weight_gradient(grad[:0], x[:0]).eq(0).all()
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [96, 8192] if ON_GPU else [96])
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_sums_of_blocks_are_those_of_each_alone(dtype, rows, blocks):
+    x, grad = randn(rows, 72, dtype=dtype), randn(rows, 72, dtype=dtype, seed=1)
+    weight, tokens = randn(72, dtype=dtype, seed=2), (randn(rows, seed=3) * 3).abs().long()
+    for number, pair in enumerate(block_sums(exact, grad, x, weight, tokens, blocks)):
+        assert torch.equal(*pair), number
 
 
 @kernel_case

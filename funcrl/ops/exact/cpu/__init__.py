@@ -6,6 +6,7 @@ from funcrl.ops.exact.cpu.elements import rotate, swiglu, swiglu_gradients
 from funcrl.ops.exact.cpu.norm import add_rms_norm, rms_norm, rms_norm_gradients
 from funcrl.ops.exact.cpu.paged import attend_paged
 from funcrl.ops.exact.cpu.products import (
+    add_weight_gradient,
     bias_gradient,
     embedding_gradient,
     linear,
@@ -15,6 +16,7 @@ from funcrl.ops.exact.cpu.scores import log_softmax, logsumexp, scores, scores_g
 
 __all__ = [
     "add_rms_norm",
+    "add_weight_gradient",
     "attend",
     "attend_gradients",
     "attend_paged",

@@ -44,6 +44,38 @@ def rows_agree(
     return True
 
 
+@functools.cache
+def places_agree(
+    tile: int, weight_shape: tuple[int, int], transposed: bool, dtype: torch.dtype, threads: int
+) -> bool:
+    """Return whether a row has the same bits at every place of a tile, and anywhere in memory.
+
+    Some libraries begin a sum at the next aligned address: an AMD EPYC's products with a weight of
+    up to 11 rows in float32, and all of an odd depth in float64.
+
+    Args:
+        tile, weight_shape, transposed, dtype, threads: as for `rows_agree`.
+    """
+    del threads
+    num_columns, depth = weight_shape
+    # A short sum says little about its order, and few results may agree by chance.
+    for seed in range(max(1, 64 // max(depth, 1), 256 // num_columns)):
+        row, weight = _drawn((1, depth), (num_columns, depth), dtype, seed)
+        x, weight = row.repeat(tile, 1), weight.mT.contiguous().mT if transposed else weight
+        moved = _at_odd_address(weight.mT).mT if transposed else _at_odd_address(weight)
+        expected = multiply("rows", x, weight)[:1].expand(tile, -1)
+        for each, other in ((x, weight), (_at_odd_address(x), weight), (x, moved)):
+            if not torch.equal(multiply("rows", each, other), expected):
+                return False
+    return True
+
+
+def _at_odd_address(x: Tensor) -> Tensor:
+    """Return a copy that begins one number after an aligned address."""
+    memory = x.new_empty(x.numel() + 1)
+    return memory[1:].view(x.shape).copy_(x)
+
+
 def multiply(call: str, x: Tensor, weight: Tensor) -> Tensor:
     """Return what `multiply_into` writes."""
     out = x.new_empty(x.shape[0], weight.shape[0])

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from funcrl.core.numerics import at_least_float32
 from funcrl.ops.exact.cpu.agreement import batched_product
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp_or_zero, key_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, key_sums
 
 # The keys that one product sums over; a longer row's sums are added up in order.
 _KEYS = 256
@@ -28,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
         seen = last if start == 0 else torch.where(last >= first, last - start, -1)
         return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    normaliser = torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
+    normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
     for part in split_segments(first, last):
         values = attend_from_zero(
             q[part.row, :, part.query].transpose(1, 2),
@@ -54,7 +55,7 @@ def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Ten
     if longest > 0 and queries == length and rows >= batch:
         return _attend_group(q, k, v, last, longest)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    normaliser = torch.zeros(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
+    normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
     if longest <= 0:
         return out, normaliser
     for row in range(0, batch, rows):
@@ -77,7 +78,7 @@ def _attend_group(
     Keys that a query does not see have a weight of 0. Only where that is not enough, because they
     are no numbers, they are replaced.
     """
-    wide = wide_dtype(q)
+    wide = at_least_float32(q.dtype)
     keys, values = _widened(k, count, wide), _widened(v, count, wide)
     out, normaliser = _softmax(q, keys, values, last)
     # A sum of many numbers is the fastest test of all of them.

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from funcrl.core.numerics import at_least_float32
 from funcrl.ops.exact.cpu.attention import SCORES, clear, mask_of
 from funcrl.ops.exact.cpu.segments import common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums, wide_dtype
+from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums
 
 
 def attend_gradients(
@@ -68,7 +69,7 @@ def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the gradients in at least float32."""
-    (batch, num_keys, count, width), wide = k.shape, wide_dtype(q)
+    (batch, num_keys, count, width), wide = k.shape, at_least_float32(q.dtype)
     num, rows = batch * num_keys, q.shape[1] // num_keys * q.shape[2]
     scale = width**-0.5
     g, flat, result = (_matrices(x, num, wide) for x in (grad, q, out))

@@ -7,14 +7,15 @@ one value too; its fused operations (silu, addcmul) differ between SIMD lanes an
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.sums import row_groups, wide_dtype
+from funcrl.core.numerics import at_least_float32
+from funcrl.ops.exact.cpu.sums import row_groups
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [M, F], rounded once, with silu(g) = g / (1 + exp(-g))."""
     out = gate.new_empty(gate.shape)
     for rows in row_groups(*gate.shape):
-        wide, part = gate[rows].to(wide_dtype(gate)), out[rows]
+        wide, part = gate[rows].to(at_least_float32(gate.dtype)), out[rows]
         if wide.dtype == out.dtype:  # in the memory of the result
             torch.div(wide, torch.neg(wide, out=part).exp_().add_(1), out=part).mul_(up[rows])
         else:
@@ -27,7 +28,7 @@ def swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     """Return (grad_gate [M, F], grad_up [M, F]) of `swiglu`."""
     grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     for rows in row_groups(*gate.shape):
-        wide = gate[rows].to(wide_dtype(gate)).contiguous()
+        wide = gate[rows].to(at_least_float32(gate.dtype)).contiguous()
         sigmoid = wide.neg().exp_().add_(1).reciprocal_()
         silu = wide * sigmoid
         wide_grad = grad[rows].to(wide.dtype)
@@ -46,6 +47,6 @@ def rotate(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
         inverse: apply the transpose.
     """
     cos, sin = rotation[:, :, None]
-    wide, half = x.to(wide_dtype(x)), x.shape[-1] // 2
+    wide, half = x.to(at_least_float32(x.dtype)), x.shape[-1] // 2
     partner = (wide * sin).roll(half, -1) if inverse else wide.roll(half, -1) * sin
     return (wide * cos).add_(partner).to(x.dtype).contiguous()

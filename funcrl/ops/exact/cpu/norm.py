@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.sums import row_sums, wide_dtype
+from funcrl.core.numerics import at_least_float32
+from funcrl.core.pairwise import pairwise_sum
+from funcrl.ops.exact.cpu.sums import row_sums
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -11,7 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tens
 
     out = (x * scale) * (weight + offset), each factor rounded to the dtype of `x`.
     """
-    wide = x.to(wide_dtype(x)).contiguous()
+    wide = x.to(at_least_float32(x.dtype)).contiguous()
     # Square root and quotient are rounded correctly in SIMD lanes and outside of them.
     scale = 1 / torch.sqrt(row_sums(wide * wide) / x.shape[-1] + eps)
     out = (wide * scale[:, None]).to(x.dtype)
@@ -27,13 +29,17 @@ def add_rms_norm(
 
 
 def rms_norm_gradients(
-    grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
+    grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, blocks: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return (grad_x [M, D], grad_weight [D] in at least float32) of `rms_norm`."""
-    wide = wide_dtype(x)
+    """Return (grad_x [M, D], grad_weight [D] in at least float32) of `rms_norm`.
+
+    The weight's is summed for each block of rows, and then over blocks in pairs.
+    """
+    wide = at_least_float32(x.dtype)
     normal = x.to(wide).contiguous() * scale[:, None]
     grad = grad_out.to(wide).contiguous()
-    grad_weight = (grad * normal.to(x.dtype)).sum(dim=0)
+    products = (grad * normal.to(x.dtype)).tensor_split(blocks)
+    grad_weight = pairwise_sum([part.sum(dim=0) for part in products])
     grad = grad * _factor(weight, offset, x.dtype)
     mean = row_sums(grad * normal) / x.shape[-1]
     return ((grad - normal * mean[:, None]) * scale[:, None]).to(x.dtype), grad_weight

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.sums import exp, exp_or_zero, row_groups, row_sums, wide_dtype
+from funcrl.core.numerics import at_least_float32
+from funcrl.ops.exact.cpu.sums import exp, exp_or_zero, row_groups, row_sums
 
 # A sum of p log p that is nearer to 0 is that of a certain token: `exp` is never quite 0.
 _CERTAIN = 1e-30
@@ -11,7 +12,7 @@ _CERTAIN = 1e-30
 
 def logsumexp(logits: Tensor, temperature: float) -> Tensor:
     """Return log(sum(exp(z))) [M] of z = logits / temperature [M, V], in at least float32."""
-    out = logits.new_empty(logits.shape[0], dtype=wide_dtype(logits))
+    out = logits.new_empty(logits.shape[0], dtype=at_least_float32(logits.dtype))
     for rows in row_groups(*logits.shape):
         out[rows] = _normaliser(_scaled(logits[rows], temperature))
     return out
@@ -19,7 +20,7 @@ def logsumexp(logits: Tensor, temperature: float) -> Tensor:
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return z - logsumexp(z) [M, V] of z = logits / temperature, in at least float32."""
-    out = logits.new_empty(logits.shape, dtype=wide_dtype(logits))
+    out = logits.new_empty(logits.shape, dtype=at_least_float32(logits.dtype))
     for rows in row_groups(*logits.shape):
         z = _scaled(logits[rows], temperature)
         torch.sub(z, _normaliser(z)[:, None], out=out[rows])
@@ -31,7 +32,7 @@ def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
 
     With e = exp(z - max), the entropy is log(sum(e)) - sum(e (z - max)) / sum(e).
     """
-    out = logits.new_empty(3, logits.shape[0], dtype=wide_dtype(logits))
+    out = logits.new_empty(3, logits.shape[0], dtype=at_least_float32(logits.dtype))
     for rows in row_groups(*logits.shape):
         z = _scaled(logits[rows], temperature)
         largest = z.amax(dim=-1)
@@ -78,5 +79,5 @@ def _normaliser(z: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.to(wide_dtype(logits)).contiguous()
+    wide = logits.to(at_least_float32(logits.dtype)).contiguous()
     return wide if temperature == 1.0 else wide / temperature

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums of `x`: its own, at least float32."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def row_groups(rows: int, width: int) -> list[slice]:
     """Return the rows [M, D] in groups that fit into the processor's cache."""
     step = max(1, 2**17 // max(width, 1))

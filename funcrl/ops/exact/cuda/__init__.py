@@ -8,12 +8,14 @@ from funcrl.ops.exact.cuda.attention import attend, attend_paged
 from funcrl.ops.exact.cuda.attention_gradients import attend_gradients
 from funcrl.ops.exact.cuda.embedding import embedding_gradient
 from funcrl.ops.exact.cuda.gate import rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cuda.gradients import add_weight_gradient, bias_gradient, weight_gradient
 from funcrl.ops.exact.cuda.norm import add_rms_norm, rms_norm, rms_norm_gradients
-from funcrl.ops.exact.cuda.products import bias_gradient, linear, weight_gradient
+from funcrl.ops.exact.cuda.products import linear
 from funcrl.ops.exact.cuda.scores import log_softmax, logsumexp, scores, scores_gradients
 
 __all__ = [
     "add_rms_norm",
+    "add_weight_gradient",
     "attend",
     "attend_gradients",
     "attend_paged",

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, fresh, power_of_two, row_stride
-from funcrl.ops.exact.cuda.norm_kernels import norm_gradient_kernel, norm_kernel
+from funcrl.ops.exact.cuda.norm_kernels import norm_gradient_kernel, norm_kernel, part_sum_kernel
 
 # Numbers that a program holds at a time; the rows of a program follow from the width alone.
 _FORWARD, _BACKWARD = 2048, 4096
 _STEPS = 4  # times that a program of the backward pass takes as many rows
+_PARTS, _COLUMNS = 128, 16  # of the weight's gradient, that a program sums at a time
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -25,12 +26,12 @@ def add_rms_norm(
 
 
 def rms_norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, blocks: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [M, D] and of the weight [D], this one in float32.
 
-    A program sums the weight's gradient over a fixed number of rows; the sum over programs is
-    torch's, whose order is a function of the shape.
+    A program sums the weight's gradient over a fixed number of rows of one block; these parts are
+    summed in order, and then the blocks, of which there are one, two or four, in pairs.
     """
     size, width = x.shape
     grad, x, weight, scale = (
@@ -41,14 +42,22 @@ def rms_norm_gradients(
     )
     block = power_of_two(width)
     rows = max(1, _BACKWARD // block)
-    programs = -(-size // (rows * _STEPS))
-    grad_x, partial = fresh(x, size, width), fresh(x, programs, width, dtype=torch.float32)
-    if size:
-        norm_gradient_kernel[(programs,)](
-            grad, x, weight, scale, grad_x, partial, size, offset, row_stride(grad), row_stride(x),
-            D=width, BLOCK=block, ROWS=rows, STEPS=_STEPS, num_warps=_warps(block), **STRICT,
-        )  # fmt: skip
-    return grad_x, partial.sum(0)
+    of_block = -(-size // blocks)
+    programs = -(-of_block // (rows * _STEPS))
+    grad_x, grad_weight = fresh(x, size, width), fresh(x, width, dtype=torch.float32)
+    if not size:
+        return grad_x, grad_weight.zero_()
+    partial = fresh(x, blocks, programs, width, dtype=torch.float32)
+    norm_gradient_kernel[(programs, blocks)](
+        grad, x, weight, scale, grad_x, partial, size, of_block, offset, row_stride(grad),
+        row_stride(x), D=width, BLOCK=block, ROWS=rows, STEPS=_STEPS, num_warps=_warps(block),
+        **STRICT,
+    )  # fmt: skip
+    part_sum_kernel[(-(-width // _COLUMNS),)](
+        partial, grad_weight, programs, width, BLOCKS=blocks, ROWS=_PARTS, COLUMNS=_COLUMNS,
+        num_warps=4, **STRICT,
+    )  # fmt: skip
+    return grad_x, grad_weight
 
 
 def _normed(

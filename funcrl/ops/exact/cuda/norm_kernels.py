@@ -37,24 +37,29 @@ def norm_kernel(
     tl.store(out + at, normed.to(tl.float32) * gain.to(tl.float32)[None, :], mask=seen)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "of_block"])
 def norm_gradient_kernel(
-    grad, x, weight, scale, grad_x, partial, M, offset, grad_stride, x_stride,
+    grad, x, weight, scale, grad_x, partial, M, of_block, offset, grad_stride, x_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of each row, and this program's part of the weight's gradient."""
-    program = tl.program_id(0).to(tl.int64)
+    """Write the gradient of each row, and this program's part of the weight's gradient.
+
+    A program is of one block, a number of rows whose parts are summed for themselves.
+    """
+    program, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start = block * of_block
+    end = tl.minimum(start + of_block, M)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
     gain = shifted(tl.load(weight + columns, mask=inside, other=0.0), offset).to(x.dtype.element_ty)
     gain = gain.to(tl.float32)[None, :]
     summed = tl.zeros((ROWS, BLOCK), tl.float32)
     for step in range(STEPS):
-        rows = (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        seen = (rows < M)[:, None] & inside[None, :]
+        rows = start + (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        seen = (rows < end)[:, None] & inside[None, :]
         value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=seen, other=0.0)
         given = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=seen, other=0.0)
-        factor = tl.load(scale + rows, mask=rows < M, other=0.0)[:, None]
+        factor = tl.load(scale + rows, mask=rows < end, other=0.0)[:, None]
         normed = value.to(tl.float32) * factor
         given = given.to(tl.float32)
         summed += given * normed
@@ -62,4 +67,33 @@ def norm_gradient_kernel(
         mean = tl.sum(given * normed, 1) / D
         result = factor * (given - normed * mean[:, None])
         tl.store(grad_x + rows[:, None] * D + columns[None, :], result, mask=seen)
-    tl.store(partial + program * D + columns, tl.sum(summed, 0), mask=inside)
+    at = partial + (block * tl.num_programs(0) + program) * D
+    tl.store(at + columns, tl.sum(summed, 0), mask=inside)
+
+
+@triton.jit
+def sum_of_block(partial, block, parts, columns, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum of the parts of one block, in their order."""
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        seen = (rows < parts)[:, None] & (columns < D)[None, :]
+        at = partial + (block * parts + rows)[:, None] * D + columns[None, :]
+        total += tl.sum(tl.load(at, mask=seen, other=0.0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["parts", "D"])
+def part_sum_kernel(
+    partial, out, parts, D, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Write the sum over all parts: within a block, and then over one, two or four in pairs."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = sum_of_block(partial, 0, parts, columns, D, ROWS, COLUMNS)
+    if BLOCKS > 1:
+        total += sum_of_block(partial, 1, parts, columns, D, ROWS, COLUMNS)
+    if BLOCKS > 2:
+        other = sum_of_block(partial, 2, parts, columns, D, ROWS, COLUMNS)
+        other += sum_of_block(partial, 3, parts, columns, D, ROWS, COLUMNS)
+        total += other
+    tl.store(out + columns, total, mask=columns < D)

@@ -50,7 +50,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not size or not columns or not inner:
         out = fresh(x, size, columns).zero_()
         return out if bias is None else out + bias
-    x, bias = _whole(x), None if bias is None else _whole(bias)
+    x, bias = whole(x), None if bias is None else whole(bias)
     if x.dtype == torch.float32:
         return tiled(x, weight, bias, FLOAT32)
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
@@ -65,21 +65,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     padded = fresh(x, rows, inner)
     padded[:size].copy_(x)
     return product(padded, weight, bias)[:size]
-
-
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad^T x [N, K] in float32, accumulated in it; equal shapes give equal bits."""
-    if not grad.numel() or not x.numel():
-        return fresh(x, grad.shape[1], x.shape[1], dtype=torch.float32).zero_()
-    grad, x = _whole(grad), _whole(x)
-    if x.dtype == torch.float32:
-        return torch.mm(grad.t(), x)
-    return torch.mm(grad.t(), x, out_dtype=torch.float32)
-
-
-def bias_gradient(grad: Tensor) -> Tensor:
-    """Return the sum [N] over the rows in float32, by torch's reduction, whose order is fixed."""
-    return grad.contiguous().sum(0, dtype=torch.float32)
 
 
 def describe_products() -> dict[str, str]:
@@ -171,7 +156,7 @@ _WAYS: dict[str, _Product] = {
 }
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
     """Return `x`, copied where it is not contiguous or not aligned."""
     if not x.is_contiguous():
         return x.contiguous()
