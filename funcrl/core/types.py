@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from funcrl.core.reprs import described, of_fields
@@ -223,8 +222,9 @@ class ExactModelFn:
     of_sample: ModelFn  # what a call is
     # The parameters in at least float32, so that their gradients are, with one entry for each use.
     split: Callable[[Params], Params]
-    # (number of blocks, dtype of the parameters) -> ((split parameters, rows [B, T]) -> scores)
-    of_rows: Callable[[int, torch.dtype], Callable[[Params, Any], TokenScores]]
+    # (the parameters, number of blocks) -> ((split parameters, rows [B, T]) -> scores); the
+    # parameters say the dtype to compute in
+    of_rows: Callable[[Params, int], Callable[[Params, Any], TokenScores]]
     join: Callable[[Params], Params]  # the gradients of parameters, of those of their uses
 
     def __call__(self, params: Params, sample: Any) -> TokenScores:

@@ -23,6 +23,7 @@ RowsFn = Callable[[Params, Any], TokenScores]  # (parameters, rows [B, T]) -> sc
 def summing_in_blocks(
     of_sample: ModelFn,
     network: nn.Module,
+    dtype: torch.dtype | None,
     model_fn_of: Callable[[nn.Module, torch.dtype], ModelFn],
 ) -> ExactModelFn | None:
     """Return a model function whose gradients sum in blocks, None if its operations do not.
@@ -30,7 +31,8 @@ def summing_in_blocks(
     Args:
         of_sample: the model function of the network.
         network: that it calls. Its structure is copied, not its weights.
-        model_fn_of: makes such a function of a network and the dtype of its parameters; that of a
+        dtype: to compute in, that of the parameters if it is None.
+        model_fn_of: makes such a function of a network and a dtype to compute in; that of a
             `Transformer` takes rows [B, T], too.
     """
     if sum_in_blocks(ops_of(network), 1) is None or not forward_takes(network, "dtype"):
@@ -51,7 +53,7 @@ def summing_in_blocks(
         return joined
 
     @functools.cache
-    def of_rows(blocks: int, dtype: torch.dtype) -> RowsFn:
+    def computing_in(dtype: torch.dtype, blocks: int) -> RowsFn:
         def summing(_path: str, ops: Ops) -> Ops:
             return sum_in_blocks(ops, blocks) or ops
 
@@ -60,10 +62,24 @@ def summing_in_blocks(
         of_one_or_all = model_fn_of(network, dtype)
         if type(network) is Transformer:
             return of_one_or_all  # without `vmap`
-        mapped: RowsFn = over_rows("grpo_step", of_one_or_all)
+        mapped: RowsFn = over_rows("logprob_fn", of_one_or_all)
         return mapped
 
+    def of_rows(params: Params, blocks: int) -> RowsFn:
+        return computing_in(_one_dtype(params) if dtype is None else dtype, blocks)
+
     return ExactModelFn(of_sample, split, of_rows, join)
+
+
+def _one_dtype(params: Params) -> torch.dtype:
+    first, *_ = params
+    for name, leaf in params.items():
+        if leaf.dtype != params[first].dtype:
+            raise ValueError(
+                f"logprob_fn expects parameters of one dtype, or dtype= to compute in, for exact "
+                f"numerics, got {params[first].dtype} for {first!r} and {leaf.dtype} for {name!r}."
+            )
+    return params[first].dtype
 
 
 def _second_uses(network: nn.Module) -> dict[str, str]:

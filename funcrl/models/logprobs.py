@@ -1,6 +1,5 @@
 """Scores of tokens from logits; predictions are shifted against tokens only here."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from funcrl import ops
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
-from funcrl.core.types import ModelFn, Params, Row, TokenScores
+from funcrl.core.types import ExactModelFn, ModelFn, Params, Row, TokenScores
 from funcrl.models.blocks import summing_in_blocks
 from funcrl.models.logits import forward_takes, logits_fn
 
@@ -137,10 +136,10 @@ def logprob_fn(
 
     if network_ops.exact and attend is None:
 
-        def model_fn_of(network: nn.Module, params_dtype: torch.dtype) -> ModelFn:
-            return logprob_fn(network, temperature, chunk=chunk, dtype=dtype or params_dtype)
+        def model_fn_of(network: nn.Module, dtype: torch.dtype) -> ModelFn:
+            return logprob_fn(network, temperature, chunk=chunk, dtype=dtype)
 
-        exact = summing_in_blocks(model_fn, model, model_fn_of)
+        exact = summing_in_blocks(model_fn, model, dtype, model_fn_of)
         if exact is not None:
             return exact
     return model_fn
@@ -168,9 +167,12 @@ def score(
         tensor([[2.],
                 [2.]])
     """
-    mapped: Callable[..., TokenScores] = over_rows("score", model_fn)
+    if isinstance(model_fn, ExactModelFn):
+        of_rows, given = model_fn.of_rows(params, 1), model_fn.split(params)
+    else:
+        of_rows, given = over_rows("score", model_fn), params
     with torch.no_grad():
-        parts = [mapped(params, part) for part in split_rows("score", batch, microbatch)]
+        parts = [of_rows(given, part) for part in split_rows("score", batch, microbatch)]
         scores = TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
     tokens = getattr(batch, "tokens", scores.logprobs)
     for name, value in scores._asdict().items():

@@ -66,12 +66,11 @@ def _gradient_in_blocks(
 
     def gradient(params: Params, batch: Rows) -> Gradient:
         split, block = model_fn.split(params), _block_size(num_rows(function, batch))
-        dtype = tree.leaves(params)[0].dtype
 
         def parts() -> Iterator[tuple[Gradient, int]]:
             for chunk in split_rows(function, batch, microbatch):
                 rows = num_rows(function, chunk)
-                scores_of = model_fn.of_rows(_num_blocks(rows, block), dtype)
+                scores_of = model_fn.of_rows(params, _num_blocks(rows, block))
                 yield of_chunk(split, chunk, scores_of), rows
 
         total, _ = pairwise(parts(), _sum_of_two)

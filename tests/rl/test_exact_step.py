@@ -136,6 +136,36 @@ def test_packed_rows_score_each_sample_as_alone():
     assert torch.equal(packed.behavior_logprobs[packed.mask], scores[packed.mask])
 
 
+def test_packed_micro_batches_end_with_the_same_parameters():
+    """Four packed rows at once, two at a time, one by one; and with the samples' gradient."""
+    model = network()
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    rollout, batch = drawn_batch(model_fn, params)
+    packed = funcrl.pack(rollout, funcrl.grpo(kl=0.0), 2 * T + 3)
+    assert len(packed.tokens) == 4
+    whole, report = steps(model_fn, params, packed)
+    assert report.maxes["sampling/sampling_logp_difference/max"] == 0
+    for rows in (2, 1):
+        assert same(whole, steps(model_fn, params, packed, microbatch=rows)[0])
+    loss = functools.partial(funcrl.policy_loss, funcrl.grpo(kl=0.0))
+    found = score_gradient(model_fn, loss)(params, packed).grads
+    for name, leaf in score_gradient(model_fn, loss)(params, batch).grads.items():
+        bound = 64 * torch.finfo(leaf.dtype).eps * leaf.abs().amax().item()
+        torch.testing.assert_close(found[name], leaf, rtol=0.0, atol=bound)
+
+
+def test_parameters_of_two_dtypes_need_one_to_compute_in():
+    model = network(num_layers=1)
+    params = funcrl.init_params(model, seed=0)
+    mixed = params | {"norm.weight": params["norm.weight"].bfloat16()}
+    _, batch = drawn_batch(funcrl.logprob_fn(model), params)
+    with pytest.raises(
+        ValueError, match=r"one dtype, or dtype= to compute in, .* got torch.float32 for 'blocks"
+    ):
+        steps(funcrl.logprob_fn(model), mixed, batch)
+    steps(funcrl.logprob_fn(model, dtype=torch.float32), mixed, batch)
+
+
 def test_the_gradient_in_blocks_is_the_gradient():
     """Of all rows at once, to the rounding of float32; an odd number of rows is one block."""
     model = network(qkv_bias=True)

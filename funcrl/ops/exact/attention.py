@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core import checks, numerics
+from funcrl.core import numerics
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
@@ -96,12 +96,12 @@ def plain_attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_segments(segment_ids: Tensor) -> AttendFn:
-    """Return causal attention within segments [T]; padding, -1, is a segment, too."""
-    checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
-    last = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    changes = segment_ids[1:] != segment_ids[:-1]
-    starts = torch.cat([torch.ones_like(segment_ids[:1], dtype=torch.bool), changes])
-    first = torch.where(starts, last, 0).cummax(dim=-1).values
+    """Return causal attention within segments [..., T]; padding, -1, is a segment, too."""
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    starts = torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
+    places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
+    first = torch.where(starts, places, 0).cummax(dim=-1).values
+    last = places.expand_as(first)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spans = (part.expand(*q.shape[:-3], q.shape[-2]) for part in (first, last))
