@@ -215,17 +215,18 @@ NamedRewards: TypeAlias = Mapping[str, Tensor]
 class ExactModelFn:
     """A `ModelFn` with exact numerics, whose gradients can be summed block by block of rows.
 
-    A parameter that is used twice, as a tied embedding is, has two sums, which are added last: in
-    a sum of sums the two uses of a block could not be told from those of another.
+    A parameter of two names, as a tied embedding is, has two gradients, which are added last: each
+    is a sum over blocks, and sums of other blocks cannot be put between its terms.
     """
 
     of_sample: ModelFn  # what a call is
-    # The parameters in at least float32, so that their gradients are, with one entry for each use.
+    # parameters -> the same in at least float32, so that their gradients are, under all names
     split: Callable[[Params], Params]
-    # (the parameters, number of blocks) -> ((split parameters, rows [B, T]) -> scores); the
-    # parameters say the dtype to compute in
-    of_rows: Callable[[Params, int], Callable[[Params, Any], TokenScores]]
-    join: Callable[[Params], Params]  # the gradients of parameters, of those of their uses
+    # (parameters, number of blocks) -> ((what `split` returned, rows [B, T]) -> scores [B, T]);
+    # the dtype of the parameters is that to compute in, if no other was asked for
+    of_rows: Callable[[Params, int], ModelFn]
+    # gradients of what `split` returned -> gradients of the parameters
+    join: Callable[[Params], Params]
 
     def __call__(self, params: Params, sample: Any) -> TokenScores:
         """Return `self.of_sample(params, sample)`."""

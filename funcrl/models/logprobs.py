@@ -1,5 +1,6 @@
 """Scores of tokens from logits; predictions are shifted against tokens only here."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ExactModelFn, ModelFn, Params, Row, TokenScores
-from funcrl.models.blocks import summing_in_blocks
+from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
 from funcrl.models.logits import forward_takes, logits_fn
 
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
@@ -89,7 +90,6 @@ def logprob_fn(
                 f"{name}=, got {option}={getattr(given, '__name__', given)} for "
                 f"{type(model).__name__}."
             )
-    apply = logits_fn(model)
     network_ops = ops.ops_of(model)
     needed = ["head", *(["dtype"] if dtype is not None else [])] if network_ops.exact else []
     for name in needed:
@@ -98,9 +98,32 @@ def logprob_fn(
                 f"logprob_fn expects a network of exact operations to take {name}=, as "
                 f"funcrl.models.Transformer does, got {type(model).__name__}, which does not."
             )
+    scores_fn_of = partial(_scores_fn, temperature=temperature, chunk=chunk, attend=attend)
+    scores_fn = scores_fn_of(model)
 
     @checked
     def model_fn(params: Params, sample: Row) -> TokenScores:
+        return scores_fn(params, sample, dtype)
+
+    if network_ops.exact:
+        # An attention that is given is one of a sample.
+        rows = network_takes_rows(model) and attend is None
+        exact = summing_in_blocks(model_fn, model, dtype, scores_fn_of, takes_rows=rows)
+        if exact is not None:
+            return exact
+    return model_fn
+
+
+def _scores_fn(
+    model: nn.Module, temperature: float, chunk: int | None, attend: ops.AttendFn | None
+) -> ScoresFn:
+    """Return `(params, sample, dtype) -> TokenScores`; the arguments are those of `logprob_fn`.
+
+    With exact operations a network that takes more axes than [T] may be given a batch of samples.
+    """
+    apply, network_ops = logits_fn(model), ops.ops_of(model)
+
+    def scores_of(params: Params, sample: Row, dtype: torch.dtype | None) -> TokenScores:
         options: dict[str, Any] = {} if attend is None else {"attend": attend}
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
@@ -134,15 +157,7 @@ def logprob_fn(
         shifted = (torch.cat([start, part[..., :-1]], dim=-1) for part in (logprobs, entropy))
         return TokenScores(*shifted)
 
-    if network_ops.exact and attend is None:
-
-        def model_fn_of(network: nn.Module, dtype: torch.dtype) -> ModelFn:
-            return logprob_fn(network, temperature, chunk=chunk, dtype=dtype)
-
-        exact = summing_in_blocks(model_fn, model, dtype, model_fn_of)
-        if exact is not None:
-            return exact
-    return model_fn
+    return scores_of
 
 
 @checked

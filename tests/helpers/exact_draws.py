@@ -108,7 +108,7 @@ class Heads:
         keys, group, width = (
             draw.choice((1, 2, 3)),
             draw.choice((1, 2, 3)),
-            draw.choice((8, 16, 24)),
+            draw.choice((8, 16, 24) if draw.device.type == "cuda" else (6, 8, 10, 16, 24)),
         )
         self.batch, self.length = draw.choice((1, 2, 3, 8, 20)), draw.randint(1, 24)
         if draw.random() < 0.1:

@@ -10,6 +10,7 @@ import funcrl
 from funcrl import CompileConfig
 from funcrl.core.types import Sample
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.ops import EXACT
 from funcrl.rl.blocks import score_gradient
 
 ROWS, T, V = 8, 13, 37
@@ -154,16 +155,24 @@ def test_packed_micro_batches_end_with_the_same_parameters():
         torch.testing.assert_close(found[name], leaf, rtol=0.0, atol=bound)
 
 
-def test_parameters_of_two_dtypes_need_one_to_compute_in():
+def test_parameters_of_two_dtypes_are_computed_in_that_of_the_embedding():
     model = network(num_layers=1)
-    params = funcrl.init_params(model, seed=0)
-    mixed = params | {"norm.weight": params["norm.weight"].bfloat16()}
-    _, batch = drawn_batch(funcrl.logprob_fn(model), params)
-    with pytest.raises(
-        ValueError, match=r"one dtype, or dtype= to compute in, .* got torch.float32 for 'blocks"
+    drawn = funcrl.init_params(model, seed=0)
+    model_fn = funcrl.logprob_fn(model)
+    for of_embedding, of_others in (
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
     ):
-        steps(funcrl.logprob_fn(model), mixed, batch)
-    steps(funcrl.logprob_fn(model, dtype=torch.float32), mixed, batch)
+        params = {
+            name: leaf.to(of_embedding if name == "embed.weight" else of_others)
+            for name, leaf in drawn.items()
+        }
+        _, batch = drawn_batch(model_fn, params)
+        by_sample = torch.vmap(model_fn, in_dims=(None, 0))(params, batch).logprobs
+        assert torch.equal(funcrl.score(model_fn, params, batch).logprobs, by_sample)
+        whole, report = steps(model_fn, params, batch)
+        assert report.maxes["sampling/sampling_logp_difference/max"] == 0
+        assert same(whole, steps(model_fn, params, batch, microbatch=ROWS // 2)[0])
 
 
 def test_the_gradient_in_blocks_is_the_gradient():
@@ -205,21 +214,95 @@ def test_bfloat16_parameters_are_summed_in_float32():
 
 
 class OneSample(torch.nn.Module):
-    """A network of one's own on exact operations, which takes no batch axes."""
+    """A network of one's own on exact operations: no batch axes, a buffer, and a layer twice."""
 
     def __init__(self):
         super().__init__()
         self.network = network(num_layers=1)
-        self.ops = self.network.ops
+        self.alias, self.ops = self.network.blocks[0], self.network.ops
+        self.gain = torch.nn.Parameter(torch.ones(32))
+        self.register_buffer("scale", torch.full((32,), 1.5))
 
     def forward(self, tokens, positions, attend=None, head=None, dtype=None):
         assert tokens.ndim == 1
-        return self.network(tokens, positions, attend, head, dtype)
+
+        def scaled_head(x, weight):
+            return head(x * self.gain * self.scale.to(x.dtype), weight)
+
+        return self.network(tokens, positions, attend, scaled_head, dtype)
 
 
-def test_micro_batches_of_a_network_of_ones_own():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_of_ones_own_is_scored_and_trained_alike(dtype):
     model = OneSample()
+    params = funcrl.init_params(model, seed=0, dtype=dtype)
+    model_fn = funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    _, report = steps(model_fn, params, batch)
+    assert report.maxes["sampling/sampling_logp_difference/max"] == 0
+    loss = functools.partial(funcrl.policy_loss, funcrl.grpo(kl=0.0))
+    whole, *others = (
+        score_gradient(model_fn, loss, microbatch=rows)(params, batch).grads
+        for rows in (None, ROWS // 2, ROWS // 4)
+    )
+    for name, leaf in whole.items():
+        if dtype == torch.float32 and name != "gain":  # a sum of torch's own
+            assert all(torch.equal(leaf, other[name]) for other in others), name
+    step = funcrl.grpo_step(funcrl.logprob_fn(model))
+    funcrl.trace(step.update, step.init(params), batch)
+
+
+class Looped(torch.nn.Module):
+    """A layer that is called twice under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network(num_layers=1)
+        self.network.blocks.append(self.network.blocks[0])
+        self.ops = self.network.ops
+
+    def forward(self, *inputs, head=None, dtype=None, **options):
+        return self.network(*inputs, head=head, dtype=dtype, **options)
+
+
+def test_a_module_that_stands_twice_has_one_gradient():
+    model = Looped()
     params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    loss = functools.partial(funcrl.policy_loss, funcrl.grpo(kl=0.0))
+
+    def sample_loss(params, sample):
+        return loss(model_fn(params, sample), sample)
+
+    plain = funcrl.grads.summed_gradient(sample_loss)(params, batch).grads
+    found = score_gradient(model_fn, loss)(params, batch).grads
+    for name, leaf in plain.items():
+        bound = 64 * torch.finfo(leaf.dtype).eps * leaf.abs().amax().item()
+        torch.testing.assert_close(found[name], leaf, rtol=0.0, atol=bound)
+
+
+def test_what_is_wrong_with_parameters_is_said():
+    model = network(num_layers=1)
+    params, model_fn = funcrl.init_params(model, seed=0), funcrl.logprob_fn(model)
+    _, batch = drawn_batch(model_fn, params)
+    missing = {name: leaf for name, leaf in params.items() if name != "embed.weight"}
+    twice = params | {"unembed.weight": params["embed.weight"]}
+    for wrong, words in (
+        (missing, "all parameters of Transformer, got none for 'embed.weight'"),
+        (twice, "tied parameters once, as 'embed.weight', got 'unembed.weight' too"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            steps(model_fn, wrong, batch)
+
+
+@pytest.mark.parametrize("changed", ["add_rms_norm", "attend"])
+def test_parts_that_sum_nothing_may_be_replaced(changed):
+    """Two norms in the place of a fused one, and an attention for samples."""
+    ops = EXACT._replace(add_rms_norm=None) if changed == "add_rms_norm" else EXACT
+    model = Transformer(network().config, ops)
+    params = funcrl.init_params(model, seed=0)
+    attend = EXACT.attend_causal if changed == "attend" else None
+    model_fn = funcrl.logprob_fn(model, attend=attend)
     _, batch = drawn_batch(model_fn, params)
     whole, _ = steps(model_fn, params, batch)
     for rows in (ROWS // 2, ROWS // 4):

@@ -83,6 +83,7 @@ def gradients_op(
         grad: Tensor = kernels.scores_gradients(
             logits, *(each[part] for each in columns), temperature
         )
+        del logits  # it need not be in memory beside what follows
         grad_hidden[part] = plain_linear(grad, cast.mT, None)
         return grad
 

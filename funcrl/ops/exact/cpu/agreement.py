@@ -34,7 +34,7 @@ def rows_agree(
     del threads
     num_columns, depth = weight_shape
     total = -(-rows // tile) * tile
-    for seed in range(max(1, 64 // depth)):  # a short sum says little about its order
+    for seed in range(_num_draws(weight_shape, dtype)):
         x, weight = _drawn((rows, depth), (num_columns, depth), dtype, seed)
         weight = weight.mT.contiguous().mT if transposed else weight
         padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
@@ -58,8 +58,7 @@ def places_agree(
     """
     del threads
     num_columns, depth = weight_shape
-    # A short sum says little about its order, and few results may agree by chance.
-    for seed in range(max(1, 64 // max(depth, 1), 256 // num_columns)):
+    for seed in range(_num_draws(weight_shape, dtype)):
         row, weight = _drawn((1, depth), (num_columns, depth), dtype, seed)
         x, weight = row.repeat(tile, 1), weight.mT.contiguous().mT if transposed else weight
         moved = _at_odd_address(weight.mT).mT if transposed else _at_odd_address(weight)
@@ -68,6 +67,15 @@ def places_agree(
             if not torch.equal(multiply("rows", each, other), expected):
                 return False
     return True
+
+
+def _num_draws(weight_shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return how many products are compared: by chance a few may agree, most of all of short sums.
+
+    A sum in float64 shows its order in its last digits alone.
+    """
+    num_columns, depth = weight_shape
+    return max(16 if dtype == torch.float64 else 1, 64 // max(depth, 1), 256 // max(num_columns, 1))
 
 
 def _at_odd_address(x: Tensor) -> Tensor:
@@ -160,11 +168,12 @@ def _drawn(
     error of the order in which the library adds, which a result rounded to few digits would hide.
     """
     draw = torch.Generator(device="cpu").manual_seed(seed)
+    wide = torch.promote_types(dtype, torch.float32)
     half = left[-1] // 2
     order = torch.randperm(half, generator=draw, device="cpu")
     factors = []
     for shape, sign in ((left, 1), (right, -1)):
-        x = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+        x = torch.randn(shape, generator=draw, dtype=wide, device="cpu").to(dtype)
         x[..., half : 2 * half] = sign * x[..., order]
         x[..., 2 * half :] = 0
         if seed % 2:

@@ -83,12 +83,18 @@ def _gradients(
     slope = _products(g, v_flat.mT).sub_(inner).mul_(p)
     grad_q = _products(slope, k_flat).mul_(scale)
     parts = grad_q, _products(slope.mT, flat), _products(p.mT, g)
-    return tuple(part.reshape(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
+    found = zip(parts, (q, k, v), strict=True)
+    return tuple(part[..., :width].reshape(x.shape) for part, x in found)
 
 
 def _matrices(x: Tensor, num: int, wide: torch.dtype) -> Tensor:
-    """Return [B, H, T, C] as `num` contiguous matrices: other strides have other bits."""
-    return x.to(wide).contiguous().view(num, -1, x.shape[-1])
+    """Return [B, H, T, C] as `num` contiguous matrices: other strides have other bits.
+
+    C is filled up to a multiple of 4: where a matrix begins in memory, which may matter, is then an
+    aligned address for each.
+    """
+    filled = nn.functional.pad(x.to(wide), (0, -x.shape[-1] % 4))
+    return filled.contiguous().view(num, -1, filled.shape[-1])
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
