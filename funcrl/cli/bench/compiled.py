@@ -6,11 +6,10 @@ One variant after another, each freed before the next: a compiled step holds mem
 import gc
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from funcrl.cli.bench.inputs import Case, VariantName, keep
+from funcrl.cli.bench.inputs import Case, VariantName, gradient_of, keep
 from funcrl.cli.bench.measure import seconds_of
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
@@ -18,9 +17,6 @@ from funcrl.core import tree
 from funcrl.core.types import Metrics, Params, Rows, Step, TrainState
 from funcrl.graph import compile_step, donate, live_bytes, predict_peak, step_graph
 from funcrl.rl import grads
-from funcrl.rl.algorithms import grpo
-from funcrl.rl.blocks import score_gradient
-from funcrl.rl.losses import policy_loss
 from funcrl.rl.step import grpo_step
 
 
@@ -63,7 +59,7 @@ def whole_step(case: Case, name: VariantName) -> Step:
 
 def gradient_step(case: Case, name: VariantName) -> Step:
     """Return a step whose new parameters are the gradient: no optimizer, no moments."""
-    gradient = score_gradient(case.model_fn, partial(policy_loss, grpo()), _per_sample(name))
+    gradient = gradient_of(case, _per_sample(name))
 
     def init(params: Params, seed: int = 0) -> TrainState:
         start = torch.full((), seed, device=tree.leaves(params)[0].device)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -15,7 +16,7 @@ from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import Count, check_fields
-from funcrl.core.types import Batch, Metrics, ModelFn, Params, Tree
+from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
 from funcrl.graph.remat.recompute import RematName
 from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
@@ -23,6 +24,8 @@ from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.backward import AuxLossFn
+from funcrl.rl.blocks import score_gradient
+from funcrl.rl.grads import Gradient, PerSampleTransform
 from funcrl.rl.losses import policy_loss
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step"]
@@ -191,6 +194,13 @@ def sample_loss(case: Case) -> AuxLossFn:
         return policy_loss(algorithm, case.model_fn(params, sample), sample)
 
     return loss_fn
+
+
+def gradient_of(
+    case: Case, per_sample: PerSampleTransform | None = None
+) -> Callable[[Params, Rows], Gradient]:
+    """Return `(params, batch) -> Gradient` as `grpo_step` computes it."""
+    return score_gradient(case.model_fn, partial(policy_loss, grpo()), per_sample)
 
 
 def keep(per_sample: Tree) -> Tree:

@@ -8,7 +8,15 @@ from torch import nn
 
 from funcrl import optim
 from funcrl.cli.bench.compiled import gradient_rows, step_rows
-from funcrl.cli.bench.inputs import Case, StepBenchConfig, depths, keep, make_case, sample_loss
+from funcrl.cli.bench.inputs import (
+    Case,
+    StepBenchConfig,
+    depths,
+    gradient_of,
+    keep,
+    make_case,
+    sample_loss,
+)
 from funcrl.cli.bench.measure import Variants
 from funcrl.cli.bench.ordinary import with_weights
 from funcrl.cli.bench.profiling import write_profile
@@ -40,7 +48,7 @@ def _gradient_variants(case: Case) -> Variants:
     params, batch, loss_fn = case.params, case.batch, sample_loss(case)
     chunk = case.config.chunk
     functions = {
-        "func: gradient of the batch": grads.summed_gradient(loss_fn),
+        "func: gradient of the batch": gradient_of(case),
         f"func: per-sample, {chunk} at a time": grads.summed_gradient(loss_fn, keep, chunk),
         "func: per-sample, all at once": grads.summed_gradient(loss_fn, keep),
     }
