@@ -54,7 +54,11 @@ def places_agree(
     up to 11 rows in float32, and all of an odd depth in float64.
 
     Args:
-        tile, weight_shape, transposed, dtype, threads: as for `rows_agree`.
+        tile: the rows of a call.
+        weight_shape: (N, K).
+        transposed: whether the weight lies in memory as [K, N].
+        dtype: of both factors.
+        threads: of the library; it is the present number, and a part of the answer's key.
     """
     del threads
     num_columns, depth = weight_shape
