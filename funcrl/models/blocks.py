@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -71,19 +70,17 @@ def summing_in_blocks(
         computed = dtype
         if takes_rows and dtype is None and "embed.weight" in params:
             computed = params["embed.weight"].dtype  # before it was split, and so made wide
-        of_one_or_all: ModelFn = partial(_called, scores_fns[blocks], computed)
+        scores_fn = scores_fns[blocks]
+
+        def of_one_or_all(params: Params, rows: Any) -> TokenScores:
+            return scores_fn(params, rows, computed)
+
         if takes_rows:
             return of_one_or_all
         mapped: ModelFn = over_rows("logprob_fn", of_one_or_all)
         return mapped
 
     return ExactModelFn(of_sample, split, of_rows, join)
-
-
-def _called(
-    scores_fn: ScoresFn, dtype: torch.dtype | None, params: Params, rows: Any
-) -> TokenScores:
-    return scores_fn(params, rows, dtype)
 
 
 def network_takes_rows(network: nn.Module) -> bool:
