@@ -7,6 +7,7 @@ once, all of its bits are those of the small one.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,26 +16,28 @@ _TILE_ROWS = 16
 _TILE_COLUMNS = 64
 
 
+class Product(NamedTuple):
+    """What the library's choice of a kernel depends on, beside the number of rows."""
+
+    weight_shape: tuple[int, int]  # (N, K)
+    transposed: bool  # whether the weight lies in memory as [K, N]
+    dtype: torch.dtype  # of both factors
+    threads: int  # of the library: the present number
+
+
 @functools.cache
-def rows_agree(
-    call: str, rows: int, tile: int, weight_shape: tuple[int, int], transposed: bool,
-    dtype: torch.dtype, threads: int,
-) -> bool:  # fmt: skip
+def rows_agree(call: str, rows: int, tile: int, product: Product) -> bool:
     """Return whether `rows` rows times a weight have the bits of tiles of `tile` rows.
 
     Args:
         call: the form of the larger call, "rows" or "columns"; see `multiply`.
         rows: those of the larger call.
         tile: the rows of the small calls.
-        weight_shape: (N, K).
-        transposed: whether the weight lies in memory as [K, N].
-        dtype: of both factors.
-        threads: of the library; it is the present number, and a part of the answer's key.
+        product: with the weight.
     """
-    del threads
-    num_columns, depth = weight_shape
+    (num_columns, depth), transposed, dtype, _ = product
     total = -(-rows // tile) * tile
-    for seed in range(_num_draws(weight_shape, dtype)):
+    for seed in range(_num_draws(product)):
         x, weight = _drawn((rows, depth), (num_columns, depth), dtype, seed)
         weight = weight.mT.contiguous().mT if transposed else weight
         padded = torch.nn.functional.pad(x, (0, 0, 0, total - rows))
@@ -45,9 +48,7 @@ def rows_agree(
 
 
 @functools.cache
-def places_agree(
-    tile: int, weight_shape: tuple[int, int], transposed: bool, dtype: torch.dtype, threads: int
-) -> bool:
+def places_agree(tile: int, product: Product) -> bool:
     """Return whether a row has the same bits at every place of a tile, and anywhere in memory.
 
     Some libraries begin a sum at the next aligned address: an AMD EPYC's products with a weight of
@@ -55,14 +56,10 @@ def places_agree(
 
     Args:
         tile: the rows of a call.
-        weight_shape: (N, K).
-        transposed: whether the weight lies in memory as [K, N].
-        dtype: of both factors.
-        threads: of the library; it is the present number, and a part of the answer's key.
+        product: with the weight.
     """
-    del threads
-    num_columns, depth = weight_shape
-    for seed in range(_num_draws(weight_shape, dtype)):
+    (num_columns, depth), transposed, dtype, _ = product
+    for seed in range(_num_draws(product)):
         row, weight = _drawn((1, depth), (num_columns, depth), dtype, seed)
         x, weight = row.repeat(tile, 1), weight.mT.contiguous().mT if transposed else weight
         moved = _at_odd_address(weight.mT).mT if transposed else _at_odd_address(weight)
@@ -73,13 +70,14 @@ def places_agree(
     return True
 
 
-def _num_draws(weight_shape: tuple[int, int], dtype: torch.dtype) -> int:
+def _num_draws(product: Product) -> int:
     """Return how many products are compared: by chance a few may agree, most of all of short sums.
 
     A sum in float64 shows its order in its last digits alone.
     """
-    num_columns, depth = weight_shape
-    return max(16 if dtype == torch.float64 else 1, 64 // max(depth, 1), 256 // max(num_columns, 1))
+    num_columns, depth = product.weight_shape
+    least = 16 if product.dtype == torch.float64 else 1
+    return max(least, 64 // max(depth, 1), 256 // max(num_columns, 1))
 
 
 def _at_odd_address(x: Tensor) -> Tensor:

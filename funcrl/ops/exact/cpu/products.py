@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.pairwise import pairwise_sum
-from funcrl.ops.exact.cpu.agreement import multiply, multiply_into, places_agree, rows_agree
+from funcrl.ops.exact.cpu.agreement import (
+    Product,
+    multiply,
+    multiply_into,
+    places_agree,
+    rows_agree,
+)
 
 # The rows of the calls that define the result.
 _TILE = 64
@@ -35,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Write `x W^T` into `out`."""
-    if places_agree(_TILE, *_key(x, weight)):
+    if places_agree(_TILE, _product(x, weight)):
         return _fill(out, x, weight)
     columns, depth = (-size % _ALIGNED for size in weight.shape)
     x, weight = nn.functional.pad(x, (0, depth)), nn.functional.pad(weight, (0, depth, 0, columns))
@@ -60,25 +66,24 @@ def _fill(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _calls(num_rows: int, x: Tensor, weight: Tensor) -> Iterator[tuple[str, int]]:
     """Return the form and the rows of each call; the last one may have more rows than are left."""
-    key = _key(x, weight)
+    product = _product(x, weight)
     for rows in _LARGE:
         if rows > 512 and weight.numel() > _SMALL_WEIGHT:
             continue
-        if 4 * num_rows > 3 * rows and rows_agree("rows", rows, _TILE, *key):
+        if 4 * num_rows > 3 * rows and rows_agree("rows", rows, _TILE, product):
             while 4 * num_rows > 3 * rows:
                 yield "rows", rows
                 num_rows -= rows
     while num_rows > 0:
-        few = num_rows <= _TILE // 2 and rows_agree("columns", _SMALL, _TILE, *key)
+        few = num_rows <= _TILE // 2 and rows_agree("columns", _SMALL, _TILE, product)
         call, rows = ("columns", _SMALL) if few else ("rows", _TILE)
         yield call, rows
         num_rows -= rows
 
 
-def _key(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], bool, torch.dtype, int]:
-    """Return what the library's choice of a kernel depends on, beside the number of rows."""
+def _product(x: Tensor, weight: Tensor) -> Product:
     shape = (weight.shape[0], weight.shape[1])
-    return shape, weight.stride(1) != 1, x.dtype, torch.get_num_threads()
+    return Product(shape, weight.stride(1) != 1, x.dtype, torch.get_num_threads())
 
 
 def weight_gradient(grad: Tensor, x: Tensor, blocks: int = 1) -> Tensor:
