@@ -149,7 +149,7 @@ def bucket(count: int, slots: int) -> int:
 def send_to(values: Sequence[object], device: torch.device) -> Tensor:
     """Return integers of the host on a device, without waiting for it."""
     tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-    if device.type != "cuda":
+    if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
