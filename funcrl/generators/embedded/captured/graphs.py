@@ -1,6 +1,7 @@
 """Functions of static tensors, replayed as CUDA graphs."""
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 
 import torch
 
@@ -18,7 +19,6 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, name: Hashable, function: Callable[[], object]) -> None:
         """Run a function, which is the same each time that it has this name."""
@@ -28,7 +28,7 @@ class Graphs:
         # The first run is an ordinary one: it compiles kernels and chooses products, which a
         # capture cannot, and a capture itself computes nothing.
         function()
-        if self._stream is not None:
+        if self._device.type == "cuda":
             if len(self._graphs) == _MOST:
                 self.clear()
             self._graphs[name] = self._capture(function)
@@ -40,7 +40,14 @@ class Graphs:
     def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         pool = next((each.pool() for each in self._graphs.values()), None)
+        stream = _stream_of(self._device)
         # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             function()
         return graph
+
+
+@lru_cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream to capture on, always the same: libraries keep memory for each they meet."""
+    return torch.cuda.Stream(device)
