@@ -74,6 +74,9 @@ class Sampler(EmbeddedGenerator):
 
     A push is a reference: parameters that are written into afterwards are read again.
 
+    In half precision on a GPU tokens are drawn by CUDA graphs, with the exact kernels: the first
+    completions wait for their capture, and `sleep` frees what is kept for the next call.
+
     Example:
         >>> import funcrl
         >>> config = funcrl.models.TransformerConfig(vocab_size=7, width=8, num_layers=1)

@@ -220,7 +220,7 @@ def test_a_push_is_copied_to_where_the_weights_are(captured):
     captured(True)
     model, params = make()
     sampler = Sampler(model)
-    sampling = Sampling(2, max_tokens=9)
+    sampling = SAMPLINGS["stop tokens"]
 
     def drawn(expected):
         samples = sampler.generate(PROMPTS, sampling, seed=0)
