@@ -130,5 +130,5 @@ def _leaf(params: Params) -> torch.Tensor:
 
 def _owned(found: Completions, version: int) -> Samples:
     """Return samples of one's own, as tensors that a loss may use: not of inference mode."""
-    *tensors, reasons = found
-    return Samples(*(tensor.clone() for tensor in tensors), reasons, version)
+    tokens, mask, logprobs, policy_logprobs = (each.clone() for each in found[:4])
+    return Samples(tokens, mask, logprobs, policy_logprobs, found.finish_reasons, version)

@@ -39,14 +39,12 @@ class Results(NamedTuple):
 
 def empty_slots(sizes: Sizes, device: torch.device) -> Slots:
     """Return slots without samples."""
-    columns = [torch.zeros(sizes.slots, dtype=torch.int64, device=device) for _ in range(5)]
-    slots = Slots(
-        *columns,
-        uniforms=torch.zeros(sizes.slots, sizes.most, dtype=torch.float64, device=device),
-        tables=torch.zeros(sizes.slots, sizes.width, dtype=torch.int64, device=device),
+    tokens, positions, counts, limits, owners = (
+        torch.zeros(sizes.slots, dtype=torch.int64, device=device) for _ in range(5)
     )
-    slots.positions.fill_(-1)
-    return slots
+    uniforms = torch.zeros(sizes.slots, sizes.most, dtype=torch.float64, device=device)
+    tables = torch.zeros(sizes.slots, sizes.width, dtype=torch.int64, device=device)
+    return Slots(tokens, positions.fill_(-1), counts, limits, owners, uniforms, tables)
 
 
 def empty_results(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Results:
