@@ -21,16 +21,17 @@ from funcrl.models import Transformer, TransformerConfig
 def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -> bool:
     """Return whether samples are drawn by captured graphs: in half precision on a GPU.
 
-    A network with operations of its own is called as it is, and so is one of other dtypes.
+    A network of another class or with operations of its own is called as it is, and so is one of
+    other dtypes.
 
     Args:
         model: the network.
         params: its parameters.
         dtype: to compute in; None for that of the parameters.
     """
-    own_ops = model.ops is not ops.NATIVE and model.ops != ops.EXACT
+    known = type(model) is Transformer and (model.ops is ops.NATIVE or model.ops == ops.EXACT)
     kinds = {(leaf.device.type, dtype or leaf.dtype) for leaf in params.values()}
-    return not own_ops and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
+    return known and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
 
 
 class Captured:
