@@ -40,3 +40,15 @@ def test_the_memory_estimate_knows_of_padding():
     assert sizes[0] == sizes[1]
     assert sizes[2].activations > 2 * sizes[0].activations
     assert sizes[2].cache == sizes[0].cache
+
+
+def test_a_captured_sampler_keeps_its_cache_while_the_step_trains():
+    shape = funcrl.models.shape("micro", vocab_size=13)
+    sizes = {
+        dtype: memory.estimate_memory(TrainConfig(device="cuda", dtype=dtype), shape, 6)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert sizes["float32"].kept_cache == 0
+    kept = sizes["bfloat16"]
+    assert kept.kept_cache == kept.cache > 0
+    assert kept.peak == kept.resident + kept.cache + kept.training

@@ -22,6 +22,7 @@ class MemoryEstimate(NamedTuple):
     next_state: int  # new parameters and moments beside the old: an update is pure
     checkpoint: int  # an older state, while it is being written
     cache: int  # keys and values of the samples in progress
+    kept_cache: int  # of these, what a captured sampler keeps while the step trains
 
     @property
     def state(self) -> int:
@@ -42,7 +43,7 @@ class MemoryEstimate(NamedTuple):
     @property
     def peak(self) -> int:
         """What is alive all the time, and the larger need of generation and training."""
-        return self.resident + max(self.cache, self.training)
+        return self.resident + max(self.cache, self.kept_cache + self.training)
 
 
 @checked
@@ -123,6 +124,8 @@ def estimate_memory(
     block_bytes = block * compute + widened * _FLOAT
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     slots = min(config.slots, config.num_prompts * config.num_generations)
+    cache = 2 * c.num_layers * kv * slots * length * compute
+    captured = config.generator == "sampler" and config.device == "cuda" and copies
     return MemoryEstimate(
         parameters=trained + 2 * merged if merged else params,
         optimizer=2 * trained,
@@ -134,5 +137,6 @@ def estimate_memory(
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
         checkpoint=3 * trained,
-        cache=2 * c.num_layers * kv * slots * length * compute,
+        cache=cache,
+        kept_cache=cache if captured else 0,
     )

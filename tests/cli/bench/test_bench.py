@@ -148,6 +148,18 @@ def test_bench_generate_compares_equal_models(tmp_path, capsys):
     assert (mine - theirs).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
+def test_bench_generate_without_transformers_keeps_the_norms(capsys):
+    code, out, err = run(
+        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "bfloat16",
+         "--max-tokens", "3", "--repeats", "1", "--variants", "sampler", "call-by-call", "groups"],
+        capsys)  # fmt: skip
+    assert code == 0, err
+    assert "transformers" not in out
+    assert (out.count("| bfloat16, batch 1 |"), out.count("| bfloat16, batch 8 |")) == (2, 3)
+    assert out.count("| Sampler, call by call |") == 2
+
+
 @pytest.mark.parametrize(
     ("args", "compiled"),
     [
