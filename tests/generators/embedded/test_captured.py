@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -343,6 +344,21 @@ def test_an_error_on_the_way_leaves_the_sampler_as_it_was(captured):
         sampler.generate(PROMPTS, sampling, seed=0)
     wanted = sample(model, params, PROMPTS, sampling, seed=0, decode=letters)
     assert_equal(sampler.generate(PROMPTS, sampling, seed=0), wanted)
+
+
+def test_threads_wait_for_each_other(captured):
+    captured(True)
+    model, params = make()
+    sampler = Sampler(model)
+    sampler.push(params)
+
+    def draw(seed):
+        return sampler.generate(PROMPTS, SAMPLINGS["stop tokens"], seed)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(draw, range(3)))
+    for seed, samples in enumerate(found):
+        assert_equal(samples, draw(seed))
 
 
 def test_samples_are_ones_own(captured):

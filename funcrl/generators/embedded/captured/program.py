@@ -33,8 +33,8 @@ class Entering(NamedTuple):
 class Program:
     """The samples under way in the first slots, their keys and values, and all results.
 
-    Its tensors stay where they are, for graphs read and write them. Nothing here waits for a GPU,
-    but a draw with top-p.
+    Its tensors stay where they are, because graphs read and write them. Nothing here waits for a
+    GPU, but a draw with top-p.
     """
 
     def __init__(self, network: Transformer, sizes: Sizes, graphs: Graphs) -> None:

@@ -1,5 +1,6 @@
 """What a sampler on a GPU keeps from call to call: its weights, its memory and its graphs."""
 
+import threading
 from contextlib import nullcontext
 
 import torch
@@ -38,34 +39,38 @@ class Captured:
     """Draws samples by a program that stays from push to push.
 
     A request that needs more memory than the program has gets a larger one, which has room for
-    earlier ones too.
+    earlier ones too. Threads that draw at the same time wait for each other.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self._config = config
+        self._lock = threading.RLock()
         self._weights: Weights | None = None
         self._graphs: Graphs | None = None
         self._program: Program | None = None
 
     def lay_out(self, params: Params, dtype: torch.dtype | None) -> DrawFn:
         """Write parameters into the weights; return what draws with them."""
-        if self._weights is None or not self._weights.holds(params, dtype):
-            self.free()
-            self._weights = Weights(self._config, params, dtype)
-        self._weights.write(params)
+        with self._lock:
+            if self._weights is None or not self._weights.holds(params, dtype):
+                self.free()
+                self._weights = Weights(self._config, params, dtype)
+            self._weights.write(params)
         return self._draw
 
     def free(self) -> None:
         """Let go of weights, memory and graphs."""
-        self._graphs = self._program = self._weights = None
+        with self._lock:
+            self._graphs = self._program = self._weights = None
 
     def _draw(self, request: Request) -> Completions:
-        assert self._weights is not None
-        device = self._weights.leaf.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            program = self._program_for(request, self._weights.network)
-            ends = Schedule(program, request).run()
-            return collect(program.results, request, ends)
+        with self._lock:
+            assert self._weights is not None
+            device = self._weights.leaf.device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                program = self._program_for(request, self._weights.network)
+                ends = Schedule(program, request).run()
+                return collect(program.results, request, ends)
 
     def _program_for(self, request: Request, network: Transformer) -> Program:
         """Return a program in which the request has room."""

@@ -4,9 +4,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from funcrl.generators.embedded.captured.extend import SCRAP, SIZE
+from funcrl.generators.embedded.captured.looks import Look, look_at
 from funcrl.generators.embedded.captured.pages import Pages, limit_of, num_pages
 from funcrl.generators.embedded.captured.program import Entering, Program
-from funcrl.generators.embedded.captured.texts import Look, Texts, look_at
+from funcrl.generators.embedded.captured.texts import Texts
 from funcrl.generators.embedded.drawn import Request
 from funcrl.generators.embedded.entering import pad_prompts, take_waiting
 from funcrl.generators.prompts import sample_seeds
