@@ -106,7 +106,7 @@ def both(captured, model, params, sampling, slots=256, prompts=PROMPTS, seed=3):
     return found[0]
 
 
-@pytest.mark.parametrize("slots", [3, 7, 256])
+@pytest.mark.parametrize("slots", [pytest.param(5, marks=pytest.mark.slow), 256])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_captured_samples_are_the_ordinary_ones(captured, steps, name, slots):
     model, params = make()
@@ -117,6 +117,7 @@ def test_captured_samples_are_the_ordinary_ones(captured, steps, name, slots):
     assert set(samples.finish_reasons) == reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -169,6 +170,7 @@ def request_of(sampling, prompts=PROMPTS, slots=256, context_length=64):
     return Request(prompts, sampling, 0, letters, slots, context_length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_all_pages_are_given_back(name):
     """Also where there are too few for all prompts that have slots: the others wait."""
@@ -217,6 +219,7 @@ def test_a_sample_that_has_ended_is_noticed_soon(captured, steps):
     assert sum(steps) == int(samples.mask.sum()) - len(samples.tokens)
 
 
+@pytest.mark.slow
 def test_a_push_is_copied_to_where_the_weights_are(captured):
     captured(True)
     model, params = make()
