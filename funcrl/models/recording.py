@@ -90,6 +90,7 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
     return ops._replace(
         **recorded,
         rotate=rotate,
+        norm_rotate=None,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),
         attend_segments=lambda segment_ids: attending(ops.attend_segments(segment_ids)),

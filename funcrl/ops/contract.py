@@ -30,6 +30,14 @@ class Ops(NamedTuple):
     # (positions [..., T], head width, theta) -> the factors that `rotate` takes
     rotation: Callable[[Tensor, int, float], Tensor]
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
+    # (q, k, weights of their norms or None, eps, factors): both normed where there are weights, and
+    # rotated, at once, from [..., T, heads, C] to [..., heads, T, C]; None for these one by one
+    norm_rotate: (
+        Callable[
+            [Tensor, Tensor, tuple[Tensor, Tensor] | None, float, Tensor], tuple[Tensor, Tensor]
+        ]
+        | None
+    )
     attend_causal: AttendFn
     attend_segments: Callable[[Tensor], AttendFn]  # of segment_ids [..., T]
     # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probs, entropies

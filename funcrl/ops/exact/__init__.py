@@ -20,6 +20,7 @@ EXACT = Ops(
     swiglu=gate.swiglu,
     rotation=rotary.rotation,
     rotate=rotary.rotate,
+    norm_rotate=None,
     attend_causal=attention.attend_causal,
     attend_segments=attention.attend_segments,
     scores=scores.linear_scores,
@@ -39,6 +40,7 @@ EXACT_FORWARD = EXACT._replace(
     swiglu=gate.plain_swiglu,
     rotation=rotary.plain_rotation,
     rotate=rotary.plain_rotate,
+    norm_rotate=rotary.plain_norm_rotate,
     attend_causal=attention.plain_attend_causal,
 )
 """The same kernels, called without what a derivative needs: for generators."""

@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
     if not out.numel():
         return out, normaliser
     group = heads // k.shape[1]
-    tile = _tile(q, group, packed=length <= _FEW)
+    tile = tile_of(q, group, packed=length <= _FEW)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, first, last, first, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
@@ -63,7 +63,7 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         for pair in ((q, normaliser), (request, last))
     )
     strides = [part.transpose(1, 2).stride()[:3] for part in rows]  # of [B, H, T]
-    tile = _tile(q, group, packed=True)
+    tile = tile_of(q, group, packed=True)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
         *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
@@ -78,7 +78,8 @@ def log2_scale(width: int) -> float:
     return math.log2(math.e) / math.sqrt(width)
 
 
-def _tile(q: Tensor, group: int, packed: bool) -> Tile:
+def tile_of(q: Tensor, group: int, packed: bool) -> Tile:
+    """Return the tile for queries like q, whose group of heads reads one key head."""
     columns = max(16, power_of_two(q.shape[-1]))
     ieee = q.dtype == torch.float32
     # On Hopper tiles of 64 and of 128 rows have equal bits; smaller ones are of other instructions.

@@ -30,6 +30,24 @@ def row_products(left, left_known, right, right_known, C, M: tl.constexpr, N: tl
 
 
 @triton.jit
+def folded(score, values, top, total, summed, scale, IEEE: tl.constexpr):
+    """Return the maximum, the sum of weights and the weighted values with one more block of keys.
+
+    A score of a key that is not seen is -inf.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
+    shrink = tl.exp2((top - new_top) * scale)
+    total = tl.fma(total, shrink, tl.sum(p, 1))
+    summed = summed * shrink[:, None]
+    if IEEE:
+        summed = tl.dot(p, values, summed, input_precision="ieee")
+    else:
+        summed = tl.dot(p.to(values.dtype), values, summed)
+    return new_top, total, summed
+
+
+@triton.jit
 def attend_kernel(
     q, k, v, out, normaliser, group, last, tables, G, T, C, scale,
     q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
@@ -109,17 +127,8 @@ def attend_kernel(
                 keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
                 score = tl.dot(queries, tl.trans(keys))
             score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
-            shrink = tl.exp2((top - new_top) * scale)
-            total = tl.fma(total, shrink, tl.sum(p, 1))
             values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
-            summed = summed * shrink[:, None]
-            if IEEE:
-                summed = tl.dot(p, values, summed, input_precision="ieee")
-            else:
-                summed = tl.dot(p.to(values.dtype), values, summed)
-            top = new_top
+            top, total, summed = folded(score, values, top, total, summed, scale, IEEE)
         following = tl.full((), NEVER, tl.int32)
         if not simple:
             following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)

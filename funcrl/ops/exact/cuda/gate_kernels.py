@@ -61,3 +61,50 @@ def rotation_kernel(
     target = ((batch * H + heads[:, None]) * T + time) * (2 * HALF) + columns[None, :]
     tl.store(out + target, new_low, mask=seen)
     tl.store(out + target + HALF, new_high, mask=seen)
+
+
+@triton.jit
+def norm_rotate_kernel(
+    q, k, q_gain, k_gain, rotation, q_out, k_out, eps, H, K, T,
+    q_b, q_t, q_h, k_b, k_t, k_h, r_two, r_b, r_t,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Write ROWS heads of one token, of q or of k: each one's norm, turned by the token's angles.
+
+    A tile is one of `norm_kernel`'s, so that the mean square is summed as there.
+    """
+    token = tl.program_id(0)
+    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    tile = tl.program_id(1)
+    tiles_of_q = tl.cdiv(H, ROWS)
+    heads = tile * ROWS + tl.arange(0, ROWS)
+    number = H
+    source, target, gain_at = q + batch * q_b + time * q_t, q_out, q_gain
+    stride = q_h
+    if tile >= tiles_of_q:
+        heads = (tile - tiles_of_q) * ROWS + tl.arange(0, ROWS)
+        number = K
+        source, target, gain_at = k + batch * k_b + time * k_t, k_out, k_gain
+        stride = k_h
+    columns = tl.arange(0, BLOCK)
+    partners = tl.where(columns < D // 2, columns + D // 2, columns - D // 2)
+    inside = columns < D
+    seen = (heads < number)[:, None] & inside[None, :]
+    rows = source + heads[:, None].to(tl.int64) * stride
+    value = tl.load(rows + columns[None, :], mask=seen, other=0.0)
+    partner = tl.load(rows + partners[None, :], mask=seen, other=0.0)
+    if NORM:
+        wide = value.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        gain = tl.load(gain_at + columns, mask=inside, other=0.0).to(value.dtype)
+        other_gain = tl.load(gain_at + partners, mask=inside, other=0.0).to(value.dtype)
+        value = (wide * factor).to(value.dtype).to(tl.float32) * gain.to(tl.float32)[None, :]
+        value = value.to(partner.dtype)
+        normed = (partner.to(tl.float32) * factor).to(partner.dtype)
+        partner = (normed.to(tl.float32) * other_gain.to(tl.float32)[None, :]).to(partner.dtype)
+    factors = rotation + batch * r_b + time * r_t + columns
+    cos = tl.load(factors, mask=inside, other=0.0)[None, :]
+    sin = tl.load(factors + r_two, mask=inside, other=0.0)[None, :]
+    turned = tl.fma(partner.to(tl.float32), sin, value.to(tl.float32) * cos)
+    at = ((batch * number + heads[:, None]) * T + time) * D + columns[None, :]
+    tl.store(target + at, turned, mask=seen)

@@ -69,7 +69,7 @@ def _normed(
     out, scale = fresh(x, size, width), fresh(x, size, dtype=torch.float32)
     total = out if delta is None else fresh(x, size, width)
     block = power_of_two(width)
-    rows = max(1, _FORWARD // block)
+    rows = rows_of_program(block)
     if size:
         norm_kernel[(-(-size // rows),)](
             x, added, weight, total, out, scale, size, eps, offset, row_stride(x),
@@ -77,6 +77,11 @@ def _normed(
             num_warps=_warps(block), **STRICT,
         )  # fmt: skip
     return total, out, scale
+
+
+def rows_of_program(block: int) -> int:
+    """Return the rows that a program of the forward pass norms, of a width up to `block`."""
+    return max(1, _FORWARD // block)
 
 
 def _warps(block: int) -> int:
