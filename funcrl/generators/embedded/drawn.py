@@ -3,11 +3,14 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcrl.config import Sampling
+from funcrl.core import numerics
 from funcrl.generators.prompts import Prompts
 from funcrl.generators.stops import DecodeFn, has_stop_string
+from funcrl.rl.batching import pad_rows
 
 
 class Request(NamedTuple):
@@ -32,6 +35,16 @@ class Request(NamedTuple):
         return min(longest, self.context_length)
 
 
+class Completions(NamedTuple):
+    """Finished samples [B, S], padded with zeros on the right."""
+
+    tokens: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    policy_logprobs: Tensor
+    finish_reasons: tuple[str, ...]
+
+
 class Drawn:
     """One sample, growing while it is drawn."""
 
@@ -45,11 +58,7 @@ class Drawn:
     def append(self, token: int, logprob: float, policy_logprob: float) -> None:
         """Add a token; raise if the network left no distribution to draw it from."""
         if not (math.isfinite(logprob) and math.isfinite(policy_logprob)):
-            raise FloatingPointError(
-                f"generate expects logits that leave a distribution to draw from, got a "
-                f"log-probability of {policy_logprob} after {len(self.tokens)} tokens of prompt "
-                f"{self.prompt}; have the parameters diverged?"
-            )
+            raise diverged(policy_logprob, len(self.tokens), self.prompt)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.policy_logprobs.append(policy_logprob)
@@ -82,3 +91,34 @@ def append_tokens(samples: list[Drawn], drawn: tuple[Tensor, Tensor, Tensor]) ->
     columns = zip(*(values.tolist() for values in drawn), strict=True)
     for sample, column in zip(samples, columns, strict=True):
         sample.append(*column)
+
+
+def completions(drawn: list[Drawn], like: Tensor) -> Completions:
+    """Return finished samples on the device of a weight, in its dtype, or a wider one."""
+    wide = numerics.at_least_float32(like.dtype)
+
+    def padded(rows: list[list[int]] | list[list[float]], kind: torch.dtype) -> Tensor:
+        return pad_rows(rows, kind, like.device)
+
+    return Completions(
+        tokens=padded([each.tokens for each in drawn], torch.int64),
+        mask=padded([[1] * len(each.tokens) for each in drawn], torch.bool),
+        logprobs=padded([each.logprobs for each in drawn], wide),
+        policy_logprobs=padded([each.policy_logprobs for each in drawn], wide),
+        finish_reasons=tuple(each.reason for each in drawn),
+    )
+
+
+def diverged(policy_logprob: float, count: int, prompt: int) -> FloatingPointError:
+    """Return the error of a network that left no distribution to draw from.
+
+    Args:
+        policy_logprob: of the token that was drawn.
+        count: tokens that the sample had before.
+        prompt: the index of its prompt.
+    """
+    return FloatingPointError(
+        f"generate expects logits that leave a distribution to draw from, got a "
+        f"log-probability of {policy_logprob} after {count} tokens of prompt {prompt}; have the "
+        f"parameters diverged?"
+    )

@@ -6,16 +6,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from funcrl.config import Sampling
-from funcrl.core import checks, numerics, tree
+from funcrl.core import checks, tree
 from funcrl.core.types import ModelFn, Params, Sample, Samples
 from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
-from funcrl.generators.embedded.drawn import Drawn, Request
+from funcrl.generators.embedded.drawn import Completions, Request
 from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.logprobs import score
-from funcrl.rl.batching import pad_rows
 
-DrawFn: TypeAlias = Callable[[Request], list[Drawn]]
+DrawFn: TypeAlias = Callable[[Request], Completions]
 
 UNLIMITED = 1 << 31
 """The context length of a network that does not name one."""
@@ -28,7 +27,9 @@ class Network(NamedTuple):
     context_length: int
     model_fn: ModelFn  # for `score`
     check_params: Callable[[Params], None]  # raises unless they are the network's
-    lay_out: Callable[[Params], DrawFn]  # makes what draws with these parameters
+    # (parameters, the dtype to compute in or None for theirs) -> what draws with them
+    lay_out: Callable[[Params, torch.dtype | None], DrawFn]
+    free: Callable[[], None] = lambda: None  # lets go of what is kept from one push to the next
 
 
 class EmbeddedGenerator:
@@ -79,12 +80,11 @@ class EmbeddedGenerator:
         request = Request(prompts, sampling, seed, self._decode, self._slots, context_length)
         with torch.inference_mode():
             if self._draw is None or held.is_written():
-                params = held.params if self._dtype is None else tree.cast(held.params, self._dtype)
-                self._draw = self._network.lay_out(params)
+                self._draw = self._network.lay_out(held.params, self._dtype)
                 self.pushed = pushed(held.params, held.version)
                 self._lifecycle.state = State.READY
             drawn = self._draw(request)
-        return _collect(drawn, held, self._dtype)
+        return _owned(drawn, held.version)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens, from the second on."""
@@ -101,14 +101,16 @@ class EmbeddedGenerator:
         return scores
 
     def sleep(self) -> None:
-        """Give up the copies of the weights that are laid out for decoding."""
+        """Give up the copies of the weights that are laid out for decoding, and all memory."""
         self._held("sleep")
         self._draw = None
+        self._network.free()
         self._lifecycle.state = State.ASLEEP
 
     def close(self) -> None:
         """Let go of the parameters."""
         self.pushed = self._draw = None
+        self._network.free()
         self._lifecycle.state = State.CLOSED
 
     def _held(self, method: str) -> Pushed:
@@ -117,23 +119,16 @@ class EmbeddedGenerator:
         return self.pushed
 
 
+def cast(params: Params, dtype: torch.dtype | None) -> Params:
+    """Return parameters in the dtype to compute in, or as they are where there is none."""
+    return params if dtype is None else tree.cast(params, dtype)
+
+
 def _leaf(params: Params) -> torch.Tensor:
     return next(iter(params.values()))
 
 
-def _collect(drawn: list[Drawn], held: Pushed, dtype: torch.dtype | None) -> Samples:
-    """Return finished samples, as tensors that a loss may use: not of inference mode."""
-    leaf = _leaf(held.params)
-    wide = numerics.at_least_float32(dtype or leaf.dtype)
-
-    def padded(rows: list[list[int]] | list[list[float]], kind: torch.dtype) -> torch.Tensor:
-        return pad_rows(rows, kind, leaf.device)
-
-    return Samples(
-        tokens=padded([each.tokens for each in drawn], torch.int64),
-        mask=padded([[1] * len(each.tokens) for each in drawn], torch.bool),
-        logprobs=padded([each.logprobs for each in drawn], wide),
-        policy_logprobs=padded([each.policy_logprobs for each in drawn], wide),
-        finish_reasons=tuple(each.reason for each in drawn),
-        policy_version=held.version,
-    )
+def _owned(found: Completions, version: int) -> Samples:
+    """Return samples of one's own, as tensors that a loss may use: not of inference mode."""
+    *tensors, reasons = found
+    return Samples(*(tensor.clone() for tensor in tensors), reasons, version)

@@ -10,8 +10,15 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
-from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network
+from funcrl.generators.embedded.drawn import (
+    Completions,
+    Drawn,
+    Request,
+    append_tokens,
+    completions,
+    new_samples,
+)
+from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.prompts import sample_seeds
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import bind, check_params
@@ -68,8 +75,8 @@ class HuggingFace(EmbeddedGenerator):
                 f"network."
             )
 
-        def lay_out(params: Params) -> DrawFn:
-            bound = bind(model, params)
+        def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
+            bound = bind(model, cast(params, dtype))
             return lambda request: _draw(bound, request)
 
         network = Network(
@@ -82,14 +89,14 @@ class HuggingFace(EmbeddedGenerator):
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
 
 
-def _draw(model: nn.Module, request: Request) -> list[Drawn]:
+def _draw(model: nn.Module, request: Request) -> Completions:
     samples = new_samples(request)
     group = request.sampling.num_samples
     seeds = sample_seeds(request.prompts, group, request.seed)
     for prompts in _of_one_length(request):
         numbers = [prompt * group + k for prompt in prompts for k in range(group)]
         _draw_together(model, request, [samples[n] for n in numbers], [seeds[n] for n in numbers])
-    return samples
+    return completions(samples, next(model.parameters()))
 
 
 def _of_one_length(request: Request) -> Iterator[list[int]]:

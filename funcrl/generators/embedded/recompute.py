@@ -11,8 +11,8 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.draw import LogSoftmaxFn
-from funcrl.generators.embedded.drawn import Drawn, Request
-from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network
+from funcrl.generators.embedded.drawn import Completions, Request, completions
+from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
@@ -73,8 +73,9 @@ class Recompute(EmbeddedGenerator):
         else:
             model_fn = _scores_of(function, dtype)
 
-        def lay_out(params: Params) -> DrawFn:
-            return lambda request: _draw(function, params, request, ops.log_softmax)
+        def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
+            given = cast(params, dtype)
+            return lambda request: _draw(function, given, request, ops.log_softmax)
 
         network = Network(
             vocab_size=None if module is None else vocab_size_of(module),
@@ -127,12 +128,12 @@ class Recomputed:
 
 def _draw(
     function: LogitsFn, params: Params, request: Request, log_softmax: LogSoftmaxFn
-) -> list[Drawn]:
+) -> Completions:
     def open_decoder(rows: int, places: int) -> Recomputed:
         return Recomputed(function, params, rows, places)
 
-    device = next(iter(params.values())).device
-    return Batch(open_decoder, request, device, log_softmax).run()
+    leaf = next(iter(params.values()))
+    return completions(Batch(open_decoder, request, leaf.device, log_softmax).run(), leaf)
 
 
 def _scores_of(logits: LogitsFn, dtype: torch.dtype | None) -> Callable[[Params, Row], TokenScores]:

@@ -1,5 +1,7 @@
 """The embedded sampler: `Transformer` on a cache, in this process, on any device."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -7,8 +9,9 @@ from funcrl.config import Sampling
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Samples
 from funcrl.generators.embedded.cache import CachedTransformer
-from funcrl.generators.embedded.drawn import Drawn, Request
-from funcrl.generators.embedded.engine import DrawFn, EmbeddedGenerator, Network
+from funcrl.generators.embedded.captured.sampler import Captured, is_captured
+from funcrl.generators.embedded.drawn import Completions, Request, completions
+from funcrl.generators.embedded.engine import DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.prompts import Prompts
@@ -97,17 +100,13 @@ class Sampler(EmbeddedGenerator):
                 f"funcrl.generators.Recompute(model) from any other network or function of logits."
             )
 
-        def lay_out(params: Params) -> DrawFn:
-            network = pack_weights(model, params)
+        captured = Captured(model.config)
 
-            def draw(request: Request) -> list[Drawn]:
-                def open_decoder(rows: int, places: int) -> CachedTransformer:
-                    return CachedTransformer(network, rows, places)
-
-                device = network.norm.weight.device
-                return Batch(open_decoder, request, device, network.ops.log_softmax).run()
-
-            return draw
+        def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
+            if is_captured(model, params, dtype):
+                return captured.lay_out(params, dtype)
+            captured.free()
+            return partial(_draw, pack_weights(model, cast(params, dtype)))
 
         network = Network(
             vocab_size=model.config.vocab_size,
@@ -115,5 +114,15 @@ class Sampler(EmbeddedGenerator):
             model_fn=logprob_fn(model, dtype=dtype),
             check_params=lambda params: check_params(model, params),
             lay_out=lay_out,
+            free=captured.free,
         )
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
+
+
+def _draw(network: Transformer, request: Request) -> Completions:
+    def open_decoder(rows: int, places: int) -> CachedTransformer:
+        return CachedTransformer(network, rows, places)
+
+    leaf = network.norm.weight
+    batch = Batch(open_decoder, request, leaf.device, network.ops.log_softmax)
+    return completions(batch.run(), leaf)

@@ -10,11 +10,9 @@ from torch import Tensor
 from funcrl.core import rng
 from funcrl.generators.draw import LogSoftmaxFn, draw_tokens
 from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
-from funcrl.generators.prompts import Prompts, sample_seeds
+from funcrl.generators.embedded.entering import pad_prompts, take_waiting
+from funcrl.generators.prompts import sample_seeds
 from funcrl.ops.arithmetic import log_softmax
-
-# Padded prompt tokens in one forward pass, so that its activations stay bounded.
-_PREFILL_TOKENS = 16384
 
 
 class Decoder(Protocol):
@@ -67,8 +65,7 @@ class Batch:
     def run(self) -> list[Drawn]:
         """Return the samples, each drawn to its end."""
         while self.waiting or self.samples:
-            room = (self.slots - len(self.samples)) // self.sampling.num_samples
-            entering = _take_waiting(self.waiting, self.request.prompts, room)
+            entering = take_waiting(self.waiting, self.request.prompts, self._has_room)
             if entering:
                 start = len(self.samples)
                 logits = self._enter(entering)
@@ -79,11 +76,15 @@ class Batch:
             self._leave(start)
         return self.drawn
 
+    def _has_room(self, prompts: list[int]) -> bool:
+        samples = len(prompts) * self.sampling.num_samples
+        return len(self.samples) + samples <= self.slots
+
     def _enter(self, entering: list[int]) -> Tensor:
         """Run the prompts once, share what they leave with their samples; logits of each sample."""
         group, device = self.sampling.num_samples, self.tokens.device
         prompts = [self.request.prompts[index] for index in entering]
-        padded = _pad(prompts, max(map(len, prompts)))
+        padded = pad_prompts(prompts, max(map(len, prompts)))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         start = len(self.samples)
         self.samples += [index * group + k for index in entering for k in range(group)]
@@ -133,23 +134,3 @@ class Batch:
 
     def _length(self, slot: int) -> int:
         return self.drawn[self.samples[slot]].length(self.request)
-
-
-def _pad(prompts: Prompts, width: int) -> list[list[int]]:
-    """Return the prompts padded on the right with a token of their own.
-
-    Another token's keys must not touch a prompt, not even hidden: 0 times infinity is not 0.
-    """
-    return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
-
-
-def _take_waiting(waiting: deque[int], prompts: Prompts, room: int) -> list[int]:
-    """Take the next prompts from the queue, within the room and the limit of prompt tokens."""
-    entering: list[int] = []
-    longest = 0
-    while waiting and len(entering) < room:
-        longest = max(longest, len(prompts[waiting[0]]))
-        if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
-            break
-        entering.append(waiting.popleft())
-    return entering

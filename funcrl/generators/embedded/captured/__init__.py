@@ -1,0 +1,1 @@
+"""The sampler as a captured program: static memory, a CUDA graph a token, prompts in between."""

@@ -1,0 +1,160 @@
+"""One program: static memory of some sizes, and what runs on it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.config import Sampling
+from funcrl.core import rng
+from funcrl.core.numerics import at_least_float32
+from funcrl.generators.draw import draw_tokens
+from funcrl.generators.embedded.captured.extend import empty_pages, extend_paged, prefill_paged
+from funcrl.generators.embedded.captured.graphs import Graphs
+from funcrl.generators.embedded.captured.pages import Sizes
+from funcrl.generators.embedded.captured.rows import empty_results, empty_slots, go_on
+from funcrl.models import Transformer
+
+
+class Entering(NamedTuple):
+    """Prompts that enter, as numbers of the host; each has as many samples as any other."""
+
+    prompts: list[list[int]]  # padded on the right
+    lengths: list[int]
+    seeds: list[int]  # of each sample
+    limits: list[int]  # tokens that each sample may get
+    owners: list[int]  # the row of each sample's results
+    tables: list[list[int]]  # the pages of each sample, padded on the right
+    copies: list[tuple[int, int]]  # pages, and where each is copied to once it is written
+
+
+class Program:
+    """The samples under way in the first slots, their keys and values, and all results.
+
+    Its tensors stay where they are, for graphs read and write them. Nothing here waits for a GPU,
+    but a draw with top-p.
+    """
+
+    def __init__(self, network: Transformer, sizes: Sizes, graphs: Graphs) -> None:
+        leaf = network.norm.weight
+        self.sizes = sizes
+        self._network, self._graphs = network, graphs
+        self._cache = empty_pages(network.config, sizes.pages, leaf)
+        self._slots = empty_slots(sizes, leaf.device)
+        self.results = empty_results(sizes, leaf.device, at_least_float32(leaf.dtype))
+        self._logits: Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget all samples."""
+        self._slots.positions.fill_(-1)
+        self.results.tokens.fill_(-1)
+
+    def enter(self, start: int, entering: Entering, sampling: Sampling, most: int) -> None:
+        """Run prompts once, and draw the first token of their samples.
+
+        Args:
+            start: the first of the slots that the samples take.
+            entering: the prompts.
+            sampling: how to draw.
+            most: the largest number of tokens of a sample.
+        """
+        send = partial(send_to, device=self._cache.device)
+        rows = slice(start, start + len(entering.seeds))
+        group = len(entering.seeds) // len(entering.prompts)
+        lengths = send(entering.lengths)
+        slots = self._slots.part(rows)
+        slots.uniforms[:, :most] = rng.uniform(send(entering.seeds), most)
+        columns = send([entering.limits, entering.owners])
+        slots.limits.copy_(columns[0])
+        slots.owners.copy_(columns[1])
+        slots.counts.zero_()
+        tables = send(entering.tables)
+        slots.tables[:, : tables.shape[1]] = tables
+        # One before the place of the first drawn token: `go_on` moves on.
+        slots.positions.copy_((lengths - 1).repeat_interleave(group))
+        logits = prefill_paged(
+            self._network,
+            self._cache,
+            send(entering.prompts),
+            lengths,
+            tables[::group],
+            send([*entering.copies]).view(-1, 2).T,
+        )
+        self._go_on(rows, logits.repeat_interleave(group, dim=0), sampling)
+
+    def step(self, count: int, sampling: Sampling) -> None:
+        """Extend the samples in the first `count` slots by a token each."""
+        size = bucket(count, self.sizes.slots)
+        rows = slice(size)
+
+        if sampling.top_p < 1:
+            # The draw reads a value on the host, which no graph can.
+            logits = self._logits_of(size)
+            self._graphs.run(("extend", size), lambda: logits.copy_(self._extend(rows)))
+            self._go_on(rows, logits, sampling)
+        else:
+            name = (_constants(sampling), size)
+            self._graphs.run(name, lambda: self._go_on(rows, self._extend(rows), sampling))
+
+    def move(self, to: list[int], origin: list[int], left: int) -> None:
+        """Move samples to other slots; the slots from `left` on have none afterwards."""
+        if to:
+            send = partial(send_to, device=self._cache.device)
+            targets, sources = send(to), send(origin)
+            for values in self._slots:
+                values.index_copy_(0, targets, values.index_select(0, sources))
+        self._slots.positions[left:] = -1
+
+    def numbers(self, count: int, window: int) -> Tensor:
+        """Return [n, 2 + window]: what the host may want to know of the first samples.
+
+        Where the next token stands, -1 for a sample that has ended; how many tokens there are; and
+        the last ones of these.
+        """
+        slots = self._slots.part(slice(count))
+        columns = slots.counts[:, None] + torch.arange(-window, 0, device=slots.counts.device)
+        tokens = self.results.tokens[slots.owners[:, None], columns.clamp(min=0)]
+        return torch.cat([slots.positions[:, None], slots.counts[:, None], tokens], dim=1)
+
+    def _extend(self, rows: slice) -> Tensor:
+        slots = self._slots.part(rows)
+        return extend_paged(self._network, self._cache, slots.tokens, slots.positions, slots.tables)
+
+    def _go_on(self, rows: slice, logits: Tensor, sampling: Sampling) -> None:
+        log_softmax = self._network.ops.log_softmax
+        draw = partial(draw_tokens, sampling=sampling, log_softmax=log_softmax)
+        go_on(self._slots.part(rows), self.results, logits, draw, sampling.stop_tokens)
+
+    def _logits_of(self, size: int) -> Tensor:
+        """Return where a graph leaves logits [n, V] for a draw outside of it."""
+        if self._logits is None:
+            shape = (self.sizes.slots, self._network.config.vocab_size)
+            self._logits = torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
+        return self._logits[:size]
+
+
+def bucket(count: int, slots: int) -> int:
+    """Return the number of slots that a step of `count` samples computes: one of few.
+
+    Powers of two, and from 32 on the numbers half way between two of them.
+    """
+    size = 1 << (count - 1).bit_length()
+    if size > 32 and count <= size // 4 * 3:
+        size = size // 4 * 3
+    return min(size, slots)
+
+
+def send_to(values: Sequence[object], device: torch.device) -> Tensor:
+    """Return integers of the host on a device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _constants(sampling: Sampling) -> tuple[object, ...]:
+    """Return what a graph of a draw has of a sampling: constants, which replays do not read."""
+    s = sampling
+    return (s.temperature, s.top_k, s.min_p, s.min_tokens, s.stop_tokens)

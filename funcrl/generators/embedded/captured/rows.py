@@ -1,0 +1,94 @@
+"""The samples under way, a row each, in tensors that stay where they are, and how a row goes on."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl.generators.embedded.captured.pages import Sizes
+
+# (logits [n, V], counts [n], uniform numbers [n]) -> tokens, their log-probabilities as drawn, and
+# those under the policy itself, each [n]
+DrawTokensFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class Slots(NamedTuple):
+    """What is known of the sample in each slot; a position of -1 says that there is none."""
+
+    tokens: Tensor  # [S] the token that is fed next
+    positions: Tensor  # [S] where that token stands; -1 once the sample has ended
+    counts: Tensor  # [S] tokens drawn so far
+    limits: Tensor  # [S] tokens that the sample may get
+    owners: Tensor  # [S] the row of the sample's results
+    uniforms: Tensor  # [S, most] float64
+    tables: Tensor  # [S, W] the pages of the sample
+
+    def part(self, rows: slice) -> "Slots":
+        """Return views of some slots."""
+        return Slots(*(each[rows] for each in self))
+
+
+class Results(NamedTuple):
+    """What was drawn of each sample; the last row takes what belongs to none."""
+
+    tokens: Tensor  # [samples + 1, most], -1 where none is drawn
+    logprobs: Tensor  # [samples + 1, most] under the distribution that was sampled from
+    policy_logprobs: Tensor  # [samples + 1, most]
+
+
+def empty_slots(sizes: Sizes, device: torch.device) -> Slots:
+    """Return slots without samples."""
+    columns = [torch.zeros(sizes.slots, dtype=torch.int64, device=device) for _ in range(5)]
+    slots = Slots(
+        *columns,
+        uniforms=torch.zeros(sizes.slots, sizes.most, dtype=torch.float64, device=device),
+        tables=torch.zeros(sizes.slots, sizes.width, dtype=torch.int64, device=device),
+    )
+    slots.positions.fill_(-1)
+    return slots
+
+
+def empty_results(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Results:
+    """Return results without tokens, with log-probabilities of a dtype."""
+    shape = (sizes.samples + 1, sizes.most)
+    tokens = torch.full(shape, -1, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(shape, dtype=dtype, device=device)
+    return Results(tokens, logprobs, logprobs.clone())
+
+
+def go_on(
+    slots: Slots,
+    results: Results,
+    logits: Tensor,
+    draw_tokens: DrawTokensFn,
+    stop_tokens: Sequence[int],
+) -> None:
+    """Draw the next token of each slot, write it to the results, and end what it ends.
+
+    All work is queued on the device, and no value is read by the host. A sample ends with a stop
+    token, with its last possible token, or where no distribution was left to draw from.
+
+    Args:
+        slots: n slots, written in place.
+        results: written in place.
+        logits: [n, V].
+        draw_tokens: how to draw.
+        stop_tokens: the tokens that end a sample.
+    """
+    alive = slots.positions >= 0
+    num_rows, most = results.tokens.shape
+    # Where a sample has ended, its count may be past the last column.
+    column = slots.counts.clamp(max=most - 1)
+    numbers = slots.uniforms.gather(1, column[:, None]).squeeze(1)
+    drawn = draw_tokens(logits, slots.counts, numbers)
+    row = slots.owners.masked_fill(~alive, num_rows - 1)
+    for result, values in zip(results, drawn, strict=True):
+        result.index_put_((row, column), values)
+    tokens, logprobs, policy_logprobs = drawn
+    slots.counts.add_(alive)
+    ended = (slots.counts >= slots.limits) | ~(logprobs + policy_logprobs).isfinite()
+    for stop in stop_tokens:
+        ended = ended | (tokens == stop)
+    slots.tokens.copy_(tokens)
+    slots.positions.copy_((slots.positions + 1).masked_fill(ended | ~alive, -1))

@@ -1,0 +1,121 @@
+"""What a sampler on a GPU keeps from call to call: its weights, its memory and its graphs."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from funcrl import ops
+from funcrl.core.types import Params
+from funcrl.generators.embedded.captured.graphs import Graphs
+from funcrl.generators.embedded.captured.pages import sizes_of
+from funcrl.generators.embedded.captured.program import Program, send_to
+from funcrl.generators.embedded.captured.rows import Results
+from funcrl.generators.embedded.captured.schedule import Schedule
+from funcrl.generators.embedded.captured.weights import Weights
+from funcrl.generators.embedded.drawn import Completions, Request, diverged
+from funcrl.generators.embedded.engine import DrawFn
+from funcrl.models import Transformer, TransformerConfig
+
+
+def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -> bool:
+    """Return whether samples are drawn by captured graphs: in half precision on a GPU.
+
+    A network with operations of its own is called as it is, and so is one of other dtypes.
+
+    Args:
+        model: the network.
+        params: its parameters.
+        dtype: to compute in; None for that of the parameters.
+    """
+    own_ops = model.ops is not ops.NATIVE and model.ops != ops.EXACT
+    kinds = {(leaf.device.type, dtype or leaf.dtype) for leaf in params.values()}
+    return not own_ops and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
+
+
+class Captured:
+    """Draws samples by a program that stays from push to push.
+
+    A request that needs more memory than the program has gets a larger one, which has room for
+    earlier ones too.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self._config = config
+        self._weights: Weights | None = None
+        self._graphs: Graphs | None = None
+        self._program: Program | None = None
+
+    def lay_out(self, params: Params, dtype: torch.dtype | None) -> DrawFn:
+        """Write parameters into the weights; return what draws with them."""
+        if self._weights is None or not self._weights.holds(params, dtype):
+            self.free()
+            self._weights = Weights(self._config, params, dtype)
+        self._weights.write(params)
+        return self._draw
+
+    def free(self) -> None:
+        """Let go of weights, memory and graphs."""
+        self._graphs = self._program = self._weights = None
+
+    def _draw(self, request: Request) -> Completions:
+        assert self._weights is not None
+        device = self._weights.leaf.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            program = self._program_for(request, self._weights.network)
+            ends = Schedule(program, request).run()
+            return collect(program.results, request, ends)
+
+    def _program_for(self, request: Request, network: Transformer) -> Program:
+        """Return a program in which the request has room."""
+        sizes = sizes_of(request)
+        if self._program is not None and self._program.sizes.covers(sizes):
+            return self._program
+        if self._program is not None:
+            sizes = sizes.joined(self._program.sizes)
+        # The old one is freed before there is a new one.
+        self._program = self._graphs = None
+        self._graphs = Graphs(network.norm.weight.device)
+        self._program = Program(network, sizes, self._graphs)
+        return self._program
+
+
+def collect(results: Results, request: Request, ends: dict[int, int]) -> Completions:
+    """Return the samples of a request; raise if the network left no distribution for a token.
+
+    Args:
+        results: of all samples.
+        request: what was drawn.
+        ends: the length of each sample that a stop string ends; what was drawn later goes away.
+    """
+    sampling = request.sampling
+    count = len(request.prompts) * sampling.num_samples
+    tokens, logprobs, policy_logprobs = (each[:count] for each in results)
+    lengths = (tokens >= 0).sum(dim=1)
+    if ends:
+        rows, cut = send_to([list(ends), list(ends.values())], tokens.device)
+        lengths.index_copy_(0, rows, cut)
+    mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    last = tokens.gather(1, lengths[:, None] - 1).squeeze(1).tolist()
+    _check_finite(mask, logprobs, policy_logprobs, sampling.num_samples)
+    mask = mask[:, : int(lengths.amax())]
+
+    def padded(values: Tensor) -> Tensor:
+        return values[:, : mask.shape[1]].masked_fill(~mask, 0)
+
+    stopped = [token in sampling.stop_tokens or row in ends for row, token in enumerate(last)]
+    return Completions(
+        tokens=padded(tokens),
+        mask=mask,
+        logprobs=padded(logprobs),
+        policy_logprobs=padded(policy_logprobs),
+        finish_reasons=tuple("stop" if each else "length" for each in stopped),
+    )
+
+
+def _check_finite(mask: Tensor, logprobs: Tensor, policy_logprobs: Tensor, group: int) -> None:
+    """Raise for the first token whose log-probability is no number, of the first such sample."""
+    broken = mask & ~(logprobs + policy_logprobs).isfinite()
+    if bool(broken.any()):
+        count, row = min((column, row) for row, column in broken.nonzero().tolist())
+        raise diverged(policy_logprobs[row, count].item(), count, row // group)

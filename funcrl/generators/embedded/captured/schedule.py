@@ -1,0 +1,132 @@
+"""The host's part: which samples are under way, while the device draws on without waiting."""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain
+
+from funcrl.generators.embedded.captured.extend import SIZE
+from funcrl.generators.embedded.captured.pages import Pages, limit_of, num_pages
+from funcrl.generators.embedded.captured.program import Entering, Program
+from funcrl.generators.embedded.captured.texts import Look, Texts, look_at
+from funcrl.generators.embedded.drawn import Request
+from funcrl.generators.embedded.entering import pad_prompts, take_waiting
+from funcrl.generators.prompts import sample_seeds
+
+# Tokens of each sample between two looks at what has ended. The device has that many queued while
+# the host does its part, and a sample that ends is noticed up to twice as many tokens later.
+_BURST = 4
+
+
+@dataclass
+class Running:
+    """A sample under way."""
+
+    sample: int
+    table: list[int]  # its pages
+    left: int  # tokens until it ends at the latest
+
+
+class Schedule:
+    """A request while it is drawn; after `run` the program has the results.
+
+    The samples under way are in the first slots, in the order of `running`.
+    """
+
+    def __init__(self, program: Program, request: Request) -> None:
+        self.program, self.request = program, request
+        self.sampling = request.sampling
+        self.seeds = sample_seeds(request.prompts, self.sampling.num_samples, request.seed)
+        self.slots = max(request.slots, self.sampling.num_samples)
+        self.waiting = deque(range(len(request.prompts)))
+        self.pages = Pages(program.sizes.pages)
+        self.running: list[Running] = []
+        self.texts = Texts(request) if self.sampling.stop else None
+        self._looks: deque[Look] = deque()
+
+    def run(self) -> dict[int, int]:
+        """Draw all samples; return the length of each that a stop string ends."""
+        self.program.begin()
+        while self.waiting or self.running:
+            self._enter()
+            self._burst()
+            # The one before: its numbers are there, or soon, while the device has this one to do.
+            ended = self._ended(self._looks.popleft()) if len(self._looks) > 1 else set()
+            self._leave(ended)
+        for look in self._looks:
+            self._ended(look)
+        return {} if self.texts is None else self.texts.ends
+
+    def _enter(self) -> None:
+        """Let prompts enter while there is room."""
+        prompts = self.request.prompts
+        while entering := take_waiting(self.waiting, prompts, self._has_room):
+            start = len(self.running)
+            entry = self._entry(entering)
+            self.program.enter(start, entry, self.sampling, self.request.max_tokens)
+
+    def _has_room(self, prompts: list[int]) -> bool:
+        free = self.slots - len(self.running)
+        pages = sum(num_pages(self.request, prompt) for prompt in prompts)
+        samples = len(prompts) * self.sampling.num_samples
+        return samples <= free and pages <= self.pages.num_free
+
+    def _entry(self, entering: list[int]) -> Entering:
+        """Give each sample its pages, and return what the program has to know of the prompts."""
+        group = self.sampling.num_samples
+        tables = [self.pages.take(self.request, prompt) for prompt in entering]
+        owners = [prompt * group + k for prompt in entering for k in range(group)]
+        limits = [limit_of(self.request, prompt) for prompt in entering for _ in range(group)]
+        flat = list(chain.from_iterable(tables))
+        self.running += map(Running, owners, flat, [limit - 1 for limit in limits])
+        prompts = [self.request.prompts[prompt] for prompt in entering]
+        copies = []
+        for prompt, own in zip(prompts, tables, strict=True):
+            if len(prompt) % SIZE:  # the last page is written by the first sample
+                page = len(prompt) // SIZE
+                copies += [(own[0][page], table[page]) for table in own[1:]]
+        width = max(map(len, flat))
+        return Entering(
+            prompts=pad_prompts(prompts, max(map(len, prompts))),
+            lengths=[len(prompt) for prompt in prompts],
+            seeds=[self.seeds[sample] for sample in owners],
+            limits=limits,
+            owners=owners,
+            tables=[table + [0] * (width - len(table)) for table in flat],
+            copies=copies,
+        )
+
+    def _burst(self) -> None:
+        """Draw some tokens of each sample, and start to look at what has come of it."""
+        count, steps = len(self.running), min(_BURST, max(each.left for each in self.running))
+        for _ in range(steps):
+            self.program.step(count, self.sampling)
+        for each in self.running:
+            each.left -= steps
+        samples = [each.sample for each in self.running]
+        numbers = self.program.numbers(count, 0 if self.texts is None else _BURST + 1)
+        self._looks.append(look_at(samples, numbers))
+
+    def _ended(self, look: Look) -> set[int]:
+        """Return the samples that had ended when their numbers were copied."""
+        ended = set()
+        for sample, (position, count, *tokens) in zip(look.samples, look.wait(), strict=True):
+            stopped = self.texts is not None and self.texts.read(sample, count, tokens)
+            if position < 0 or stopped:
+                ended.add(sample)
+        return ended
+
+    def _leave(self, ended: set[int]) -> None:
+        """Free the slots of samples that have ended: the last samples move there."""
+        gone = [each.sample in ended or each.left <= 0 for each in self.running]
+        if not any(gone):
+            return
+        left = len(self.running) - sum(gone)
+        free = [slot for slot in range(left) if gone[slot]]
+        moved = [slot for slot in range(left, len(gone)) if not gone[slot]]
+        self.program.move(free, moved, left)
+        for slot, each in enumerate(self.running):
+            if gone[slot]:
+                self.pages.give_back(each.table)
+        for to, origin in zip(free, moved, strict=True):
+            self.running[to] = self.running[origin]
+        del self.running[left:]

@@ -1,0 +1,41 @@
+"""Prompts on their way into a batch: which ones enter, and how they are padded."""
+
+from collections import deque
+from collections.abc import Callable
+
+from funcrl.generators.prompts import Prompts
+
+# Padded prompt tokens in one forward pass, so that its activations stay bounded.
+_PREFILL_TOKENS = 16384
+
+
+def pad_prompts(prompts: Prompts, width: int) -> list[list[int]]:
+    """Return the prompts padded on the right with a token of their own.
+
+    Another token's keys must not touch a prompt, not even hidden: 0 times infinity is not 0.
+
+    Args:
+        prompts: lists of tokens.
+        width: the length of each row.
+    """
+    return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
+
+
+def take_waiting(
+    waiting: deque[int], prompts: Prompts, has_room: Callable[[list[int]], bool]
+) -> list[int]:
+    """Take the next prompts from the queue, within the room and the limit of prompt tokens.
+
+    Args:
+        waiting: indices of prompts.
+        prompts: all prompts.
+        has_room: whether these prompts may enter together.
+    """
+    entering: list[int] = []
+    longest = 0
+    while waiting and has_room([*entering, waiting[0]]):
+        longest = max(longest, len(prompts[waiting[0]]))
+        if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
+            break
+        entering.append(waiting.popleft())
+    return entering
