@@ -9,5 +9,4 @@ class Sharing(NamedTuple):
     """The groups of N samples; a group's samples have their first pages in common."""
 
     members: Tensor  # [groups, most] int32, numbers of samples, -1 for none
-    pages: Tensor  # [groups] int32, the number of pages that its samples share
-    group: Tensor  # [N] int32, each sample's own
+    pages: Tensor  # [N] int32, the number of pages that a sample has in common with its group

@@ -40,9 +40,11 @@ def attend_new(
     """Return attention [N, H, C] of sample n over its places 0..last[n], the last one from k and v.
 
     Writes keys and values [N, K, C] into the cache [pages, K, size, 2C]: place p of a sample is in
-    page `tables[n, p // size]`. A sample that no group has writes nothing.
+    page `tables[n, p // size]`. A last place of -1 says that there is no sample: nothing is written,
+    and its result is 0.
     """
     rows = sharing.members[sharing.members >= 0].long()
+    rows = rows[last[rows] >= 0]
     page = tables[rows, last[rows] // cache.shape[2]].long()
     cache[page, :, last[rows] % cache.shape[2]] = torch.cat([k, v], dim=-1)[rows]
     every = torch.arange(len(q), device=q.device)

@@ -15,7 +15,8 @@ def attend_new(
     """Return attention [N, H, C] of sample n over its places 0..last[n], the last one from k and v.
 
     Writes keys and values [N, K, C] into the cache [pages, K, size, 2C]: place p of a sample is in
-    page `tables[n, p // size]`. Samples of one group read the pages that they share once.
+    page `tables[n, p // size]`. Samples of one group read the pages that they share once. A last
+    place of -1 says that there is no sample: nothing is written, and its result is 0.
     """
     size, heads, width = q.shape
     q, k, v = (aligned_heads(part) for part in (q, k, v))
@@ -36,7 +37,7 @@ def attend_new(
         MEMBERS=members, PACK=tile.pack, SIZE=cache.shape[2], **options, **STRICT,
     )  # fmt: skip
     own_kernel[(size, key_heads)](
-        q, cache, tables, last, sharing.group, sharing.pages, tops, totals, sums, out, width,
+        q, cache, tables, last, sharing.pages, tops, totals, sums, out, width,
         log2_scale(width), *q.stride()[:2], *strides, SIZE=cache.shape[2], **options, **STRICT,
     )  # fmt: skip
     return out

@@ -33,8 +33,8 @@ def shared_kernel(
         known = (member >= 0) & (row % PACK < HEADS)
         sample = tl.maximum(member, 0).to(tl.int64)
 
-        writes = known & (row % PACK == 0)
-        end = tl.load(last + sample, mask=writes, other=0)
+        end = tl.load(last + sample, mask=known, other=-1)
+        writes = (row % PACK == 0) & (end >= 0)
         pages_at = tables + sample * table_n + end // SIZE
         last_page = tl.load(pages_at, mask=writes, other=0).to(tl.int64)
         at = last_page * c_page + key_head * c_head + (end % SIZE) * c_place
@@ -46,7 +46,7 @@ def shared_kernel(
         )
         tl.store(cache + C + at[:, None] + columns[None, :], value, mask=seen)
 
-        pages = tl.load(shared + group)
+        pages = tl.load(shared + leader)
         if pages > 0:
             heads = key_head * HEADS + row % PACK
             q_at = q + sample * q_n + heads * q_h
@@ -76,7 +76,7 @@ def shared_kernel(
 
 @triton.jit
 def own_kernel(
-    q, cache, tables, last, groups, shared, tops, totals, sums, out, C, scale,
+    q, cache, tables, last, shared, tops, totals, sums, out, C, scale,
     q_n, q_h, c_page, c_head, c_place, table_n,
     HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
     SIZE: tl.constexpr, IEEE: tl.constexpr,
@@ -88,7 +88,7 @@ def own_kernel(
     seen = known[:, None] & inside
     heads = key_head * HEADS + row
     end = tl.load(last + sample)
-    begin = tl.load(shared + tl.load(groups + sample)) * SIZE
+    begin = tl.load(shared + sample) * SIZE
     q_at = q + sample * q_n + heads * q_h
     if not IEEE:
         queries = tl.load(q_at[:, None] + columns[None, :], mask=seen, other=0.0)
@@ -119,5 +119,7 @@ def own_kernel(
             keys_at[:, None] + C + columns[None, :], mask=alive[:, None] & inside, other=0.0
         )
         top, total, summed = folded(score, values, top, total, summed, scale, IEEE)
+    total = tl.where(end < 0, 1.0, total)
+    summed = tl.where(end < 0, 0.0, summed)
     result = summed * (1.0 / total)[:, None]
     tl.store(out + at[:, None] * C + columns[None, :], result, mask=seen)
