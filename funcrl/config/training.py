@@ -135,10 +135,11 @@ class EvaluationConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class CheckpointConfig(CheckedFields):
-    """What is kept to resume from; the last step is always saved."""
+    """What is kept to resume from: the first, the last and every so many steps, or nothing."""
 
-    every: Count = 50
-    """The number of steps between two checkpoints."""
+    every: Natural = 50
+    """The number of steps between two checkpoints, the last step has one besides; 0 keeps none, so
+    that the run can be neither resumed nor evaluated later."""
     keep_last: Count = 3
     """The number of newest checkpoints to keep."""
     keep_best: Natural = 1

@@ -133,6 +133,6 @@ def estimate_memory(
         gradients=trained + merged,
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=3 * trained,
+        checkpoint=3 * trained if config.checkpoint.every else 0,
         cache=2 * c.num_layers * kv * slots * length * compute,
     )
