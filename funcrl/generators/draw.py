@@ -107,10 +107,10 @@ def draw_tokens(
     """
     allowed = logits
     if sampling.min_tokens and sampling.stop_tokens:
-        early = (counts < sampling.min_tokens)[:, None].expand(-1, len(sampling.stop_tokens))
+        early = counts < sampling.min_tokens
         allowed = logits.clone()
-        stops = list(sampling.stop_tokens)
-        allowed[:, stops] = allowed[:, stops].masked_fill(early, -torch.inf)
+        for token in sampling.stop_tokens:  # a list of them would be copied to a GPU each time
+            allowed[:, token].masked_fill_(early, -torch.inf)
     if _has_kernel(allowed, sampling):
         kernels = kernels_of(allowed)
         tokens, chosen = kernels.draw(allowed, uniform, sampling.temperature)

@@ -1,8 +1,10 @@
 """Speed of the embedded sampler, beside transformers' generate() with the same weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -15,7 +17,10 @@ from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
 from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params
+from funcrl.ops import NATIVE
 from funcrl.weights import translate
+
+VariantName: TypeAlias = Literal["transformers", "sampler", "groups", "call-by-call"]
 
 _GROUP = 8
 
@@ -34,6 +39,10 @@ class GenerateBenchConfig:
     """The number of tokens of a prompt."""
     max_tokens: Count = 64
     """The number of tokens of a completion; none ends earlier."""
+    variants: tuple[VariantName, ...] = ("transformers", "sampler", "groups")
+    """What draws. transformers: its generate(); sampler: one sample of each prompt; groups: eight
+    samples of each prompt; call-by-call: the sampler without the CUDA graphs that it has in half
+    precision on a GPU. Without transformers, shapes keep their norms of queries and keys."""
     repeats: Count = 3
     """The number of measured runs of each variant, which take turns."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -51,24 +60,27 @@ class GenerateBenchConfig:
 
 def bench_generate(config: GenerateBenchConfig) -> list[Row]:
     """Return a row for each model, dtype, batch and variant."""
-    import transformers
-
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     rows = [row for name in config.shapes for row in _shape_rows(config, name)]
-    return finish(rows, config.json, transformers=transformers.__version__)
+    versions = {}
+    if "transformers" in config.variants:
+        versions["transformers"] = metadata.version("transformers")
+    return finish(rows, config.json, **versions)
 
 
 def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
-    # Without norms of queries and keys it is a Llama, which transformers has too.
-    network = replace(with_vocabulary(name), qk_norm=False)
+    network = with_vocabulary(name)
+    if "transformers" in config.variants:
+        # Without norms of queries and keys it is a Llama, which transformers has too.
+        network = replace(network, qk_norm=False)
     words = f"{name}, prompts of {config.prompt_tokens} tokens, {config.max_tokens} new each"
     rows: list[Row] = []
     for dtype in config.dtypes:
         params = init_params(
             Transformer(network), 0, dtype=getattr(torch, dtype), device=config.device
         )
-        peer = _peer(network, params)
+        peer = _peer(network, params) if "transformers" in config.variants else None
         rates = _rates(getattr(torch, dtype), config.device)
         for batch in config.batches:
             floor = _floor(num_bytes(params), num_params(network), batch, rates)
@@ -89,12 +101,10 @@ def _variants(
     peer: Any,
     batch: int,
 ) -> Variants:
-    """Return the ways to draw: both draw exactly `max_tokens` tokens from the plain policy."""
+    """Return the ways to draw exactly `max_tokens` tokens of each sample from the plain policy."""
     size = (batch, config.prompt_tokens)
     prompts = torch.randint(1, shape.vocab_size, size, generator=rng.generator(0), device="cpu")
     given = prompts.to(config.device)
-    sampler = Sampler(Transformer(shape))
-    sampler.push(params)
     tokens = config.max_tokens
 
     def theirs() -> Any:
@@ -104,15 +114,23 @@ def _variants(
                 max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0,
             )  # fmt: skip
 
-    def distinct() -> Any:
-        return sampler.generate(prompts.tolist(), Sampling(max_tokens=tokens), seed=0)
+    def ours(model: Transformer, group: int) -> Callable[[], Any]:
+        sampler = Sampler(model)
+        sampler.push(params)
+        sampling = Sampling(num_samples=group, max_tokens=tokens)
+        return lambda: sampler.generate(prompts[: batch // group].tolist(), sampling, seed=0)
 
-    def grouped() -> Any:
-        sampling = Sampling(num_samples=_GROUP, max_tokens=tokens)
-        return sampler.generate(prompts[: batch // _GROUP].tolist(), sampling, seed=0)
-
-    variants = {"transformers generate()": theirs, "Sampler": distinct}
-    return variants | ({f"Sampler, groups of {_GROUP}": grouped} if batch % _GROUP == 0 else {})
+    found: Variants = {}
+    if "transformers" in config.variants:
+        found["transformers generate()"] = theirs
+    if "sampler" in config.variants:
+        found["Sampler"] = ours(Transformer(shape), 1)
+    if "groups" in config.variants and batch % _GROUP == 0:
+        found[f"Sampler, groups of {_GROUP}"] = ours(Transformer(shape), _GROUP)
+    if "call-by-call" in config.variants:
+        # A network with operations of its own is called as it is.
+        found["Sampler, call by call"] = ours(Transformer(shape, NATIVE._replace()), 1)
+    return found
 
 
 def _peer(shape: TransformerConfig, params: Params) -> Any:

@@ -21,21 +21,21 @@ def pad_prompts(prompts: Prompts, width: int) -> list[list[int]]:
     return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
 
 
-def take_waiting(
-    waiting: deque[int], prompts: Prompts, has_room: Callable[[list[int]], bool]
-) -> list[int]:
-    """Take the next prompts from the queue, within the room and the limit of prompt tokens.
+def take_waiting(waiting: deque[int], prompts: Prompts, admit: Callable[[int], bool]) -> list[int]:
+    """Take the next prompts from the queue, as many as are admitted and one pass can have.
 
     Args:
         waiting: indices of prompts.
         prompts: all prompts.
-        has_room: whether these prompts may enter together.
+        admit: gives room to a prompt, and returns whether there was any.
     """
     entering: list[int] = []
     longest = 0
-    while waiting and has_room([*entering, waiting[0]]):
+    while waiting:
         longest = max(longest, len(prompts[waiting[0]]))
         if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
+            break
+        if not admit(waiting[0]):
             break
         entering.append(waiting.popleft())
     return entering

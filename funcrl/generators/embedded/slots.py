@@ -65,10 +65,10 @@ class Batch:
     def run(self) -> list[Drawn]:
         """Return the samples, each drawn to its end."""
         while self.waiting or self.samples:
-            entering = take_waiting(self.waiting, self.request.prompts, self._has_room)
+            start = len(self.samples)
+            entering = take_waiting(self.waiting, self.request.prompts, self._admit)
             if entering:
-                start = len(self.samples)
-                logits = self._enter(entering)
+                logits = self._enter(entering, slice(start, len(self.samples)))
             else:
                 start = 0
                 logits = self._extend()
@@ -76,19 +76,20 @@ class Batch:
             self._leave(start)
         return self.drawn
 
-    def _has_room(self, prompts: list[int]) -> bool:
-        samples = len(prompts) * self.sampling.num_samples
-        return len(self.samples) + samples <= self.slots
+    def _admit(self, prompt: int) -> bool:
+        """Give slots to the samples of a prompt, if there are enough."""
+        group = self.sampling.num_samples
+        admitted = len(self.samples) + group <= self.slots
+        if admitted:
+            self.samples += range(prompt * group, (prompt + 1) * group)
+        return admitted
 
-    def _enter(self, entering: list[int]) -> Tensor:
+    def _enter(self, entering: list[int], rows: slice) -> Tensor:
         """Run the prompts once, share what they leave with their samples; logits of each sample."""
         group, device = self.sampling.num_samples, self.tokens.device
         prompts = [self.request.prompts[index] for index in entering]
         padded = pad_prompts(prompts, max(map(len, prompts)))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        start = len(self.samples)
-        self.samples += [index * group + k for index in entering for k in range(group)]
-        rows = slice(start, len(self.samples))
         logits = self.decoder.enter(torch.tensor(padded, device=device), lengths, rows, group)
         # One before the place of the first drawn token: `_draw` moves on.
         self.positions[rows] = (lengths - 1).repeat_interleave(group)

@@ -96,7 +96,8 @@ def prefill_paged(
     def on_layer(layer: Tensor) -> AttendFn:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             _write(layer, written, k, v)
-            layer.index_copy_(0, to, layer.index_select(0, origin))
+            if len(to):
+                layer.index_copy_(0, to, layer.index_select(0, origin))
             # Padding stands after a prompt's tokens, so that no token of the prompt sees it.
             return network.ops.attend_prompts(q, k, v)
 

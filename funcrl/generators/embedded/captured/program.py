@@ -176,7 +176,7 @@ def send_to(
 ) -> Tensor:
     """Return integers of the host on a device, without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
-    if device.type != "cuda":
+    if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -2,9 +2,8 @@
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain
 
-from funcrl.generators.embedded.captured.extend import SIZE
+from funcrl.generators.embedded.captured.extend import SCRAP, SIZE
 from funcrl.generators.embedded.captured.pages import Pages, limit_of, num_pages
 from funcrl.generators.embedded.captured.program import Entering, Program
 from funcrl.generators.embedded.captured.texts import Look, Texts, look_at
@@ -59,40 +58,42 @@ class Schedule:
 
     def _enter(self) -> None:
         """Let prompts enter while there is room."""
-        prompts = self.request.prompts
-        while entering := take_waiting(self.waiting, prompts, self._has_room):
-            start = len(self.running)
-            entry = self._entry(entering)
+        prompts, start = self.request.prompts, len(self.running)
+        while entering := take_waiting(self.waiting, prompts, self._admit):
+            entry = self._entry(entering, self.running[start:])
             self.program.enter(start, entry, self.sampling, self.request.max_tokens)
+            start = len(self.running)
 
-    def _has_room(self, prompts: list[int]) -> bool:
-        free = self.slots - len(self.running)
-        pages = sum(num_pages(self.request, prompt) for prompt in prompts)
-        samples = len(prompts) * self.sampling.num_samples
-        return samples <= free and pages <= self.pages.num_free
+    def _admit(self, prompt: int) -> bool:
+        """Give slots and pages to the samples of a prompt, if there are enough of both."""
+        request, group = self.request, self.sampling.num_samples
+        if len(self.running) + group > self.slots:
+            return False
+        if num_pages(request, prompt) > self.pages.num_free:
+            return False
+        left = limit_of(request, prompt) - 1  # the first token comes with the prompt
+        for number, table in enumerate(self.pages.take(request, prompt)):
+            self.running.append(Running(prompt * group + number, table, left))
+        return True
 
-    def _entry(self, entering: list[int]) -> Entering:
-        """Give each sample its pages, and return what the program has to know of the prompts."""
-        group = self.sampling.num_samples
-        tables = [self.pages.take(self.request, prompt) for prompt in entering]
-        owners = [prompt * group + k for prompt in entering for k in range(group)]
-        limits = [limit_of(self.request, prompt) for prompt in entering for _ in range(group)]
-        flat = list(chain.from_iterable(tables))
-        self.running += map(Running, owners, flat, [limit - 1 for limit in limits])
+    def _entry(self, entering: list[int], samples: list[Running]) -> Entering:
+        """Return what the program has to know of prompts that enter, and of their samples."""
         prompts = [self.request.prompts[prompt] for prompt in entering]
+        group = self.sampling.num_samples
         copies = []
-        for prompt, own in zip(prompts, tables, strict=True):
+        for index, prompt in enumerate(prompts):
             if len(prompt) % SIZE:  # the last page is written by the first sample
                 page = len(prompt) // SIZE
-                copies += [(own[0][page], table[page]) for table in own[1:]]
-        width = max(map(len, flat))
+                first, *others = samples[index * group : (index + 1) * group]
+                copies += [(first.table[page], other.table[page]) for other in others]
+        width = max(len(each.table) for each in samples)
         return Entering(
             prompts=pad_prompts(prompts, max(map(len, prompts))),
             lengths=[len(prompt) for prompt in prompts],
-            seeds=[self.seeds[sample] for sample in owners],
-            limits=limits,
-            owners=owners,
-            tables=[table + [0] * (width - len(table)) for table in flat],
+            seeds=[self.seeds[each.sample] for each in samples],
+            limits=[each.left + 1 for each in samples],
+            owners=[each.sample for each in samples],
+            tables=[each.table + [SCRAP] * (width - len(each.table)) for each in samples],
             copies=copies,
         )
 
