@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from sharing import samples_under_way, with_new
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -165,3 +166,30 @@ def test_pages_have_the_bits_of_rows(heads, key_heads, width, size, dtype):
         picked = places.to(DEVICE)
         ours = exact.attend_paged(flat[picked], cache, tables, requests[picked], ends[picked])
         assert torch.equal(ours, expected[picked])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize(("group", "groups"), [(1, 3), (3, 2), (40, 2)] if ON_GPU else [(3, 2)])
+def test_shared_pages_have_the_bits_of_pages(heads, key_heads, width, group, groups, dtype):
+    size = 64 if ON_GPU else 16
+    case = samples_under_way(dtype, heads, key_heads, width, group, groups, size, 0, DEVICE)
+    written = with_new(case)
+    every = torch.arange(len(case.q), device=DEVICE)
+    expected = exact.attend_paged(case.q, written, case.tables, every, case.last)
+    assert torch.equal(exact.attend_new(*case), expected)
+    assert torch.equal(case.cache.nan_to_num(9), written.nan_to_num(9))
+
+
+def test_a_place_of_minus_one_writes_nothing():
+    case = samples_under_way(DTYPES[-1], 4, 2, 16, 2, 2, 16, 1, DEVICE)
+    before = case.cache.clone()
+    case.last[1] = -1
+    out = exact.attend_new(*case)
+    assert not out[1].any()
+    page = case.tables[1, -1]
+    assert torch.equal(case.cache[page].nan_to_num(9), before[page].nan_to_num(9))
+    assert torch.equal(case.cache[0], before[0])
+    whole = samples_under_way(DTYPES[-1], 4, 2, 16, 2, 2, 16, 1, DEVICE)
+    others = [0, 2, 3]
+    assert torch.equal(out[others], exact.attend_new(*whole)[others])
