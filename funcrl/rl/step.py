@@ -211,7 +211,7 @@ def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | 
             f"{list(shape)}."
         )
     for name, value in batch._asdict().items():
-        if not (name == "ref_logprobs" and isinstance(value, tuple)):
+        if not (name in ("ref_logprobs", "prefix_ids") and isinstance(value, tuple)):
             checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
     checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)
     return batch._replace(mask=counted_tokens(batch.mask, batch.behavior_logprobs))
