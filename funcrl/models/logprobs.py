@@ -105,7 +105,8 @@ def logprob_fn(
                 f"logprob_fn expects a network of exact operations to take {name}=, as "
                 f"funcrl.models.Transformer does, got {type(model).__name__}, which does not."
             )
-    if attend_segments is None and attend is None:
+    owns = attend is None and attend_segments is None
+    if owns:
         attend_segments = network_ops.attend_segments
     scores_fn_of = partial(
         _scores_fn,
@@ -122,7 +123,7 @@ def logprob_fn(
 
     if network_ops.exact:
         # An attention that is given is one of a sample.
-        rows = network_takes_rows(model) and attend is None
+        rows = network_takes_rows(model) and owns
         exact = summing_in_blocks(model_fn, model, dtype, scores_fn_of, takes_rows=rows)
         if exact is not None:
             return exact

@@ -7,6 +7,7 @@ from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import AttendFn, AttendSegmentsFn, LinearFn, Ops, Weights
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash
+from funcrl.ops.flash_segments import attend_flash_segments
 from funcrl.ops.scores import entropy
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Weights",
     "attend_causal",
     "attend_flash",
+    "attend_flash_segments",
     "attend_hidden",
     "attend_segments",
     "choose_ops",
