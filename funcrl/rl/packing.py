@@ -5,12 +5,12 @@ row holds nothing twice and little padding, and its shape is always the same.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcrl.core import tree
+from funcrl.core import checks, tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout
 from funcrl.rl.batching import collate
@@ -21,6 +21,9 @@ class _Group(NamedTuple):
 
     prefix: int  # the number of tokens that are laid once
     samples: tuple[int, ...]  # their rows in the rollout
+
+
+_GroupsFn: TypeAlias = Callable[[Batch, Sequence[int]], list[_Group]]
 
 
 class _Piece(NamedTuple):
@@ -51,7 +54,7 @@ def pack(
         length: tokens a row; no sample may be longer.
         ref_logprobs: [B, T] of the reference model, for a KL penalty.
         row_multiple: rows of padding fill the batch up to a multiple of so many rows: a compiled
-            step then meets few shapes, and micro-batches and mini-batches are of equal size.
+            step then meets few shapes, and micro-batches are of equal size.
 
     Example:
         >>> import torch, funcrl
@@ -65,10 +68,7 @@ def pack(
         (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
     """
     batch = collate(rollout, algorithm, ref_logprobs)
-    sizes = _sizes("pack", rollout, length)
-    alone = [_Group(0, (sample,)) for sample, size in enumerate(sizes) if size]
-    packed, _ = _laid(batch, _fill_rows(alone, sizes, length), sizes, length, row_multiple)
-    return packed
+    return _packed("pack", batch, length, row_multiple, _alone)[0]
 
 
 @checked
@@ -82,8 +82,8 @@ def pack_groups(
     """Return the same batch with the prompt of a group once for all of its samples in a row.
 
     A prompt but for its last token is a segment of its own, which the samples see: each is the
-    prompt's last token and the completion. What the samples of a group have in common is read from
-    their tokens before the first sampled one. A group that has more tokens than a row has room is
+    prompt's last token and the completion. Samples share what their tokens before the first sampled
+    one have in common, if they are all equal. A group that has more tokens than a row has room is
     divided, and its prompt repeated. The loss is the same number as that of `collate`'s batch.
 
     Args:
@@ -106,17 +106,63 @@ def pack_groups(
         >>> packed.segment_ids, packed.prefix_ids
         (tensor([[ 0,  1,  1,  1,  2,  2, -1]]), tensor([[-1,  0,  0,  0,  0,  0, -1]]))
     """
-    batch = collate(rollout, algorithm, ref_logprobs)
-    sizes = _sizes("pack_groups", rollout, length)
-    groups = _groups_of(rollout, sizes)
-    rows = _fill_rows(groups, sizes, length)
-    packed, prefix_ids = _laid(batch, rows, sizes, length, row_multiple)
+    return _with_prefixes(
+        "pack_groups", collate(rollout, algorithm, ref_logprobs), length, row_multiple
+    )
+
+
+@checked
+def pack_batch(batch: Batch, length: Count, row_multiple: Count = 1) -> PackedBatch:
+    """Return the samples of a batch as `pack` lays them: what `minibatches` divided, for one.
+
+    Args:
+        batch: of one sample a row, padded on the right.
+        length: tokens a row; no sample may be longer.
+        row_multiple: rows of padding fill the batch up to a multiple of so many rows.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mask, nothing = torch.tensor([[False, True, False]] * 2), torch.zeros(2, 3)
+        >>> tokens, places = torch.tensor([[5, 6, 0], [7, 8, 0]]), torch.arange(3).repeat(2, 1)
+        >>> batch = funcrl.Batch(tokens, places, mask, nothing, nothing, nothing)
+        >>> funcrl.packing.pack_batch(batch, length=4).tokens
+        tensor([[5, 6, 7, 8]])
+    """
+    return _packed("pack_batch", batch, length, row_multiple, _alone)[0]
+
+
+@checked
+def pack_batch_groups(batch: Batch, length: Count, row_multiple: Count = 1) -> PackedBatch:
+    """Return the samples of a batch as `pack_groups` lays them, each prompt once a row.
+
+    Args:
+        batch: of one sample a row, padded on the right.
+        length: tokens a row; no sample, its prompt included, may be longer.
+        row_multiple: rows of padding fill the batch up to a multiple of so many rows.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mask, nothing = torch.tensor([[False, False, True]] * 2), torch.zeros(2, 3)
+        >>> tokens, places = torch.tensor([[4, 5, 6], [4, 5, 7]]), torch.arange(3).repeat(2, 1)
+        >>> batch = funcrl.Batch(tokens, places, mask, nothing, nothing, nothing)
+        >>> funcrl.packing.pack_batch_groups(batch, length=6).tokens
+        tensor([[4, 5, 6, 5, 7, 0]])
+    """
+    return _with_prefixes("pack_batch_groups", batch, length, row_multiple)
+
+
+def _with_prefixes(function: str, batch: Batch, length: int, multiple: int) -> PackedBatch:
+    packed, prefix_ids = _packed(function, batch, length, multiple, _by_prompt)
     return packed._replace(prefix_ids=prefix_ids)
 
 
-def _sizes(function: str, rollout: Rollout, length: int) -> list[int]:
-    """Return the tokens of each sample up to its last sampled one; without one there are none."""
-    mask = rollout.mask
+def _packed(
+    function: str, batch: Batch, length: int, multiple: int, groups_of: _GroupsFn
+) -> tuple[PackedBatch, Tensor]:
+    """Return the packed batch, and its prefix_ids."""
+    checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
+    mask = batch.mask
+    # One past the last sampled token; a sample without one has nothing to train on.
     ends = (torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask).amax(dim=1)
     sizes: list[int] = ends.tolist()
     if max(sizes) > length:
@@ -124,31 +170,30 @@ def _sizes(function: str, rollout: Rollout, length: int) -> list[int]:
         raise ValueError(
             f"{function} expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
         )
-    return sizes
+    rows = _fill_rows(groups_of(batch, sizes), sizes, length)
+    return _laid(batch, [_pieces(row, sizes) for row in rows], length, multiple)
 
 
-def _groups_of(rollout: Rollout, sizes: Sequence[int]) -> list[_Group]:
-    """Return the samples with something to train on, by group, and what each group has in common.
+def _alone(_: Batch, sizes: Sequence[int]) -> list[_Group]:
+    """Return a group for each sample with something to train on."""
+    return [_Group(0, (sample,)) for sample, size in enumerate(sizes) if size]
 
-    The prompt's last token is left to each sample, because it predicts the first of a completion.
+
+def _by_prompt(batch: Batch, sizes: Sequence[int]) -> list[_Group]:
+    """Return the samples with something to train on, those of equal prompts together.
+
+    A prompt is what stands before the first sampled token. Its last token is left to each sample,
+    because it predicts the first one of a completion.
     """
-    tokens, mask, group = (
-        part.cpu() for part in (rollout.tokens, rollout.mask, rollout.group)
-    )
-    found = []
-    for name in dict.fromkeys(group.tolist()):
-        of_group = (group == name).nonzero().squeeze(1).tolist()
-        samples = [sample for sample in of_group if sizes[sample]]
-        if samples:
-            given = (tokens[samples] == tokens[samples[0]]) & ~mask[samples]
-            common = int(given.all(dim=0).to(torch.int64).cumprod(dim=0).sum())
-            found.append(_Group(max(common - 1, 0), tuple(samples)))
-    return found
+    found: dict[tuple[int, ...], list[int]] = {}
+    starts = batch.mask.to(torch.int64).argmax(dim=1).tolist()
+    for sample, tokens in enumerate(batch.tokens.tolist()):
+        if sizes[sample]:
+            found.setdefault(tuple(tokens[: starts[sample]]), []).append(sample)
+    return [_Group(max(len(prompt) - 1, 0), tuple(each)) for prompt, each in found.items()]
 
 
-def _fill_rows(
-    groups: Sequence[_Group], sizes: Sequence[int], length: int
-) -> list[list[_Group]]:
+def _fill_rows(groups: Sequence[_Group], sizes: Sequence[int], length: int) -> list[list[_Group]]:
     """Return the groups of each row: first-fit decreasing, where a group may be divided.
 
     A group goes whole into the first row with room. If there is none, the row in which most of its
@@ -203,17 +248,17 @@ def _pieces(row: Sequence[_Group], sizes: Sequence[int]) -> list[_Piece]:
 
 
 def _laid(
-    batch: Batch, rows: Sequence[list[_Group]], sizes: Sequence[int], length: int, multiple: int
+    batch: Batch, rows: Sequence[list[_Piece]], length: int, multiple: int
 ) -> tuple[PackedBatch, Tensor]:
-    """Return the packed batch and its prefix_ids."""
+    """Return rows of the pieces, and their prefix_ids."""
     num_rows = max(-(-len(rows) // multiple), 1) * multiple
     width, device = batch.mask.shape[1], batch.mask.device
     # The indices are made on the CPU, slice by slice, and moved to the device once.
     source = torch.full((num_rows, length), -1, dtype=torch.int64, device="cpu")
     segment_ids, prefix_ids = source.clone(), source.clone()
-    for row, groups in enumerate(rows):
+    for row, pieces in enumerate(rows):
         start = 0
-        for segment, piece in enumerate(_pieces(groups, sizes)):
+        for segment, piece in enumerate(pieces):
             place = slice(start, start + piece.stop - piece.start)
             first = piece.sample * width
             source[row, place] = torch.arange(first + piece.start, first + piece.stop, device="cpu")

@@ -5,7 +5,7 @@ import torch
 from cases import equal, tiny_model
 
 import funcrl
-from funcrl import CompileConfig, optim, ops, tree
+from funcrl import CompileConfig, ops, optim, tree
 
 V = 11
 
@@ -123,6 +123,26 @@ def test_rows_of_padding_fill_up_to_a_multiple():
         assert equal(tree.map(lambda leaf, rows=rows: leaf[:rows], filled), plain)
         assert (filled.segment_ids[rows:] == -1).all()
         assert not filled.mask[rows:].any()
+
+
+def test_a_batch_is_packed_as_its_rollout_is():
+    rollout, algorithm = grouped(4), funcrl.dapo()
+    batch = funcrl.collate(rollout, algorithm)
+    of_batch = funcrl.packing.pack_batch, funcrl.packing.pack_batch_groups
+    for pack, other in zip((funcrl.pack, funcrl.pack_groups), of_batch, strict=True):
+        assert equal(other(batch, 30, 2), pack(rollout, algorithm, 30, (), 2))
+        with pytest.raises(ValueError, match=f"{other.__name__} expects samples of at most 3"):
+            other(batch, 3)
+
+
+def test_samples_whose_prompts_differ_share_nothing():
+    rollout = grouped(4)
+    tokens = rollout.tokens.clone()
+    tokens[:, 0] = torch.arange(len(tokens))
+    other = rollout._replace(tokens=tokens)
+    packed = funcrl.pack_groups(other, funcrl.grpo(), 30)
+    assert (packed.prefix_ids == -1).all()
+    assert equal(packed._replace(prefix_ids=()), funcrl.pack(other, funcrl.grpo(), 30))
 
 
 @pytest.mark.parametrize("pack", [funcrl.pack, funcrl.pack_groups])

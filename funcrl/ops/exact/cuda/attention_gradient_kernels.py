@@ -214,9 +214,7 @@ def range_kernel(
     first += batch * first_b
     last += batch * last_b
     shared += batch * shared_b
-    _, begin = _range(
-        first, last, shared, first_t, last_t, shared_t, place, -1, T, BN, BT, PREFIX
-    )
+    _, begin = _range(first, last, shared, first_t, last_t, shared_t, place, -1, T, BN, BT, PREFIX)
     segment = tl.load(first + tl.minimum(begin, T - 1) * first_t).to(tl.int32)
     stop, following = _range(
         first, last, shared, first_t, last_t, shared_t, place, segment, T, BN, BT, PREFIX
