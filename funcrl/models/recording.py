@@ -93,7 +93,7 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
         norm_rotate=None,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),
-        attend_segments=lambda segment_ids: attending(ops.attend_segments(segment_ids)),
+        attend_segments=lambda *ids: attending(ops.attend_segments(*ids)),
         attend_last=lambda *cache: attending(ops.attend_last(*cache)),
     )
 

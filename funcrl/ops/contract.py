@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcrl.core.types import Absent
+
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (segment_ids [..., T], prefix_ids [..., T] or () for none) -> attention of packed rows
+AttendSegmentsFn: TypeAlias = Callable[[Tensor, Tensor | Absent], AttendFn]
 
 
 class Ops(NamedTuple):
@@ -39,7 +43,7 @@ class Ops(NamedTuple):
         | None
     )
     attend_causal: AttendFn
-    attend_segments: Callable[[Tensor], AttendFn]  # of segment_ids [..., T]
+    attend_segments: AttendSegmentsFn
     # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probs, entropies
     scores: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
     log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)

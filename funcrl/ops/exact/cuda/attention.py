@@ -21,10 +21,14 @@ class Tile(NamedTuple):
     options: dict[str, int | bool]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax attention over the keys first..last [B, H, T, C], and normalisers [B, H, T].
 
     normaliser = log(sum_s exp(q k_s / sqrt(C)))
+
+    The keys of a prefix, `shared` [B, T, 2] from its first one and of its number, are seen before.
     """
     batch, heads, length, width = q.shape
     q, k, v = (aligned_heads(part) for part in (q, k, v))
@@ -34,10 +38,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
         return out, normaliser
     group = heads // k.shape[1]
     tile = tile_of(q, group, packed=length <= _FEW)
+    spans, span_strides = prefix_arguments(shared, first)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
-        q, k, v, out, normaliser, first, last, first, group, length, width, log2_scale(width),
+        q, k, v, out, normaliser, first, last, spans, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
-        *first.stride(), *last.stride(), 0, 0, SIZE=0, **tile.options, **STRICT,
+        *first.stride(), *last.stride(), *span_strides, SIZE=0, PREFIX=shared is not None,
+        **tile.options, **STRICT,
     )  # fmt: skip
     return out, normaliser
 
@@ -68,9 +74,17 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
         *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
         *ends[0].stride(), *ends[1].stride(), *tables.stride(),
-        SIZE=k.shape[2], **tile.options, **STRICT,
+        SIZE=k.shape[2], PREFIX=False, **tile.options, **STRICT,
     )  # fmt: skip
     return out
+
+
+def prefix_arguments(shared: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return the spans of prefixes [B, T, 2] and their strides; without any, some other tensor."""
+    if shared is None:
+        return other, (0, 0)
+    shared = shared.contiguous()
+    return shared, (shared.stride(0), shared.stride(1))
 
 
 def log2_scale(width: int) -> float:
