@@ -34,26 +34,6 @@ def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
     return factors
 
 
-def plain_norm_rotate(
-    q: Tensor, k: Tensor, gains: tuple[Tensor, Tensor] | None, eps: float, factors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return queries and keys [..., T, heads, C] as [..., heads, T, C], normed and rotated.
-
-    Args:
-        q: queries.
-        k: keys.
-        gains: the weights [C] of the norms of q and k, None for no norm.
-        eps: of the norms.
-        factors: [..., T, 2, C] of `rotation`.
-    """
-    axes = q.shape[:-3]
-    each = factors.expand(*axes, *factors.shape[-3:]).reshape(-1, *factors.shape[-3:])
-    parts = [part.reshape(-1, *part.shape[-3:]) for part in (q, k)]
-    turned = kernels_of(q).norm_rotate(*parts, gains, eps, each.permute(2, 0, 1, 3))
-    q, k = (part.view(*axes, *part.shape[-3:]) for part in turned)
-    return q, k
-
-
 def _turn(x: Tensor, factors: Tensor, inverse: bool) -> Tensor:
     """Return [..., heads, T, C] rotated by factors [..., T, 2, C], or back."""
     rows = x.reshape(-1, *x.shape[-3:])

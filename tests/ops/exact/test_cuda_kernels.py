@@ -303,3 +303,45 @@ def test_draws_invert_the_cumulative_distribution(dtype, vocabulary, temperature
     assert (before - bound <= uniforms).all()
     assert (uniforms <= after + bound).all()
     assert (wide.gather(1, tokens[:, None]) > 0).all()
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "width"), [((2, 96, 16), 128), ((3, 50, 9), 64)] if ON_GPU else [((2, 3, 4), 20)]
+)
+def test_gradients_of_norm_and_rotation_at_once(shape, width, normed, dtype):
+    x = randn(*shape, 2 * width, dtype=dtype)[..., :width]  # as a joined product leaves it
+    grad = randn(*shape, width, dtype=dtype, seed=1).transpose(1, 2)
+    rotation, gain = randn(2, *shape[:2], width), randn(width, dtype=dtype, seed=2)
+    leaves = [part.double().requires_grad_() for part in (x, gain)]
+    scale = torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6)
+    rows = leaves[0] * scale * leaves[1] if normed else leaves[0]
+    cos, sin = rotation.double()[:, :, :, None]
+    turned = (rows * cos + rows.roll(width // 2, -1) * sin).transpose(1, 2)
+    wanted = leaves if normed else leaves[:1]
+    expected = torch.autograd.grad(turned, wanted, grad.double())
+    given = (grad, x, gain if normed else None, 1e-6, rotation)
+    found = exact.norm_rotate_gradients(*given)
+    for ours, wide in zip(found, expected, strict=False):
+        assert_near(ours, wide, dtype)
+    if not normed:
+        assert found[1] is None
+        return
+    # A sample's gradient is its own, and the sum over two blocks is that of their sums.
+    half = [exact.norm_rotate_gradients(*_samples(given, part)) for part in _halves(shape[0])]
+    if shape[0] % 2 == 0:
+        blocks = exact.norm_rotate_gradients(*given, blocks=2)
+        assert torch.equal(blocks[1], half[0][1] + half[1][1])
+    assert torch.equal(found[0], torch.cat([half[0][0], half[1][0]]))
+
+
+def _halves(size):
+    return slice(0, size // 2), slice(size // 2, size)
+
+
+def _samples(given, part):
+    """The arguments of `norm_rotate_gradients` for some samples."""
+    grad, x, gain, eps, rotation = given
+    return grad[part], x[part], gain, eps, rotation[:, part]

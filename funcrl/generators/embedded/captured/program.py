@@ -11,7 +11,12 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.numerics import at_least_float32
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.captured.extend import SIZE, empty_pages, extend_paged, prefill_paged
+from funcrl.generators.embedded.captured.extend import (
+    SIZE,
+    empty_pages,
+    extend_paged,
+    prefill_paged,
+)
 from funcrl.generators.embedded.captured.graphs import Graphs
 from funcrl.generators.embedded.captured.pages import Sizes
 from funcrl.generators.embedded.captured.rows import empty_results, empty_slots, go_on

@@ -2,8 +2,9 @@
 
 from funcrl.ops.exact.cpu.attention import attend
 from funcrl.ops.exact.cpu.attention_gradients import attend_gradients
-from funcrl.ops.exact.cpu.elements import norm_rotate, rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cpu.elements import rotate, swiglu, swiglu_gradients
 from funcrl.ops.exact.cpu.norm import add_rms_norm, rms_norm, rms_norm_gradients
+from funcrl.ops.exact.cpu.norm_rotate import norm_rotate, norm_rotate_gradients
 from funcrl.ops.exact.cpu.paged import attend_new, attend_paged
 from funcrl.ops.exact.cpu.products import (
     add_weight_gradient,
@@ -27,6 +28,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "norm_rotate",
+    "norm_rotate_gradients",
     "rms_norm",
     "rms_norm_gradients",
     "rotate",

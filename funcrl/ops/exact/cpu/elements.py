@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from funcrl.core.numerics import at_least_float32
-from funcrl.ops.exact.cpu.norm import rms_norm
 from funcrl.ops.exact.cpu.sums import row_groups
 
 
@@ -51,23 +50,3 @@ def rotate(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
     wide, half = x.to(at_least_float32(x.dtype)), x.shape[-1] // 2
     partner = (wide * sin).roll(half, -1) if inverse else wide.roll(half, -1) * sin
     return (wide * cos).add_(partner).to(x.dtype).contiguous()
-
-
-def norm_rotate(
-    q: Tensor, k: Tensor, gains: tuple[Tensor, Tensor] | None, eps: float, rotation: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return q [B, T, H, C] and k [B, T, K, C] as [B, H, T, C]: normed, then rotated.
-
-    Args:
-        q: queries of each token.
-        k: keys of each token.
-        gains: the weights [C] of the two norms, None for no norm.
-        eps: of the norms.
-        rotation: [2, B, T, C].
-    """
-    if gains is not None:
-        q, k = (
-            rms_norm(part.reshape(-1, part.shape[-1]), gain, eps, 0.0)[0].view(part.shape)
-            for part, gain in zip((q, k), gains, strict=True)
-        )
-    return rotate(q.transpose(1, 2), rotation, False), rotate(k.transpose(1, 2), rotation, False)

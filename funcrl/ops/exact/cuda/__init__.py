@@ -8,9 +8,10 @@ from funcrl.ops.exact.cuda.attention import attend, attend_paged
 from funcrl.ops.exact.cuda.attention_gradients import attend_gradients
 from funcrl.ops.exact.cuda.decode import attend_new
 from funcrl.ops.exact.cuda.embedding import embedding_gradient
-from funcrl.ops.exact.cuda.gate import norm_rotate, rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cuda.gate import rotate, swiglu, swiglu_gradients
 from funcrl.ops.exact.cuda.gradients import add_weight_gradient, bias_gradient, weight_gradient
 from funcrl.ops.exact.cuda.norm import add_rms_norm, rms_norm, rms_norm_gradients
+from funcrl.ops.exact.cuda.norm_rotate import norm_rotate, norm_rotate_gradients
 from funcrl.ops.exact.cuda.products import linear
 from funcrl.ops.exact.cuda.scores import draw, log_softmax, logsumexp, scores, scores_gradients
 
@@ -28,6 +29,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "norm_rotate",
+    "norm_rotate_gradients",
     "rms_norm",
     "rms_norm_gradients",
     "rotate",
