@@ -42,13 +42,14 @@ from funcrl.rl import (
     grads,
     losses,
     metrics,
+    packing,
     prepare,
     ratios,
     rewards,
     surrogates,
 )
 from funcrl.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
-from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pack
+from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches
 from funcrl.rl.grads import (
     GradientMoments,
     NoiseScale,
@@ -59,6 +60,7 @@ from funcrl.rl.grads import (
     per_sample_norms,
 )
 from funcrl.rl.losses import policy_loss
+from funcrl.rl.packing import pack, pack_groups
 from funcrl.rl.prepare import recenter, top_entropy
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
@@ -124,6 +126,8 @@ __all__ = [
     "ops",
     "optim",
     "pack",
+    "pack_groups",
+    "packing",
     "parity",
     "per_sample_grad",
     "per_sample_norms",

@@ -75,6 +75,7 @@ RUNS = {
         "mask_truncated": True,
         "overlong": 2,
     },
+    "packed rows": {"packing": "prefixes", "attend": "flash", "num_minibatches": 2},
     "bfloat16 on an environment": {"dtype": "bfloat16", "task": "calculator", "logprob_chunk": 4},
 }
 

@@ -20,6 +20,7 @@ from funcrl.cli.bench import (
     bench_numerics,
     bench_step,
     bench_vllm,
+    format_columns,
     format_rows,
 )
 from funcrl.cli.command_line import (
@@ -164,8 +165,13 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
     return report.write_report(folders[0])
 
 
-def _bench(bench: Callable[[Any], Sequence[Row]], config: Any, line: Line) -> None:
-    print_safely(format_rows(bench(with_values(config, line.values))))
+def _bench(
+    bench: Callable[[Any], Sequence[Row]],
+    config: Any,
+    line: Line,
+    to_text: Callable[[Sequence[Row]], str] = format_rows,
+) -> None:
+    print_safely(to_text(bench(with_values(config, line.values))))
 
 
 _RUN = with_compile_options(TrainConfig())
@@ -222,8 +228,10 @@ COMMANDS = {
         ((NumericsBenchConfig(), ""), (CompileSwitch(), "")),
     ),
     "bench loop": Command(
-        "Print the time of a training step and of its parts.",
-        partial(_bench, lambda config: bench_loop(config), LoopBenchConfig()),
+        "Print the time of a training step, of its parts and of the start, a column a variant.",
+        partial(
+            _bench, lambda config: bench_loop(config), LoopBenchConfig(), to_text=format_columns
+        ),
         ((LoopBenchConfig(train=_RUN), ""), (CompileSwitch(), "train.")),
     ),
 }

@@ -38,7 +38,7 @@ _GROUPS = {
     ),
     "Speed and memory": (
         "dtype", "threads", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",
-        "slots",
+        "packing", "pack-length", "pack-rows", "slots",
     ),
 }  # fmt: skip
 _LAST = "None clears an option that has no default. A list may be left empty."

@@ -17,7 +17,8 @@ MAY_CHANGE = (
     "on-reward-error", "reward-timeout",  # what a reward that fails does to the run
     # How it is computed: the same mathematics at another speed, rounded otherwise.
     "device", "numerics", "threads", "microbatch", "logprob-chunk", "slots",
-    "length-multiple", "attend", "compile", "reward-concurrency",
+    "length-multiple", "packing", "pack-length", "pack-rows", "attend", "compile",
+    "reward-concurrency",
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",
 )  # fmt: skip

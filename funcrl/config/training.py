@@ -135,10 +135,11 @@ class EvaluationConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class CheckpointConfig(CheckedFields):
-    """What is kept to resume from; the last step is always saved."""
+    """What is kept to resume from: the first, the last and every so many steps, or nothing."""
 
-    every: Count = 50
-    """The number of steps between two checkpoints."""
+    every: Natural = 50
+    """The number of steps between two checkpoints, the last step has one besides; 0 keeps none, so
+    that the run can be neither resumed nor evaluated later."""
     keep_last: Count = 3
     """The number of newest checkpoints to keep."""
     keep_best: Natural = 1
@@ -203,8 +204,8 @@ class TrainConfig:
     num_minibatches: Count = 1
     """The number of updates in a pass, each on its share of the rollout."""
     microbatch: Count | None = None
-    """The number of samples whose gradients are computed at a time: fewer need less memory, for the
-    same update. All when left out."""
+    """The number of samples, or of packed rows, whose gradients are computed at a time: fewer need
+    less memory, for the same update. All when left out."""
     logprob_chunk: Count = 1024
     """The number of tokens whose logits are alive at a time."""
     attend: Literal["native", "flash"] = "native"
@@ -215,6 +216,15 @@ class TrainConfig:
     length_multiple: Count = 1
     """Rows are padded to a multiple of this number of tokens, so that a compiled step meets few
     shapes."""
+    packing: Literal["none", "samples", "prefixes"] = "none"
+    """How the trainer lays samples: none, each in a padded row of its own; samples, many end to end
+    in rows of one length; prefixes, so too, and the prompt of a group once for its samples."""
+    pack_length: Count | None = None
+    """The number of tokens in a packed row, at least those of the longest sample; four times the
+    longest of the rollout when left out."""
+    pack_rows: Count = 1
+    """Packed batches are filled up to a multiple of this number of rows, so that a compiled step
+    meets few shapes."""
     slots: Count = 512
     """The number of samples that the sampler draws at a time."""
     drop_zero_variance: bool = False
@@ -261,6 +271,17 @@ class TrainConfig:
             raise ValueError(
                 f"train expects --attend native with --numerics exact, which has an attention of "
                 f"its own, got {self.attend}."
+            )
+        if self.packing == "none" and (self.pack_length is not None or self.pack_rows != 1):
+            raise ValueError(
+                f"train expects --packing samples or prefixes with --pack-length and --pack-rows, "
+                f"got none with {self.pack_length} tokens and {self.pack_rows} rows."
+            )
+        if self.pack_length is not None and self.pack_length <= self.sampling.max_tokens:
+            raise ValueError(
+                f"train expects --pack-length above --sampling.max-tokens = "
+                f"{self.sampling.max_tokens}, so that a row holds a prompt and its longest "
+                f"completion, got {self.pack_length}."
             )
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")

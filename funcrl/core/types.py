@@ -95,16 +95,21 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """`Batch` with many samples in a row of length T, for summed gradients only."""
+    """`Batch` with many samples in a row of length T, for summed gradients only.
+
+    A token sees the tokens of its segment up to itself, and all tokens of its prefix: a segment
+    that several samples share, such as the prompt of a group.
+    """
 
     tokens: Tensor  # [R, T] int64
-    positions: Tensor  # [R, T] int64, restarting at 0 with each sample
+    positions: Tensor  # [R, T] int64, counted from 0 in each sample, its prefix included
     mask: Tensor  # [R, T] bool
     behavior_logprobs: Tensor  # [R, T]
     advantages: Tensor  # [R, T]
     token_weights: Tensor  # [R, T]
     segment_ids: Tensor  # [R, T] int64, 0, 1, ... within a row, -1 on padding
     ref_logprobs: Tensor | Absent = ()  # [R, T]
+    prefix_ids: Tensor | Absent = ()  # [R, T] int64, the segment that a token sees too, -1 for none
 
     def __repr__(self) -> str:
         return of_fields(self)

@@ -10,6 +10,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 from funcrl.ops.arithmetic import log_softmax as native_log_softmax
+from funcrl.ops.exact.kernels import kernels_of
 
 LogSoftmaxFn: TypeAlias = Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
 
@@ -110,18 +111,25 @@ def draw_tokens(
         allowed = logits.clone()
         for token in sampling.stop_tokens:  # a list of them would be copied to a GPU each time
             allowed[:, token].masked_fill_(early, -torch.inf)
+    if _has_kernel(allowed, sampling):
+        kernels = kernels_of(allowed)
+        tokens, chosen = kernels.draw(allowed, uniform, sampling.temperature)
+        if allowed is logits and sampling.temperature == 1:
+            return tokens, chosen, chosen
+        return tokens, chosen, kernels.scores(logits, tokens, 1.0)[0]
     logprobs = sampling_logprobs(allowed, sampling, log_softmax)
     tokens = draw(logprobs, uniform)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    if _draws_from_policy(sampling):
+    if allowed is logits and sampling.temperature == 1 and not sampling.truncates:
         return tokens, chosen, chosen
     policy = log_softmax(logits, 1.0)
     return tokens, chosen, policy.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _draws_from_policy(sampling: Sampling) -> bool:
-    """Return whether the sampling distribution is the policy itself."""
-    return sampling.temperature == 1 and not sampling.truncates
+def _has_kernel(logits: Tensor, sampling: Sampling) -> bool:
+    """Return whether a kernel draws in one pass: it leaves no token out that is not at -inf."""
+    whole = sampling.temperature > 0 and not sampling.truncates
+    return whole and logits.device.type == "cuda" and logits.dtype != torch.float64
 
 
 def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:

@@ -9,7 +9,7 @@ from funcrl.core import rng
 from funcrl.core.types import Samples
 from funcrl.generators import Generator
 from funcrl.generators.stops import cut_at_stop
-from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
+from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer, end_tokens
 from funcrl.tasks.watch import TaskError
 
 
@@ -118,9 +118,9 @@ def _take_turn(task: Environment, episode: Episode, turn: Turn, context_length: 
     if observed is None or turn.finish_reason == "length":
         episode.finish_reason = turn.finish_reason
         return
-    end = task.tokenizer.end
-    if not turn.stop and turn.tokens[-1] != end:
-        observed = [end, *observed]
+    end = end_tokens(task.tokenizer)
+    if not turn.stop and turn.tokens[-1:] != end:
+        observed = [*end, *observed]
     length = len(episode.prompt_tokens) + len(episode.tokens) + len(observed)
     if episode.turns >= task.max_turns or length >= context_length:
         episode.finish_reason = "length"
@@ -162,7 +162,7 @@ def demonstration(task: Task, prompt: Prompt) -> Demonstration:
             f"warm_start expects prompts with answers, got none for {prompt.text[:80]!r} from "
             f"the task {task.name!r}; --warm-start.steps 0 goes without."
         )
-    answer = [*task.tokenizer.encode_answer(text), task.tokenizer.end]
+    answer = [*task.tokenizer.encode_answer(text), *end_tokens(task.tokenizer)]
     return start.extended(answer, True)._replace(outcome=text)
 
 
@@ -178,7 +178,7 @@ def _demonstrated_episode(
     state = _call(task, "begin", prompt)
     for action in actions:
         inline = action.endswith(tuple(task.stop))
-        end = [] if inline else [task.tokenizer.end]
+        end = [] if inline else end_tokens(task.tokenizer)
         episode = episode.extended([*task.tokenizer.encode_answer(action), *end], True)
         state = _call(task, "act", state, action)
         observation = _call(task, "observe", state)

@@ -19,7 +19,7 @@ from funcrl.rl import rewards
 from funcrl.rl.batching import pad_rows
 from funcrl.run.runs import Completion
 from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
+from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike, end_tokens
 from funcrl.tasks.rewards.calls import RewardLimits
 
 
@@ -75,7 +75,7 @@ def complete(
         raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
     tokenizer, group_size = task.tokenizer, sampling.num_samples
     encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
-    ends = (*sampling.stop_tokens, tokenizer.end, *tokenizer.ends)
+    ends = (*sampling.stop_tokens, *end_tokens(tokenizer), *tokenizer.ends)
     sampling = replace(
         sampling,
         stop_tokens=tuple(dict.fromkeys(ends)),

@@ -14,6 +14,7 @@ from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
+from funcrl.loop.batches import laid_out
 from funcrl.loop.opening import facts_of, open_run
 from funcrl.loop.parts.build import Parts, build, empty_state, first_params
 from funcrl.loop.parts.data import limits_of
@@ -314,7 +315,7 @@ def _update(
         order = rng.fold_in(config.seed, _ORDER, index, iteration)
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
-            state, report = parts.step(state, part)
+            state, report = parts.step(state, laid_out(config, part))
             if parts.agrees and not reports:
                 _check_agreement(report, index)
             reports.append(report)

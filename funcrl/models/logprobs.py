@@ -57,6 +57,7 @@ def logprob_fn(
     chunk: Count | None = None,
     dtype: torch.dtype | None = None,
     attend: ops.AttendFn | None = None,
+    attend_segments: ops.AttendSegmentsFn | None = None,
 ) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a network, which gives logits.
 
@@ -71,8 +72,10 @@ def logprob_fn(
         dtype: to compute in, that of the parameters when left out. They are cast once, and the
             gradient is in their own dtype.
         attend: which tokens see which, such as `funcrl.ops.attend_flash`; the model must take it,
-            as `Transformer` does. The model's own when left out, and for rows of a `PackedBatch`
-            that of their segments; such rows are refused where it is given.
+            as `Transformer` does. The model's own when left out.
+        attend_segments: the same for the rows of a `PackedBatch`, of their segments and prefixes,
+            such as `funcrl.ops.attend_flash_segments`. The model's own when left out, unless
+            `attend` is given alone: such rows are then refused.
 
     Example:
         >>> import torch, funcrl
@@ -83,7 +86,11 @@ def logprob_fn(
         >>> funcrl.logprob_fn(model, chunk=2)(params, sample).logprobs.shape
         torch.Size([3])
     """
-    for given, name, option in ((chunk, "head", "chunk"), (attend, "attend", "attend")):
+    for given, name, option in (
+        (chunk, "head", "chunk"),
+        (attend, "attend", "attend"),
+        (attend_segments, "attend", "attend_segments"),
+    ):
         if given is not None and not forward_takes(model, name):
             raise ValueError(
                 f"logprob_fn expects no {option}= for a network whose forward does not take "
@@ -98,7 +105,16 @@ def logprob_fn(
                 f"logprob_fn expects a network of exact operations to take {name}=, as "
                 f"funcrl.models.Transformer does, got {type(model).__name__}, which does not."
             )
-    scores_fn_of = partial(_scores_fn, temperature=temperature, chunk=chunk, attend=attend)
+    owns = attend is None and attend_segments is None
+    if owns:
+        attend_segments = network_ops.attend_segments
+    scores_fn_of = partial(
+        _scores_fn,
+        temperature=temperature,
+        chunk=chunk,
+        attend=attend,
+        attend_segments=attend_segments,
+    )
     scores_fn = scores_fn_of(model)
 
     @checked
@@ -107,7 +123,7 @@ def logprob_fn(
 
     if network_ops.exact:
         # An attention that is given is one of a sample.
-        rows = network_takes_rows(model) and attend is None
+        rows = network_takes_rows(model) and owns
         exact = summing_in_blocks(model_fn, model, dtype, scores_fn_of, takes_rows=rows)
         if exact is not None:
             return exact
@@ -115,7 +131,11 @@ def logprob_fn(
 
 
 def _scores_fn(
-    model: nn.Module, temperature: float, chunk: int | None, attend: ops.AttendFn | None
+    model: nn.Module,
+    temperature: float,
+    chunk: int | None,
+    attend: ops.AttendFn | None,
+    attend_segments: ops.AttendSegmentsFn | None,
 ) -> ScoresFn:
     """Return `(params, sample, dtype) -> TokenScores`; the arguments are those of `logprob_fn`.
 
@@ -127,17 +147,18 @@ def _scores_fn(
         options: dict[str, Any] = {} if attend is None else {"attend": attend}
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
-            if attend is not None:
+            if attend_segments is None:
                 raise ValueError(
-                    "logprob_fn expects no attend for the rows of a PackedBatch, whose samples do "
-                    f"not see each other, got {getattr(attend, '__name__', attend)}."
+                    "logprob_fn expects attend_segments= beside attend= for the rows of a "
+                    "PackedBatch, whose samples do not see each other, got attend="
+                    f"{getattr(attend, '__name__', attend)} alone."
                 )
             if not forward_takes(model, "attend"):
                 raise ValueError(
                     f"logprob_fn expects one sample a row, a Batch, for a network whose forward "
                     f"does not take attend=, got a PackedBatch for {type(model).__name__}."
                 )
-            options["attend"] = network_ops.attend_segments(segment_ids)
+            options["attend"] = attend_segments(segment_ids, getattr(sample, "prefix_ids", ()))
         if dtype is not None and network_ops.exact:
             options["dtype"] = dtype  # weights are cast where they are used: gradients stay wide
         elif dtype is not None:

@@ -74,6 +74,12 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
         keep("rotate", [_by_token(part) for part in turned], path)
         return turned
 
+    def norm_rotate(*inputs: Any) -> tuple[Tensor, Tensor]:
+        assert ops.norm_rotate is not None
+        turned = ops.norm_rotate(*inputs)
+        keep("norm_rotate", [_by_token(part) for part in turned], path)
+        return turned
+
     def attending(attend: AttendFn) -> AttendFn:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attended = attend(q, k, v)
@@ -90,9 +96,10 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
     return ops._replace(
         **recorded,
         rotate=rotate,
+        norm_rotate=None if ops.norm_rotate is None else norm_rotate,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),
-        attend_segments=lambda segment_ids: attending(ops.attend_segments(segment_ids)),
+        attend_segments=lambda *ids: attending(ops.attend_segments(*ids)),
         attend_last=lambda *cache: attending(ops.attend_last(*cache)),
     )
 

@@ -130,11 +130,19 @@ class Attention(nn.Module):
         """Return attention's output [..., T, D] under a rotation by `ops.rotation`."""
         maps = [(part.weight, part.bias) for part in (self.q, self.k, self.v)]
         q, k, v = (self._heads(part) for part in self.ops.project(x, maps))
-        heads = [part.transpose(-2, -3) for part in (self.q_norm(q), self.k_norm(k), v)]
-        q, k = self.ops.rotate(heads[:2], rotation)
-        attended = attend(q, k, heads[2])
+        q, k = self._normed_and_rotated(q, k, rotation)
+        attended = attend(q, k, v.transpose(-2, -3))
         out: Tensor = self.o(attended.transpose(-2, -3).flatten(-2))
         return out
+
+    def _normed_and_rotated(self, q: Tensor, k: Tensor, rotation: Tensor) -> Sequence[Tensor]:
+        """Return queries and keys [..., T, heads, C] as attention takes them, [..., heads, T, C]."""
+        fused = self.ops.norm_rotate
+        if fused is None:
+            normed = [self.q_norm(q), self.k_norm(k)]
+            return self.ops.rotate([part.transpose(-2, -3) for part in normed], rotation)
+        gains = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else None
+        return fused(q, k, gains, self.config.norm_eps, rotation)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return [..., T, H C] as [..., T, H, C]."""

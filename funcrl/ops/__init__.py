@@ -4,20 +4,23 @@ from funcrl.ops.arithmetic import project, rms_norm, swiglu
 from funcrl.ops.attention import attend_causal, attend_hidden, attend_segments
 from funcrl.ops.choice import NATIVE, choose_ops, ops_of
 from funcrl.ops.chunked import linear_scores
-from funcrl.ops.contract import AttendFn, LinearFn, Ops, Weights
+from funcrl.ops.contract import AttendFn, AttendSegmentsFn, LinearFn, Ops, Weights
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash
+from funcrl.ops.flash_segments import attend_flash_segments
 from funcrl.ops.scores import entropy
 
 __all__ = [
     "EXACT",
     "NATIVE",
     "AttendFn",
+    "AttendSegmentsFn",
     "LinearFn",
     "Ops",
     "Weights",
     "attend_causal",
     "attend_flash",
+    "attend_flash_segments",
     "attend_hidden",
     "attend_segments",
     "choose_ops",

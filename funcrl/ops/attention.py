@@ -6,6 +6,7 @@ from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
 
 
@@ -31,25 +32,36 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @checked
-def attend_segments(segment_ids: Tensor) -> AttendFn:
+def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> AttendFn:
     """Return causal attention within segments, for a row that packs many samples.
 
     Args:
         segment_ids: [T], equal for the tokens of one sample, -1 on padding.
+        prefix_ids: [T], the segment of which each token sees all tokens too, -1 for none; none has
+            one when left out.
 
     Example:
         >>> import torch, funcrl
-        >>> attend = funcrl.ops.attend_segments(torch.tensor([0, 0, 1]))
         >>> zero, v = torch.zeros(1, 3, 1), torch.tensor([[[1.0], [3.0], [8.0]]])
+        >>> attend = funcrl.ops.attend_segments(torch.tensor([0, 0, 1]))
         >>> attend(zero, zero, v).squeeze(-1)
         tensor([[1., 2., 8.]])
+        >>> attend = funcrl.ops.attend_segments(torch.tensor([0, 0, 1]), torch.tensor([-1, -1, 0]))
+        >>> attend(zero, zero, v).squeeze(-1)
+        tensor([[1., 2., 4.]])
     """
     checks.check_rank("attend_segments", "segment_ids", segment_ids, "T")
     others = segment_ids[:, None] != segment_ids[None, :]
+    unshared = torch.ones_like(others)
+    if not isinstance(prefix_ids, tuple):
+        shape = segment_ids.shape
+        checks.check_shape("attend_segments", "prefix_ids", prefix_ids, "segment_ids", shape)
+        prefix = prefix_ids[:, None]
+        unshared = (prefix != segment_ids[None, :]) | (prefix < 0)
 
     @checked
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_hidden(q, k, v, _future(q) | others)
+        return attend_hidden(q, k, v, (_future(q) | others) & unshared)
 
     return attend
 

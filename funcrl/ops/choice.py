@@ -22,6 +22,7 @@ NATIVE = Ops(
     swiglu=arithmetic.swiglu,
     rotation=rotary.rotation,
     rotate=rotary.rotate_heads,
+    norm_rotate=None,
     attend_causal=attend_causal,
     attend_segments=attend_segments,
     scores=linear_scores,

@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcrl.core.types import Absent
+
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
 AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (segment_ids [..., T], prefix_ids [..., T] or () for none) -> attention of packed rows
+AttendSegmentsFn: TypeAlias = Callable[[Tensor, Tensor | Absent], AttendFn]
 
 
 class Ops(NamedTuple):
@@ -30,8 +34,16 @@ class Ops(NamedTuple):
     # (positions [..., T], head width, theta) -> the factors that `rotate` takes
     rotation: Callable[[Tensor, int, float], Tensor]
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
+    # (q, k, weights of their norms or None, eps, factors): both normed where there are weights, and
+    # rotated, at once, from [..., T, heads, C] to [..., heads, T, C]; None for these one by one
+    norm_rotate: (
+        Callable[
+            [Tensor, Tensor, tuple[Tensor, Tensor] | None, float, Tensor], tuple[Tensor, Tensor]
+        ]
+        | None
+    )
     attend_causal: AttendFn
-    attend_segments: Callable[[Tensor], AttendFn]  # of segment_ids [..., T]
+    attend_segments: AttendSegmentsFn
     # (hidden [T, D], weight [V, D], targets [T], temperature, chunk) -> log-probs, entropies
     scores: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
     log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)

@@ -1,4 +1,4 @@
-"""Batches from rollouts: filters, token weights, mini-batches, and many samples in a row."""
+"""Batches from rollouts: filters, token weights, and mini-batches."""
 
 import operator
 from collections.abc import Sequence
@@ -113,64 +113,6 @@ def pad_rows(
 
 
 @checked
-def pack(
-    rollout: Rollout, algorithm: Algorithm, length: Count, ref_logprobs: Tensor | Absent = ()
-) -> PackedBatch:
-    """Return the same batch with the samples laid end to end in rows of `length`.
-
-    Each sample, up to its last sampled token, goes whole into the first row with room, longest
-    first. Weights are made before packing, so that the loss is the same number.
-
-    Args:
-        rollout: B = N prompts x G samples, padded on the right.
-        algorithm: whose `advantage` and `weight` to use.
-        length: tokens a row; no sample may be longer.
-        ref_logprobs: [B, T] of the reference model, for a KL penalty.
-
-    Example:
-        >>> import torch, funcrl
-        >>> rollout = funcrl.Rollout(
-        ...     tokens=torch.tensor([[5, 6, 7], [5, 8, 0]]), group=torch.tensor([0, 0]),
-        ...     mask=torch.tensor([[False, True, True], [False, True, False]]),
-        ...     behavior_logprobs=torch.zeros(2, 3), rewards=torch.tensor([0.0, 1.0]),
-        ...     policy_version=torch.zeros(2, dtype=torch.int64))
-        >>> packed = funcrl.pack(rollout, funcrl.grpo(), length=6)
-        >>> packed.tokens, packed.segment_ids
-        (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
-    """
-    batch = collate(rollout, algorithm, ref_logprobs)
-    width = rollout.mask.shape[1]
-    # One past the last sampled token; a sample without one has nothing to train on.
-    ends = (torch.arange(1, width + 1, device=rollout.mask.device) * rollout.mask).amax(dim=1)
-    sizes: list[int] = ends.tolist()
-    if max(sizes) > length:
-        row = sizes.index(max(sizes))
-        raise ValueError(
-            f"pack expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
-        )
-    rows = _first_fit(sizes, length) or [[]]
-    # The indices are made on the CPU, slice by slice, and moved to the device once.
-    source = torch.full((len(rows), length), -1, dtype=torch.int64, device="cpu")
-    segment_ids = source.clone()
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, sample in enumerate(members):
-            place = slice(start, start + sizes[sample])
-            first = sample * width
-            source[row, place] = torch.arange(first, first + sizes[sample], device="cpu")
-            segment_ids[row, place] = segment
-            start = place.stop
-    source = source.to(rollout.mask.device)
-
-    def gather(values: Tensor) -> Tensor:
-        taken = values.reshape(-1)[source.clamp(min=0)]
-        return torch.where(source < 0, torch.zeros_like(taken), taken)
-
-    packed: Batch = tree.map(gather, batch)
-    return PackedBatch(segment_ids=segment_ids.to(rollout.mask.device), **packed._asdict())
-
-
-@checked
 def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
     """Return the batch's rows in `count` mini-batches, in an order drawn from the seed.
 
@@ -179,7 +121,7 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
     are those of its samples, as if each had a row of its own.
 
     Args:
-        batch: of B rows; of a `PackedBatch` with the positions that `pack` makes.
+        batch: of B rows; of a `PackedBatch` with the positions that `pack` and `pack_groups` make.
         algorithm: whose `weight` to use.
         count: the number of mini-batches, at most B; one is the batch itself.
         seed: of the order.
@@ -323,10 +265,13 @@ def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
     if isinstance(part, Batch):
         return _weights("minibatches", algorithm, part.mask, dtype)
     # A weight rule expects one sample a row: each token is moved to a row of its sample, and its
-    # weight back to the token's place.
+    # weight back to the token's place. A shared prefix is no sample.
     num_rows, length = part.segment_ids.shape
+    first_id = torch.arange(num_rows, device=part.mask.device)[:, None] * length
     filled = part.segment_ids >= 0
-    first_id = torch.arange(num_rows, device=filled.device)[:, None] * length
+    if not isinstance(part.prefix_ids, tuple):
+        prefixes = (first_id + part.prefix_ids)[part.prefix_ids >= 0]
+        filled = filled & ~torch.isin(first_id + part.segment_ids, prefixes)
     ids, row = torch.unique((first_id + part.segment_ids)[filled], return_inverse=True)
     place = (row, part.positions[filled])
     mask = part.mask.new_zeros(len(ids), length)
@@ -374,19 +319,3 @@ def _check_reference(rollout: Rollout, ref_logprobs: Tensor) -> None:
             f"collate expects finite ref_logprobs inside the mask, got "
             f"{ref_logprobs[row, token].item()} in row {row} at {token}."
         )
-
-
-def _first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return the samples of each row, by first-fit decreasing; empty samples are left out."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):
-        if sizes[sample] == 0:
-            continue
-        row = next((row for row, left in enumerate(room) if left >= sizes[sample]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[row].append(sample)
-        room[row] -= sizes[sample]
-    return rows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Metrics, NamedRewards, Rollout
+from funcrl.core.types import Metrics, NamedRewards, PackedBatch, Rollout, Rows
 from funcrl.rl.batching import counted_tokens
 
 
@@ -91,6 +91,32 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
             f"to_floats expects each name in one field of metrics, got {twice} in two."
         )
     return {name: value.item() for field in metrics for name, value in field.items()}
+
+
+@checked
+def padding_frac(batch: Rows) -> Tensor:
+    """Return the share of a batch's tokens that a step computes for nothing.
+
+    Those are all but the tokens of samples up to the last sampled one, and of shared prefixes.
+
+    Args:
+        batch: of samples in rows of their own, or packed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
+        >>> nothing = torch.zeros(2, 4)
+        >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
+        >>> batch = funcrl.Batch(tokens, tokens, mask, nothing, nothing, nothing)
+        >>> funcrl.metrics.padding_frac(batch)
+        tensor(0.2500)
+    """
+    wide = numerics.at_least_float32(batch.token_weights.dtype)
+    if isinstance(batch, PackedBatch):
+        needed = batch.segment_ids >= 0
+    else:
+        needed = batch.mask.flip(-1).cumsum(dim=-1).flip(-1) > 0
+    return 1 - needed.to(wide).mean()
 
 
 @checked

@@ -31,7 +31,7 @@ from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import policy_loss
-from funcrl.rl.metrics import token_means
+from funcrl.rl.metrics import padding_frac, token_means
 
 
 @checked
@@ -143,7 +143,7 @@ def _report(
         last["learning_rate"] = learning_rate
     return Metrics(
         sums={"num_tokens": num_tokens, "num_nonfinite_logprobs": num_nonfinite},
-        means={"loss": loss} | of_tokens.means,
+        means={"loss": loss, "padding_frac": padding_frac(batch)} | of_tokens.means,
         maxes={"grad_norm": grad_norm} | of_tokens.maxes,
         last=last,
     )
@@ -211,7 +211,7 @@ def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | 
             f"{list(shape)}."
         )
     for name, value in batch._asdict().items():
-        if not (name == "ref_logprobs" and isinstance(value, tuple)):
+        if not (name in ("ref_logprobs", "prefix_ids") and isinstance(value, tuple)):
             checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
     checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)
     return batch._replace(mask=counted_tokens(batch.mask, batch.behavior_logprobs))

@@ -107,8 +107,10 @@ class Record:
             params = dict(like.params)
             save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
         progress = Progress(found.step, found.state, extra["row"])
-        self._checkpoints.save(found.step, found.state, extra, extra["row"].get("eval/accuracy"))
-        self._checkpoints.wait()
+        if self._config.checkpoint.every:
+            accuracy = extra["row"].get("eval/accuracy")
+            self._checkpoints.save(found.step, found.state, extra, accuracy)
+            self._checkpoints.wait()
         self._progress = progress
         self.note(f"Began {self.folder} as {parent} was after step {found.step}.")
         return found.step
@@ -131,7 +133,8 @@ class Record:
             (self.folder / name).unlink(missing_ok=True)
         self._progress = Progress(0, state, row)
         runs.append_lines(self.folder / runs.METRICS, [row])
-        self.save()
+        if self._config.checkpoint.every:
+            self.save()
 
     def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Write down a finished step, and show it; `seen` are completions to keep."""
@@ -142,7 +145,8 @@ class Record:
         self._progress = Progress(row["step"], state, row)
         self._given_up = False
         self._display.step(row, seen)
-        if row["step"] == self._config.steps or not row["step"] % self._config.checkpoint.every:
+        every = self._config.checkpoint.every
+        if every and (row["step"] == self._config.steps or not row["step"] % every):
             self.save()
 
     def give_up_state(self) -> None:
@@ -171,11 +175,17 @@ class Record:
                 again = f"begin again with: {_resume_command(self.folder)}"
                 self.note(f"Stopped before the first step; {again}")
             return
+        if not self._config.checkpoint.every:
+            self._report(error, f"{self.folder} keeps no checkpoints (--checkpoint.every 0).")
+            return
         lost = self._save_whole_step()
         # An error of the disk is the reason already why the last step is not saved.
         why = "" if lost is None or isinstance(error, OSError) else str(lost)
         saved, unsaved = self._checkpoints.newest, None if lost is None else self._progress.step
-        text = _what_is_saved(self.folder, saved, unsaved, why)
+        self._report(error, _what_is_saved(self.folder, saved, unsaved, why))
+
+    def _report(self, error: BaseException, text: str) -> None:
+        """Show what is saved: after an error, or now where the run was interrupted."""
         if isinstance(error, Exception):
             error.add_note(text)
         else:

@@ -9,6 +9,7 @@ from funcrl.tasks.contracts import Environment, Task, Tokenizer
 _NEEDED = ("name", "tokenizer", "prompts", "reward")
 _NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
 _NEEDED_OF_TOKENIZER = ("vocab_size", "end", "encode", "decode")
+_MAY_BE_NONE = ("end",)
 _ABSENT = object()
 
 
@@ -108,6 +109,7 @@ def _check_members(
     """Raise for a member that the value lacks, or has only as the base class's placeholder."""
     for name in needed:
         found = _member(value, name)
-        placeholder = getattr(kind, name, None)
-        if found is None or found is _ABSENT or getattr(found, "__func__", found) is placeholder:
+        placeholder = getattr(kind, name, _ABSENT)
+        has_none = found is None and name not in _MAY_BE_NONE
+        if has_none or getattr(found, "__func__", found) in (_ABSENT, placeholder):
             raise ValueError(f"{function} expects {words} with {', '.join(needed)}, got no {name}.")

@@ -27,7 +27,7 @@ class Tokenizer:
     """
 
     vocab_size: int
-    end: int  # the token that ends a completion
+    end: int | None  # the token that ends a completion; None if only its length ends one
     ends: Sequence[int] = ()  # further tokens that end one
 
     def encode(self, text: str) -> list[int]:
@@ -55,6 +55,11 @@ class Tokenizer:
         A run that begins from nothing keeps them, and `funcrl.export` puts them beside the model.
         """
         return {}
+
+
+def end_tokens(tokenizer: "TokenizerLike") -> list[int]:
+    """Return the token that ends a completion as a list, which is empty if none does."""
+    return [] if tokenizer.end is None else [tokenizer.end]
 
 
 class Task:
@@ -180,7 +185,7 @@ class TokenizerLike(Protocol):
     """The members that every tokenizer has, be it a `Tokenizer` or another object."""
 
     vocab_size: int
-    end: int
+    end: int | None
 
     def encode(self, text: str, /) -> list[int]:
         """Return the tokens of a prompt."""

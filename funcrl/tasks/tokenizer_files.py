@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from funcrl.tasks.contracts import Tokenizer
+from funcrl.tasks.contracts import Tokenizer, end_tokens
 
 _GENERATION = "generation_config.json"
 
@@ -17,11 +17,11 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     Args:
         tokenizer: of a task.
     """
-    ends = list(dict.fromkeys([tokenizer.end, *tokenizer.ends]))
+    ends = list(dict.fromkeys([*end_tokens(tokenizer), *tokenizer.ends]))
     ids = {
         "bos_token_id": None,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        "pad_token_id": ends[0],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": ends[0] if ends else None,
     }
     return {_GENERATION: _encoded(ids), **tokenizer.files()}
 

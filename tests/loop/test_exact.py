@@ -39,8 +39,10 @@ def test_no_token_differs_in_fifty_steps(tmp_path, dtype):
         {"microbatch": 2, "length_multiple": 16, "slots": 4, "num_iterations": 2},
         {"lora": funcrl.config.LoraConfig(rank=4)},
         {"task": "calculator", "sampling": Sampling(max_tokens=16)},  # several turns
+        {"packing": "samples", "pack_length": 40, "pack_rows": 2},
+        {"packing": "prefixes", "microbatch": 1, "num_minibatches": 2},
     ],
-    ids=["temperature", "truncated", "layouts", "lora", "turns"],
+    ids=["temperature", "truncated", "layouts", "lora", "turns", "packed", "prefixes"],
 )
 def test_it_holds_for_every_way_to_draw_and_train(tmp_path, options):
     """A run that finds a difference before a step's first update stops with an error."""

@@ -1,12 +1,14 @@
 """The estimate of memory, against bytes that were counted."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import funcrl
 from funcrl import memory
 from funcrl.cli.bench.measure import peak_bytes
-from funcrl.config import TrainConfig
+from funcrl.config import Sampling, TrainConfig
 
 
 @pytest.mark.slow
@@ -52,3 +54,18 @@ def test_a_captured_sampler_keeps_its_cache_while_the_step_trains():
     kept = sizes["bfloat16"]
     assert kept.kept_cache == kept.cache > 0
     assert kept.peak == kept.resident + kept.cache + kept.training
+
+
+def test_the_memory_estimate_knows_of_packed_rows():
+    shape = funcrl.build(TrainConfig()).model.config
+    config = TrainConfig(num_prompts=4, num_generations=8, sampling=Sampling(max_tokens=20))
+
+    def activations(**options):
+        return memory.estimate_memory(dataclasses.replace(config, **options), shape, 60).activations
+
+    flash = {"attend": "flash", "pack_length": 320}
+    plain = activations(attend="flash")  # 32 x 80 tokens
+    assert activations(packing="samples", **flash) == plain
+    # 2,560 tokens without 28 prompts of 59: 908, three rows of 320, and four with rows of padding.
+    assert activations(packing="prefixes", **flash) * 2560 == plain * 960
+    assert activations(packing="prefixes", **flash, pack_rows=2) * 2560 == plain * 1280

@@ -715,6 +715,9 @@ def test_a_run_that_fails_while_its_state_is_overwritten_saves_nothing_of_it(tmp
     ({"sampling": Sampling(num_samples=3)}, "--num-generations"),
     ({"compile": CompileConfig(cudagraph="full")}, "--device"),
     ({"length_multiple": 0}, "--length-multiple"),
+    ({"pack_length": 64}, "--packing samples or prefixes"),
+    ({"pack_rows": 2}, "--packing samples or prefixes"),
+    ({"packing": "samples", "pack_length": 3}, "--pack-length above --sampling.max-tokens"),
 ])  # fmt: skip
 def test_options_that_cannot_work_are_refused(tmp_path, options, option):
     with pytest.raises(ValueError, match=f"train expects.*{option}"):

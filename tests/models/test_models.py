@@ -218,7 +218,9 @@ def test_packed_rows_are_the_samples_by_themselves(name):
     for name, leaf in expected.params.items():
         assert (got.params[name] - leaf).abs().max() <= 1e-12, name
     packed_numbers = funcrl.metrics.to_floats(packed_metrics)
-    for name, value in funcrl.metrics.to_floats(metrics).items():
+    numbers = funcrl.metrics.to_floats(metrics)
+    assert packed_numbers.pop("padding_frac") < numbers.pop("padding_frac")
+    for name, value in numbers.items():
         assert abs(packed_numbers[name] - value) <= 1e-12, name
     assert metrics.maxes["grad_norm"] > 0.01
 

@@ -32,7 +32,7 @@ def test_the_one_line_use():
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
         "sampling/importance_sampling_ratio/mean",
-        "num_nonfinite_logprobs", "num_skipped_updates",
+        "num_nonfinite_logprobs", "num_skipped_updates", "padding_frac",
     }  # fmt: skip
     assert equal(step.update(state, BATCH), (new, metrics))
 
@@ -88,6 +88,7 @@ def test_metrics_by_hand():
         "sampling/sampling_logp_difference/mean": ((log[0, 1] - log[1, 1]) / 3).item(),
         "sampling/importance_sampling_ratio/mean": 1.0,
         "kl": ((1 / 1.5 - 1 + log[0, 1] + 2 - 1 + log[1, 1]) / 3).item(),
+        "padding_frac": 1 / 6,  # the second row's last token
     }
     assert {name: value.item() for name, value in metrics.means.items()} == pytest.approx(means)
     assert metrics.sums == {"num_tokens": 3, "num_nonfinite_logprobs": 0}
@@ -322,6 +323,8 @@ def test_packing_does_not_change_the_loss(name):
     assert packed.tokens.shape[0] < rows
     got, packed_metrics = step(state, packed)
     assert close(got, expected, 1e-14)
+    packed_share, share = (m.means.pop("padding_frac") for m in (packed_metrics, metrics))
+    assert packed_share < share
     assert close(packed_metrics, metrics, 1e-14)
     with pytest.raises(TypeError, match="grpo_step.*per_sample.* PackedBatch"):
         funcrl.grpo_step(cell_model, per_sample=lambda g: g)(state, packed)

@@ -5,7 +5,7 @@ from funcrl.cli.bench.inputs import StepBenchConfig
 from funcrl.cli.bench.loop import LoopBenchConfig, bench_loop
 from funcrl.cli.bench.measure import measure, peak_bytes
 from funcrl.cli.bench.numerics import NumericsBenchConfig, bench_numerics
-from funcrl.cli.bench.rows import Row, format_rows
+from funcrl.cli.bench.rows import Row, format_columns, format_rows
 from funcrl.cli.bench.step import bench_step
 from funcrl.cli.bench.vllm import VLLMBenchConfig, bench_vllm
 
@@ -21,6 +21,7 @@ __all__ = [
     "bench_numerics",
     "bench_step",
     "bench_vllm",
+    "format_columns",
     "format_rows",
     "measure",
     "peak_bytes",

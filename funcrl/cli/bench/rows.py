@@ -90,6 +90,38 @@ def format_rows(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def format_columns(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown tables, one for each shape, with a column for each variant.
+
+    Beside a median there is the spread, in parentheses, of what was measured several times.
+    """
+    machine = {name: value for row in rows for name, value in row.machine.items()}
+    lines = [describe(machine)] if rows else []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        own = {(row.what, row.variant): row for row in rows if row.shape == shape}
+        variants = list(dict.fromkeys(variant for _, variant in own))
+        lines += ["", shape, "", _line(["", *variants]), "|---" * (len(variants) + 1) + "|"]
+        for what in dict.fromkeys(what for what, _ in own):
+            lines += _lines_of(what, [own.get((what, variant)) for variant in variants])
+    return "\n".join(lines)
+
+
+def _lines_of(what: str, rows: Sequence[Row | None]) -> list[str]:
+    """Return a table's lines of what was measured, one for each key that a row has a value of."""
+    values = [{} if row is None else _flat(row) for row in rows]
+    lines = []
+    for key, (title, _, _) in _COLUMNS.items():
+        if key in ("spread_s", "time_ratio", "peak_ratio"):
+            continue
+        cells = [_cell(key, each.get(key)) for each in values]
+        if key == "median_s":
+            spreads = [_cell("spread_s", each.get("spread_s") or None) for each in values]
+            cells = [f"{cell} ({s})" if s else cell for cell, s in zip(cells, spreads, strict=True)]
+        if any(cells):
+            lines.append(_line([f"{what}, {title}", *cells]))
+    return lines
+
+
 def describe(machine: dict[str, str]) -> str:
     """Return a machine and its versions as one line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())

@@ -28,7 +28,7 @@ from funcrl.loop.parity.sides import LOGPROBS, Part, Side, TokensFn, Way, of_sam
 from funcrl.models import Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.rl.algorithms import grpo
-from funcrl.rl.batching import pack
+from funcrl.rl.packing import pack
 
 _SIZES = (1, 7, 64)
 _PADDING = 64

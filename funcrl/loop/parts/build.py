@@ -27,10 +27,10 @@ from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop.parts import chosen, data, sources
 from funcrl.models import SHAPES, Transformer
-from funcrl.models.logits import logits_fn, vocab_size_of
+from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
-from funcrl.ops import AttendFn, attend_flash
+from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
@@ -286,12 +286,19 @@ def _model(making: _Making) -> nn.Module:
 def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     is_known = isinstance(model, Transformer)
+    if config.packing != "none" and not forward_takes(model, "attend"):
+        raise ValueError(
+            f"{function} expects --packing none for a network whose forward does not take "
+            f"attend=, and would let samples of a row see each other, got {config.packing} for "
+            f"{type(model).__name__}."
+        )
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
         chunk=config.logprob_chunk if is_known else None,
         dtype=chosen.compute_dtype(config),
         attend=_attend(function, config, model),
+        attend_segments=attend_flash_segments if config.attend == "flash" else None,
     )
 
 

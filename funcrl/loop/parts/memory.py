@@ -7,6 +7,9 @@ from funcrl.core.arguments import checked
 from funcrl.models import Transformer, TransformerConfig
 
 _FLOAT = 4
+# A packed row is so many times as long as the longest sample, where its length is not given: that
+# leaves little room at its end.
+LONGEST = 4
 
 
 class MemoryEstimate(NamedTuple):
@@ -87,6 +90,21 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     )
 
 
+def _rows_of_training(config: TrainConfig, prompt: int, completion: int) -> tuple[int, int]:
+    """Return the rows of an update, and their tokens, if all samples are as long as they may be."""
+    samples = config.num_prompts * config.num_generations // config.num_minibatches
+    length = prompt + completion
+    width = length + -length % config.length_multiple
+    if config.packing == "none":
+        return samples, width
+    packed = config.pack_length or LONGEST * width
+    total = samples * length
+    if config.packing == "prefixes":
+        total -= max(samples - config.num_prompts, 0) * max(prompt - 1, 0)
+    rows = -(-total // packed)
+    return rows + -rows % config.pack_rows, packed
+
+
 @checked
 def estimate_memory(
     config: TrainConfig, shape: TransformerConfig, prompt_tokens: int, num_turns: int = 1
@@ -111,8 +129,7 @@ def estimate_memory(
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
     length = prompt_tokens + completion
-    padded = length + -length % config.length_multiple  # in training alone
-    all_rows = config.num_prompts * config.num_generations // config.num_minibatches
+    all_rows, padded = _rows_of_training(config, prompt_tokens, completion)
     rows = min(config.microbatch or all_rows, all_rows)
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
     # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
@@ -136,7 +153,7 @@ def estimate_memory(
         gradients=trained + merged,
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=3 * trained,
+        checkpoint=3 * trained if config.checkpoint.every else 0,
         cache=cache,
         kept_cache=cache if captured else 0,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from funcrl.ops import arithmetic
 from funcrl.ops.contract import Ops
-from funcrl.ops.exact import attention, embedding, gate, linear, norm, rotary, scores
+from funcrl.ops.exact import attention, embedding, gate, linear, norm, norm_rotate, rotary, scores
 
 EXACT = Ops(
     embed=embedding.embed,
@@ -20,6 +20,7 @@ EXACT = Ops(
     swiglu=gate.swiglu,
     rotation=rotary.rotation,
     rotate=rotary.rotate,
+    norm_rotate=norm_rotate.norm_rotate,
     attend_causal=attention.attend_causal,
     attend_segments=attention.attend_segments,
     scores=scores.linear_scores,
@@ -39,11 +40,14 @@ EXACT_FORWARD = EXACT._replace(
     swiglu=gate.plain_swiglu,
     rotation=rotary.plain_rotation,
     rotate=rotary.plain_rotate,
+    norm_rotate=norm_rotate.plain_norm_rotate,
     attend_causal=attention.plain_attend_causal,
 )
 """The same kernels, called without what a derivative needs: for generators."""
 
-_SUMMED = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "scores")  # over rows
+_SUMMED = (  # over rows
+    "embed", "linear", "project", "rms_norm", "add_rms_norm", "norm_rotate", "scores",
+)  # fmt: skip
 
 
 def sum_in_blocks(ops: Ops, blocks: int) -> Ops | None:

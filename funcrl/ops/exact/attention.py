@@ -1,7 +1,9 @@
 """Attention whose rows stand alone: query t sees the keys from first[t] to last[t].
 
 Keys are taken in blocks that are counted from first[t], so that a sample has the same bits in a row
-of its own, in a packed row, in a piece of a prompt, and token by token on a cache.
+of its own, in a packed row, in a piece of a prompt, and token by token on a cache. Before them it
+may see the keys of a prefix that several samples share, a span (start, count) of the same row; then
+blocks are counted from the prefix's first key, as where prompt and completion are one sample.
 """
 
 import math
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
+from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
@@ -19,11 +22,14 @@ from funcrl.ops.exact.recipe import differentiable, operator
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Sequence[Tensor]:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
+) -> Sequence[Tensor]:
     """Return attention [..., H, T, C] and its log-normalisers [..., H, T]."""
     spans = (part.expand(*q.shape[:-3], q.shape[-2]).reshape(-1, q.shape[-2])
              for part in (first, last))  # fmt: skip
-    out, normaliser = kernels_of(q).attend(*(_batch(part) for part in (q, k, v)), *spans)
+    flat = (_batch(part) for part in (q, k, v))
+    out, normaliser = kernels_of(q).attend(*flat, *spans, _spans_of_rows(shared))
     return out.view(q.shape), normaliser.view(q.shape[:-1])
 
 
@@ -37,12 +43,12 @@ def _count(q: Sequence[int], k: Sequence[int], *_: Any) -> int:
     return 4 * math.prod(q) * k[-2]
 
 
-@operator("attend", _like, rows=range(5), flops=_count)
+@operator("attend", _like, rows=range(6), flops=_count)
 def attend_op(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return attention and its log-normalisers."""
-    out, normaliser = _attended(q, k, v, first, last)
+    out, normaliser = _attended(q, k, v, first, last, shared)
     return out, normaliser
 
 
@@ -56,22 +62,26 @@ def _count_gradients(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *
     return 10 * math.prod(q) * k[-2]
 
 
-@operator("attend_gradients", _like_gradients, rows=range(8), flops=_count_gradients)
+@operator("attend_gradients", _like_gradients, rows=range(9), flops=_count_gradients)
 def attend_gradients_op(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
-    normaliser: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor,
+    shared: Tensor | None, out: Tensor, normaliser: Tensor,
 ) -> Triple:  # fmt: skip
     """Return the gradients of queries, keys and values."""
     flat = [_batch(part) for part in (grad, q, k, v)]
     spans = [part.reshape(-1, q.shape[-2]) for part in (first, last)]
     normaliser = normaliser.reshape(-1, *normaliser.shape[-2:])
-    grads = kernels_of(q).attend_gradients(*flat, *spans, _batch(out), normaliser)
+    grads = kernels_of(q).attend_gradients(
+        *flat, *spans, _batch(out), normaliser, _spans_of_rows(shared)
+    )
     grad_q, grad_k, grad_v = (g.view(p.shape) for g, p in zip(grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    return attend_op(q, k, v, first, last)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return attend_op(q, k, v, first, last, shared)
 
 
 def _backward(
@@ -81,12 +91,12 @@ def _backward(
     return [each for each, want in zip(found, wanted, strict=False) if want]
 
 
-_attend = differentiable("attend", _forward, _backward, rows=range(5))
+_attend = differentiable("attend", _forward, _backward, rows=range(6))
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention in which a token sees itself and all tokens before it."""
-    out: Tensor = _attend(q, k, v, *_causal(q))
+    out: Tensor = _attend(q, k, v, *_causal(q), None)
     return out
 
 
@@ -95,17 +105,24 @@ def plain_attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _attended(q, k, v, *_causal(q))[0]
 
 
-def attend_segments(segment_ids: Tensor) -> AttendFn:
-    """Return causal attention within segments [..., T]; padding, -1, is a segment, too."""
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
-    places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    first = torch.where(starts, places, 0).cummax(dim=-1).values
-    last = places.expand_as(first)
+def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> AttendFn:
+    """Return causal attention within segments [..., T]; padding, -1, is a segment, too.
+
+    Args:
+        segment_ids: of which all tokens of one number are neighbours.
+        prefix_ids: the segment that a token sees besides, -1 for none.
+    """
+    first = _first_places(segment_ids)
+    last = torch.arange(segment_ids.shape[-1], device=segment_ids.device).expand_as(first)
+    shared = None
+    if not isinstance(prefix_ids, tuple):
+        shared = _spans_of_prefixes(segment_ids, prefix_ids, first)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        spans = (part.expand(*q.shape[:-3], q.shape[-2]) for part in (first, last))
-        out: Tensor = _attend(q, k, v, *spans)
+        lead = q.shape[:-3]
+        spans = (part.expand(*lead, q.shape[-2]) for part in (first, last))
+        prefixes = None if shared is None else shared.expand(*lead, *shared.shape[-2:])
+        out: Tensor = _attend(q, k, v, *spans, prefixes)
         return out
 
     return attend
@@ -127,6 +144,32 @@ def attend_last(positions: Tensor, _layer: Tensor, _places: int) -> AttendFn:
 def _causal(q: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.arange(q.shape[-2], device=q.device).expand(*q.shape[:-3], q.shape[-2])
     return torch.zeros_like(last), last
+
+
+def _first_places(segment_ids: Tensor) -> Tensor:
+    """Return where the segment of each token begins."""
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    starts = torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
+    places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
+    return torch.where(starts, places, 0).cummax(dim=-1).values
+
+
+def _spans_of_prefixes(segment_ids: Tensor, prefix_ids: Tensor, first: Tensor) -> Tensor:
+    """Return [..., T, 2], the first place and the length of each token's prefix, 0 for none."""
+    length = segment_ids.shape[-1]
+    ends = length - _first_places(segment_ids.flip(-1)).flip(-1)
+    # Tables by segment, and one place more, for padding. All tokens of a segment write the same.
+    segment = torch.where(segment_ids < 0, length, segment_ids)
+    prefix = torch.where(prefix_ids < 0, length, prefix_ids)
+    table = first.new_zeros(*first.shape[:-1], length + 1)
+    starts, counts = (table.scatter(-1, segment, each) for each in (first, ends - first))
+    spans = torch.stack([starts.gather(-1, prefix), counts.gather(-1, prefix)], dim=-1)
+    return torch.where(prefix_ids[..., None] < 0, 0, spans)
+
+
+def _spans_of_rows(shared: Tensor | None) -> Tensor | None:
+    """Return [..., T, 2] as [B, T, 2]."""
+    return None if shared is None else shared.reshape(-1, *shared.shape[-2:])
 
 
 def _batch(x: Tensor) -> Tensor:

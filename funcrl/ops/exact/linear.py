@@ -22,8 +22,36 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def plain_project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
-    """Return several `plain_linear` of one input."""
-    return [plain_linear(x, weight, bias) for weight, bias in weights]
+    """Return several `plain_linear` of one input, at once if a GPU has the weights side by side."""
+    joined = _joined(weights)
+    if joined is None:
+        return [plain_linear(x, weight, bias) for weight, bias in weights]
+    return plain_linear(x, *joined).split([len(weight) for weight, _ in weights], dim=-1)
+
+
+def _joined(weights: Weights) -> tuple[Tensor, Tensor | None] | None:
+    """Return the one matrix, and bias, that several lying one after another in memory make up."""
+    matrix = side_by_side([weight for weight, _ in weights])
+    biases = [bias for _, bias in weights if bias is not None]
+    if not biases:
+        return None if matrix is None else (matrix, None)
+    bias = side_by_side(biases) if len(biases) == len(weights) else None
+    return None if matrix is None or bias is None else (matrix, bias)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the parts of a GPU's memory as one tensor if each begins where the last one ends."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        if not (part.device.type == "cuda" and part.is_contiguous() and alike):
+            return None
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
 
 
 def _like_linear(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:

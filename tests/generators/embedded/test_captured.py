@@ -29,11 +29,12 @@ from funcrl.generators.embedded.drawn import Request
 from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.ops.exact.sharing import Sharing
 
-# Below, at and above a page and two; more prompts than some of the numbers of slots have room for.
+# Below, at and above a page; more prompts than some of the numbers of slots have room for.
 PROMPTS = [
-    [3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8] * 8, [7, 1, 2] * 11, [2] * 15, [6] * 17, [3] * 40,
-    [4] * 63, [5, 8] * 8,
+    [3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8] * 8, [7, 1, 2] * 27, [2] * (SIZE - 1), [6] * SIZE,
+    [3] * (SIZE + 1), [4] * 95, [5, 8] * 8,
 ]  # fmt: skip
 
 SAMPLINGS = {
@@ -53,7 +54,7 @@ SAMPLINGS = {
 def make(dtype=torch.float32, device="cpu", **options):
     """A small model of exact numerics whose distributions are far from uniform."""
     shape = {"vocab_size": 11, "width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-             "head_width": 16, "mlp_width": 48, "context_length": 64,
+             "head_width": 16, "mlp_width": 48, "context_length": 96,
              "numerics": "exact"}  # fmt: skip
     model = Transformer(TransformerConfig(**shape | options))
     params = funcrl.init_params(model, seed=0, dtype=dtype, device=device)
@@ -141,14 +142,15 @@ def test_the_seed_decides(captured):
 def test_a_step_on_pages_is_a_step_on_a_plain_cache():
     """Wherever the pages lie; rows without a sample see nothing and change no page of others."""
     model, params = make()
-    prompts, lengths = torch.randint(0, 11, (3, 37)), torch.tensor([37, 16, 20])
-    tokens, positions = torch.randint(0, 11, (3,)), torch.tensor([37, 16, 20])
+    longest = 2 * SIZE + 5
+    prompts, lengths = torch.randint(0, 11, (3, longest)), torch.tensor([longest, SIZE, SIZE + 4])
+    tokens, positions = torch.randint(0, 11, (3,)), lengths.clone()
     with torch.inference_mode():
         network = pack_weights(model, params)
-        plain = empty_cache(network, 3, 48, network.norm.weight)
+        plain = empty_cache(network, 3, 3 * SIZE, network.norm.weight)
         prefix = prefill(network, prompts, lengths)
         for layer, pairs in zip(plain, prefix.pairs, strict=True):
-            layer[:, :, :37] = pairs
+            layer[:, :, :longest] = pairs
         cache = empty_pages(model.config, 20, network.norm.weight)
         tables = (torch.randperm(19)[:12] + 1).view(4, 3)
         copies = torch.tensor([[tables[0, 0]], [tables[3, 2]]])
@@ -156,9 +158,11 @@ def test_a_step_on_pages_is_a_step_on_a_plain_cache():
         assert torch.equal(logits, prefix.logits)
         assert torch.equal(cache[:, copies[0]], cache[:, copies[1]])
         before = cache.clone()
-        wanted = extend(network, plain, tokens, positions, 37)
+        wanted = extend(network, plain, tokens, positions, longest)
         rows = torch.cat([tokens, torch.tensor([0])]), torch.cat([positions, torch.tensor([-1])])
-        found = extend_paged(network, cache, *rows, tables)
+        members = torch.tensor([[0], [1], [2], [-1]], dtype=torch.int32)
+        sharing = Sharing(members, torch.zeros(4, dtype=torch.int32))
+        found = extend_paged(network, cache, *rows, tables, sharing)
     assert torch.equal(found[:3], wanted)
     written = {int(tables[row, place // SIZE]) for row, place in enumerate(positions.tolist())}
     changed = (cache != before).flatten(2).any(dim=2).any(dim=0).nonzero().flatten().tolist()
@@ -166,7 +170,7 @@ def test_a_step_on_pages_is_a_step_on_a_plain_cache():
     assert written <= set(changed)
 
 
-def request_of(sampling, prompts=PROMPTS, slots=256, context_length=64):
+def request_of(sampling, prompts=PROMPTS, slots=256, context_length=96):
     return Request(prompts, sampling, 0, letters, slots, context_length)
 
 
@@ -192,10 +196,11 @@ def test_all_pages_are_given_back(name):
 
 
 def test_samples_of_a_prompt_share_its_whole_pages():
-    request = request_of(Sampling(3, max_tokens=20), prompts=[[1] * 37], context_length=50)
+    prompt = [1] * (2 * SIZE + 5)
+    request = request_of(Sampling(3, 2 * SIZE), prompts=[prompt], context_length=3 * SIZE + 2)
     pages = Pages(20)
     tables = pages.take(request, 0)
-    # 37 tokens of the prompt and 12 of 13 drawn ones are fed: four pages, two of them whole.
+    # All but the last token are fed, one more than three pages hold; the prompt fills two of them.
     assert [len(table) for table in tables] == [4, 4, 4]
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert len({page for table in tables for page in table}) == 8 == num_pages(request, 0)
@@ -394,7 +399,7 @@ class ReadByHost(TorchDispatchMode):
 def test_a_draw_reads_no_value_on_the_host(name):
     """That of the gap of min-p is a constant: a float64 that never was on a device."""
     sampling = SAMPLINGS[name]
-    sizes = Sizes(slots=4, samples=5, pages=3, width=2, most=6)
+    sizes = Sizes(slots=4, samples=5, pages=3, width=2, most=6, group=1)
     device = torch.device("cpu")
     slots, results = empty_slots(sizes, device), empty_results(sizes, device, torch.float32)
     slots.positions.copy_(torch.tensor([3, -1, 5, 0]))

@@ -3,6 +3,7 @@
 import exact_fuzz
 import pytest
 import torch
+from sharing import samples_under_way, with_new
 
 from funcrl.ops.exact import cpu
 
@@ -173,3 +174,38 @@ def test_scores_and_their_gradients(temperature, dtype):
 def test_a_row_has_the_same_bits_in_any_company(op):
     differing = [exact_fuzz.run_case(op, seed, "cpu") for seed in range(25)]
     assert [what for what in differing if what] == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_pages_have_the_bits_of_pages(seed):
+    case = samples_under_way(torch.float32, 4, 2, 16, 3, 3, 16, seed)
+    case.last[seed] = -1
+    case.sharing.members[case.sharing.members == 5] = -1  # in no group: writes nothing
+    written = with_new(case)
+    every = torch.arange(len(case.q))
+    expected = cpu.attend_paged(case.q, written, case.tables, every, case.last)
+    before = case.cache.clone()
+    out = cpu.attend_new(*case)
+    rest = [row for row in range(len(case.q)) if row not in (5, seed)]
+    assert torch.equal(out[rest], expected[rest])
+    assert not out[seed].any()
+    for row in (5, seed):
+        page = case.tables[row, -1]
+        assert torch.equal(case.cache[page].nan_to_num(9), before[page].nan_to_num(9))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_and_rotation_at_once_have_the_bits_of_each(normed):
+    q, k, rotation = (
+        drawn(*shape, dtype=torch.float32)
+        for shape in ((2, 3, 4, 16), (2, 3, 2, 16), (2, 2, 3, 16))
+    )
+    gains = tuple(drawn(2, 16, dtype=torch.float32)) if normed else None
+    for number, (out, part) in enumerate(
+        zip(cpu.norm_rotate(q, k, gains, 1e-6, rotation), (q, k), strict=True)
+    ):
+        flat = part.reshape(-1, 16)
+        if gains is not None:
+            flat = cpu.rms_norm(flat, gains[number], 1e-6, 0.0)[0]
+        expected = cpu.rotate(flat.view(part.shape).transpose(1, 2), rotation, False)
+        assert torch.equal(out, expected)

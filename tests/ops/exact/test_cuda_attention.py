@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from sharing import samples_under_way, with_new
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -165,3 +166,88 @@ def test_pages_have_the_bits_of_rows(heads, key_heads, width, size, dtype):
         picked = places.to(DEVICE)
         ours = exact.attend_paged(flat[picked], cache, tables, requests[picked], ends[picked])
         assert torch.equal(ours, expected[picked])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize(("group", "groups"), [(1, 3), (3, 2), (40, 2)] if ON_GPU else [(3, 2)])
+def test_shared_pages_have_the_bits_of_pages(heads, key_heads, width, group, groups, dtype):
+    size = 64 if ON_GPU else 16
+    case = samples_under_way(dtype, heads, key_heads, width, group, groups, size, 0, DEVICE)
+    written = with_new(case)
+    every = torch.arange(len(case.q), device=DEVICE)
+    expected = exact.attend_paged(case.q, written, case.tables, every, case.last)
+    assert torch.equal(exact.attend_new(*case), expected)
+    assert torch.equal(case.cache.nan_to_num(9), written.nan_to_num(9))
+
+
+def test_a_place_of_minus_one_writes_nothing():
+    case = samples_under_way(DTYPES[-1], 4, 2, 16, 2, 2, 16, 1, DEVICE)
+    before = case.cache.clone()
+    case.last[1] = -1
+    out = exact.attend_new(*case)
+    assert not out[1].any()
+    page = case.tables[1, -1]
+    assert torch.equal(case.cache[page].nan_to_num(9), before[page].nan_to_num(9))
+    assert torch.equal(case.cache[0], before[0])
+    whole = samples_under_way(DTYPES[-1], 4, 2, 16, 2, 2, 16, 1, DEVICE)
+    others = [0, 2, 3]
+    assert torch.equal(out[others], exact.attend_new(*whole)[others])
+
+
+def shared_row(prefix, *samples, length):
+    """`rows` of samples behind a prefix that they share, and the spans [T, 2] that they see too."""
+    first, last = rows(prefix, *samples, length=length)
+    shared = torch.zeros(length, 2, dtype=torch.int64, device=DEVICE)
+    shared[prefix : prefix + sum(samples), 1] = prefix
+    return first, last, shared
+
+
+def shared_oracle(q, k, v, first, last, shared):
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    places = torch.arange(k.shape[2], device=k.device)
+    seen = (places >= first[..., None]) & (places <= last[..., None])
+    start, count = shared[..., :1], shared[..., 1:]
+    seen = seen | ((places >= start) & (places < start + count) & (last >= first)[..., None])
+    score = ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -1e30)
+    return (torch.softmax(score, -1) * seen[:, None]) @ v
+
+
+SAMPLES = [(70, 64, 1, 200, 130), (64, 30, 31, 32)] if ON_GPU else [(13, 9, 1, 20), (40, 3, 6)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+@pytest.mark.parametrize("sizes", SAMPLES)
+def test_a_shared_prefix(heads, key_heads, width, sizes, dtype):
+    """Results against float64; a sample's bits are those that it has with the prefix alone."""
+    length, (prefix, *samples) = sum(sizes) + 5, sizes
+    q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
+    row = shared_row(prefix, *samples, length=length)
+    spans = [torch.stack([part] * 3) for part in row]
+    spans[2][1] = 0  # a row without: its samples stand for themselves
+    first, last, shared = spans
+    out, normaliser = exact.attend(q, k, v, first, last, shared)
+    plain = exact.attend(q[1:2], k[1:2], v[1:2], first[1:2], last[1:2])
+    assert torch.equal(out[1:2], plain[0])
+    assert torch.equal(normaliser[1:2], plain[1])
+    leaves = [part.double().requires_grad_() for part in (q, k, v)]
+    expected = shared_oracle(*leaves, *spans)
+    assert_near(out, expected, dtype)
+    grad = randn(*out.shape, dtype=dtype, seed=7)
+    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    for part, wide in zip(ours, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        assert_near(part, wide, dtype, factor=2)
+    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    assert all(torch.equal(part, other) for part, other in zip(ours, again, strict=True))
+    start = prefix
+    for size in samples:
+        own = torch.arange(start, start + size, device=DEVICE)
+        places = torch.cat([torch.arange(prefix, device=DEVICE), own])
+        alone = [part[:1, :, places] for part in (q, k, v)]
+        ranges = [part[None] for part in rows(len(places), length=len(places))]
+        result, own_normaliser = exact.attend(*alone, *ranges)
+        assert torch.equal(result[:, :, prefix:], out[:1, :, own])
+        assert torch.equal(own_normaliser[:, :, prefix:], normaliser[:1, :, own])
+        start += size

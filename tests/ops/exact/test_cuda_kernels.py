@@ -255,3 +255,93 @@ def test_embedding_gradient(dtype):
     assert_near(ours, oracle, torch.float32)
     assert ours[20:].eq(0).all()
     assert torch.equal(ours, exact.embedding_gradient(grad, tokens, 25))
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width"),
+    [(16, 8, 128), (9, 3, 64), (40, 8, 80), (4, 4, 256)] if ON_GPU else [(3, 1, 20)],
+)
+def test_norm_and_rotation_at_once_have_the_bits_of_each(heads, key_heads, width, normed, dtype):
+    # Queries and keys lie in one row, as a joined product leaves them.
+    row = randn(2, 3, (heads + key_heads) * width, dtype=dtype)
+    q, k = row.unflatten(-1, (-1, width)).split([heads, key_heads], dim=2)
+    rotation = randn(2, 2, 3, width)
+    gains = tuple(randn(width, dtype=dtype, seed=seed) for seed in (1, 2)) if normed else None
+    for number, (out, part) in enumerate(
+        zip(exact.norm_rotate(q, k, gains, 1e-6, rotation), (q, k), strict=True)
+    ):
+        flat = part.reshape(-1, width)
+        if gains is not None:
+            flat = exact.rms_norm(flat, gains[number], 1e-6, 0.0)[0]
+        expected = exact.rotate(flat.view(part.shape).transpose(1, 2), rotation, False)
+        assert torch.equal(out, expected)
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 300, 16384, 151936] if ON_GPU else [1, 300, 9000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_draws_invert_the_cumulative_distribution(dtype, vocabulary, temperature):
+    rows = 32 if ON_GPU else 6
+    logits = randn(rows, vocabulary, dtype=dtype) * 3
+    logits[:, 1::7] = -torch.inf
+    generator = torch.Generator().manual_seed(vocabulary)
+    uniforms = torch.rand(rows, generator=generator, dtype=torch.float64).to(DEVICE)
+    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
+    tokens, logprobs = exact.draw(logits, uniforms, temperature)
+    assert torch.equal(logprobs, exact.scores(logits, tokens, temperature)[0])
+    # A weight is a float32 exponential: its error, a few units of 2^-24 and those of its exponent,
+    # which is at most 40 here, is that of the cumulative probability.
+    wide = torch.softmax(logits.double() / temperature, dim=-1)
+    cumulative = wide.cumsum(-1)
+    after = cumulative.gather(1, tokens[:, None]).squeeze(1)
+    before = after - wide.gather(1, tokens[:, None]).squeeze(1)
+    bound = 64 * 2.0**-24
+    assert (before - bound <= uniforms).all()
+    assert (uniforms <= after + bound).all()
+    assert (wide.gather(1, tokens[:, None]) > 0).all()
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "width"), [((2, 96, 16), 128), ((3, 50, 9), 64)] if ON_GPU else [((2, 3, 4), 20)]
+)
+def test_gradients_of_norm_and_rotation_at_once(shape, width, normed, dtype):
+    x = randn(*shape, 2 * width, dtype=dtype)[..., :width]  # as a joined product leaves it
+    grad = randn(*shape, width, dtype=dtype, seed=1).transpose(1, 2)
+    rotation, gain = randn(2, *shape[:2], width), randn(width, dtype=dtype, seed=2)
+    leaves = [part.double().requires_grad_() for part in (x, gain)]
+    scale = torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6)
+    rows = leaves[0] * scale * leaves[1] if normed else leaves[0]
+    cos, sin = rotation.double()[:, :, :, None]
+    turned = (rows * cos + rows.roll(width // 2, -1) * sin).transpose(1, 2)
+    wanted = leaves if normed else leaves[:1]
+    expected = torch.autograd.grad(turned, wanted, grad.double())
+    given = (grad, x, gain if normed else None, 1e-6, rotation)
+    found = exact.norm_rotate_gradients(*given)
+    for ours, wide in zip(found, expected, strict=False):
+        assert_near(ours, wide, dtype)
+    if not normed:
+        assert found[1] is None
+        return
+    # A sample's gradient is its own, and the sum over two blocks is that of their sums.
+    half = [exact.norm_rotate_gradients(*_samples(given, part)) for part in _halves(shape[0])]
+    if shape[0] % 2 == 0:
+        blocks = exact.norm_rotate_gradients(*given, blocks=2)
+        assert torch.equal(blocks[1], half[0][1] + half[1][1])
+    assert torch.equal(found[0], torch.cat([half[0][0], half[1][0]]))
+
+
+def _halves(size):
+    return slice(0, size // 2), slice(size // 2, size)
+
+
+def _samples(given, part):
+    """The arguments of `norm_rotate_gradients` for some samples."""
+    grad, x, gain, eps, rotation = given
+    return grad[part], x[part], gain, eps, rotation[:, part]

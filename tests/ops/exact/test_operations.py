@@ -28,6 +28,16 @@ def add_rms_norm(chosen, x, delta, weight):
     return x + delta, chosen.rms_norm(x + delta, weight, 1e-5)
 
 
+def norm_rotate(chosen, q, k, *gains):
+    """Native operations have none of these at once."""
+    rotation = chosen.rotation(torch.arange(T), 4, 10.0)
+    if chosen.norm_rotate is not None:
+        return chosen.norm_rotate(q, k, gains or None, 1e-5, rotation)
+    if gains:
+        q, k = (chosen.rms_norm(part, gain, 1e-5) for part, gain in zip((q, k), gains, strict=True))
+    return chosen.rotate([part.transpose(-2, -3) for part in (q, k)], rotation)
+
+
 SEGMENTS = torch.tensor([0, 0, 1, 1, -1])
 TARGETS = torch.tensor([1, 10, 0, 4, 4])
 # Each operation as a function of floating-point tensors, and such tensors.
@@ -46,6 +56,14 @@ CASES = {
     "rotate": (
         lambda o, *parts: torch.cat(list(o.rotate(parts, o.rotation(torch.arange(T), 4, 10.0))), 0),
         (draw(2, T, 4), draw(1, T, 4)),
+    ),
+    "norm_rotate": (
+        lambda o, *given: torch.cat(list(norm_rotate(o, *given)), 0),
+        (draw(T, 2, 4), draw(T, 1, 4), draw(4), draw(4, seed=1)),
+    ),
+    "norm_rotate without norms": (
+        lambda o, *given: torch.cat(list(norm_rotate(o, *given)), 0),
+        (draw(T, 2, 4), draw(T, 1, 4)),
     ),
     "embed": (lambda o, w: o.embed(TARGETS, w, None), (draw(V, D),)),
     "attend_causal": (

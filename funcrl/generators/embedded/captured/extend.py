@@ -11,8 +11,9 @@ from torch import Tensor
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops import AttendFn
 from funcrl.ops.exact.kernels import kernels_of
+from funcrl.ops.exact.sharing import Sharing
 
-SIZE = 16
+SIZE = 64  # attention takes as many keys at a time
 SCRAP = 0
 
 
@@ -31,7 +32,12 @@ def empty_pages(config: TransformerConfig, count: int, like: Tensor) -> Tensor:
 
 
 def extend_paged(
-    network: Transformer, cache: Tensor, tokens: Tensor, positions: Tensor, tables: Tensor
+    network: Transformer,
+    cache: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    sharing: Sharing,
 ) -> Tensor:
     """Return logits [n, V] after one more token of each row, whose keys and values are written.
 
@@ -43,16 +49,15 @@ def extend_paged(
         tokens: [n].
         positions: [n] where each token stands in its sample, -1 for a row without a sample.
         tables: [n, W] the pages of each row.
+        sharing: which rows share their first pages.
     """
-    attend_paged = kernels_of(cache).attend_paged
-    written = _places_in_cache(cache, tables, positions[:, None])
-    rows = torch.arange(len(tokens), device=tokens.device)
+    attend_new = kernels_of(cache).attend_new
 
     def on_layer(layer: Tensor) -> AttendFn:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            _write(layer, written, k, v)
-            out: Tensor = attend_paged(q[:, :, 0], layer, tables, rows, positions)
-            return out[:, :, None]
+            new = (part.squeeze(2) for part in (q, k, v))
+            out: Tensor = attend_new(*new, layer, tables, positions, sharing)
+            return out.unsqueeze(2)
 
         return attend
 

@@ -14,6 +14,7 @@ class Sizes(NamedTuple):
     pages: int
     width: int  # pages of one sample
     most: int  # tokens of a completion
+    group: int  # samples of one prompt
 
     def covers(self, other: "Sizes") -> bool:
         """Return whether what needs the other sizes fits into these."""
@@ -36,6 +37,7 @@ def sizes_of(request: Request) -> Sizes:
         pages=1 + sum(needs[-(slots // group) :]),
         width=-(-request.places // SIZE),
         most=request.max_tokens,
+        group=group,
     )
 
 

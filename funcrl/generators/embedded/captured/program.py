@@ -11,11 +11,17 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.numerics import at_least_float32
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.captured.extend import empty_pages, extend_paged, prefill_paged
+from funcrl.generators.embedded.captured.extend import (
+    SIZE,
+    empty_pages,
+    extend_paged,
+    prefill_paged,
+)
 from funcrl.generators.embedded.captured.graphs import Graphs
 from funcrl.generators.embedded.captured.pages import Sizes
 from funcrl.generators.embedded.captured.rows import empty_results, empty_slots, go_on
 from funcrl.models import Transformer
+from funcrl.ops.exact.sharing import Sharing
 
 
 class Entering(NamedTuple):
@@ -44,6 +50,9 @@ class Program:
         self._cache = empty_pages(network.config, sizes.pages, leaf)
         self._slots = empty_slots(sizes, leaf.device)
         self.results = empty_results(sizes, leaf.device, at_least_float32(leaf.dtype))
+        # Of slots, group by group: in each slot may be the last sample of its group.
+        self._members = self._slots.shared.new_full((sizes.slots * sizes.group,), -1)
+        self._num_groups = 0
         self._logits: Tensor | None = None
 
     def begin(self) -> None:
@@ -72,6 +81,7 @@ class Program:
         slots.counts.zero_()
         tables = send(entering.tables)
         slots.tables[:, : tables.shape[1]] = tables
+        slots.shared.copy_((lengths // SIZE).repeat_interleave(group))
         # One before the place of the first drawn token: `go_on` moves on.
         slots.positions.copy_((lengths - 1).repeat_interleave(group))
         logits = prefill_paged(
@@ -86,17 +96,30 @@ class Program:
 
     def step(self, count: int, sampling: Sampling) -> None:
         """Extend the samples in the first `count` slots by a token each."""
-        size = bucket(count, self.sizes.slots)
+        size, group = bucket(count, self.sizes.slots), sampling.num_samples
         rows = slice(size)
-
+        groups = bucket(self._num_groups, size)
+        members = self._members[: groups * group].view(groups, group)
         if sampling.top_p < 1:
             # The draw reads a value on the host, which no graph can.
             logits = self._logits_of(size)
-            self._graphs.run(("extend", size), lambda: logits.copy_(self._extend(rows)))
+            name = ("extend", size, members.shape)
+            self._graphs.run(name, lambda: logits.copy_(self._extend(rows, members)))
             self._go_on(rows, logits, sampling)
         else:
-            name = (_constants(sampling), size)
-            self._graphs.run(name, lambda: self._go_on(rows, self._extend(rows), sampling))
+            name = (_constants(sampling), size, members.shape)
+            self._graphs.run(name, lambda: self._go_on(rows, self._extend(rows, members), sampling))
+
+    def share(self, groups: list[list[int]]) -> None:
+        """Say which slots have samples of one prompt; each group has room for as many.
+
+        Args:
+            groups: slots, filled with -1.
+        """
+        members = send_to(groups, self._members.device, torch.int32).view(-1)
+        self._num_groups = len(groups)
+        self._members.fill_(-1)
+        self._members[: len(members)] = members
 
     def move(self, to: list[int], origin: list[int], left: int) -> None:
         """Move samples to other slots; the slots from `left` on have none afterwards."""
@@ -118,9 +141,16 @@ class Program:
         tokens = self.results.tokens[slots.owners[:, None], columns.clamp(min=0)]
         return torch.cat([slots.positions[:, None], slots.counts[:, None], tokens], dim=1)
 
-    def _extend(self, rows: slice) -> Tensor:
+    def _extend(self, rows: slice, members: Tensor) -> Tensor:
         slots = self._slots.part(rows)
-        return extend_paged(self._network, self._cache, slots.tokens, slots.positions, slots.tables)
+        return extend_paged(
+            self._network,
+            self._cache,
+            slots.tokens,
+            slots.positions,
+            slots.tables,
+            Sharing(members, slots.shared),
+        )
 
     def _go_on(self, rows: slice, logits: Tensor, sampling: Sampling) -> None:
         log_softmax = self._network.ops.log_softmax
@@ -146,9 +176,11 @@ def bucket(count: int, slots: int) -> int:
     return min(size, slots)
 
 
-def send_to(values: Sequence[object], device: torch.device) -> Tensor:
+def send_to(
+    values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Return integers of the host on a device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -23,6 +23,7 @@ class Slots(NamedTuple):
     owners: Tensor  # [S] the row of the sample's results
     uniforms: Tensor  # [S, most] float64
     tables: Tensor  # [S, W] the pages of the sample
+    shared: Tensor  # [S] int32, how many of its pages, the first ones, it shares with its group
 
     def part(self, rows: slice) -> "Slots":
         """Return views of some slots."""
@@ -44,7 +45,8 @@ def empty_slots(sizes: Sizes, device: torch.device) -> Slots:
     )
     uniforms = torch.zeros(sizes.slots, sizes.most, dtype=torch.float64, device=device)
     tables = torch.zeros(sizes.slots, sizes.width, dtype=torch.int64, device=device)
-    return Slots(tokens, positions.fill_(-1), counts, limits, owners, uniforms, tables)
+    shared = torch.zeros(sizes.slots, dtype=torch.int32, device=device)
+    return Slots(tokens, positions.fill_(-1), counts, limits, owners, uniforms, tables, shared)
 
 
 def empty_results(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Results:

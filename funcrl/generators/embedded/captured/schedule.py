@@ -42,6 +42,7 @@ class Schedule:
         self.running: list[Running] = []
         self.texts = Texts(request) if self.sampling.stop else None
         self._looks: deque[Look] = deque()
+        self._shared: list[int] = []  # the samples of which the program knows the groups
 
     def run(self) -> dict[int, int]:
         """Draw all samples; return the length of each that a stop string ends."""
@@ -100,6 +101,7 @@ class Schedule:
     def _burst(self) -> None:
         """Draw some tokens of each sample, and start to look at what has come of it."""
         count, steps = len(self.running), min(_BURST, max(each.left for each in self.running))
+        self._share()
         for _ in range(steps):
             self.program.step(count, self.sampling)
         for each in self.running:
@@ -107,6 +109,17 @@ class Schedule:
         samples = [each.sample for each in self.running]
         numbers = self.program.numbers(count, 0 if self.texts is None else _BURST + 1)
         self._looks.append(look_at(samples, numbers))
+
+    def _share(self) -> None:
+        """Tell the program which slots have samples of one prompt, if that has changed."""
+        samples = [each.sample for each in self.running]
+        if samples == self._shared:
+            return
+        self._shared, group = samples, self.sampling.num_samples
+        groups: dict[int, list[int]] = {}
+        for slot, sample in enumerate(samples):
+            groups.setdefault(sample // group, []).append(slot)
+        self.program.share([slots + [-1] * (group - len(slots)) for slots in groups.values()])
 
     def _ended(self, look: Look) -> set[int]:
         """Return the samples that had ended when their numbers were copied."""

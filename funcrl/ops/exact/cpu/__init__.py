@@ -4,7 +4,8 @@ from funcrl.ops.exact.cpu.attention import attend
 from funcrl.ops.exact.cpu.attention_gradients import attend_gradients
 from funcrl.ops.exact.cpu.elements import rotate, swiglu, swiglu_gradients
 from funcrl.ops.exact.cpu.norm import add_rms_norm, rms_norm, rms_norm_gradients
-from funcrl.ops.exact.cpu.paged import attend_paged
+from funcrl.ops.exact.cpu.norm_rotate import norm_rotate, norm_rotate_gradients
+from funcrl.ops.exact.cpu.paged import attend_new, attend_paged
 from funcrl.ops.exact.cpu.products import (
     add_weight_gradient,
     bias_gradient,
@@ -19,12 +20,15 @@ __all__ = [
     "add_weight_gradient",
     "attend",
     "attend_gradients",
+    "attend_new",
     "attend_paged",
     "bias_gradient",
     "embedding_gradient",
     "linear",
     "log_softmax",
     "logsumexp",
+    "norm_rotate",
+    "norm_rotate_gradients",
     "rms_norm",
     "rms_norm_gradients",
     "rotate",

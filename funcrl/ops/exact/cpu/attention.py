@@ -14,7 +14,9 @@ _KEYS = 256
 SCORES = 2**19
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys first[t]..last[t].
 
     Args:
@@ -23,14 +25,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
         v: [B, K, S, C].
         first: [B, T] int64, not decreasing along T.
         last: [B, T] int64; a query whose last is before its first sees nothing, its result is 0.
+        shared: [B, T, 2] int64, the first one and the number of keys that are seen before those,
+            equal for queries of the same first; none when left out.
     """
-    start = common_first(first, last)
+    start = common_first(first, last) if shared is None else None
     if start is not None:
         seen = last if start == 0 else torch.where(last >= first, last - start, -1)
         return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
-    for part in split_segments(first, last):
+    for part in split_segments(first, last, shared):
         values = attend_from_zero(
             q[part.row, :, part.query].transpose(1, 2),
             k[part.row, :, part.key].transpose(1, 2),

@@ -1,24 +1,27 @@
 """The gradients of softmax attention, from its result and its log-normaliser."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from funcrl.core.numerics import at_least_float32
 from funcrl.ops.exact.cpu.attention import SCORES, clear, mask_of
-from funcrl.ops.exact.cpu.segments import common_first, split_segments
+from funcrl.ops.exact.cpu.segments import Segments, common_first, split_segments
 from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums
 
 
 def attend_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
-    normaliser: Tensor,
+    normaliser: Tensor, shared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (grad_q, grad_k, grad_v) of `attend`, whose results are `out` and `normaliser`.
 
     A row's gradients depend on that row and on its length, which the products sum over; a packed
-    segment's on the segment, filled up to a multiple of 8.
+    segment's on the segment, filled up to a multiple of 8. Those of a shared prefix are summed over
+    the segments that see it, in their order.
     """
-    start = common_first(first, last)
+    start = common_first(first, last) if shared is None else None
     if start is not None:
         seen = last if start == 0 else torch.where(last >= first, last - start, -1)
         keys = slice(start, k.shape[2])
@@ -27,21 +30,31 @@ def attend_gradients(
             return parts
         padding = (0, 0, start, 0)
         return parts[0], nn.functional.pad(parts[1], padding), nn.functional.pad(parts[2], padding)
-    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    for part in split_segments(first, last):
+    wide = at_least_float32(q.dtype)
+    grad_q, grad_k, grad_v = (
+        torch.zeros(x.shape, dtype=kept, device=x.device)
+        for x, kept in ((q, q.dtype), (k, wide), (v, wide))
+    )
+    for part in split_segments(first, last, shared):
         at_query, at_key = (part.row, slice(None), part.query), (part.row, slice(None), part.key)
         grad_part, q_part, out_part, normaliser_part = (
             x[at_query].transpose(1, 2) for x in (grad, q, out, normaliser)
         )
-        k_part, v_part = (x[at_key].transpose(1, 2) for x in (k, v))
+        k_part, v_part = (x[at_key].transpose(1, 2).to(wide) for x in (k, v))
         values = _in_groups(grad_part, q_part, k_part, v_part, part.last, out_part, normaliser_part)
-        owned = torch.arange(part.key.shape[1], device=q.device) <= part.last.amax(1, keepdim=True)
-        for whole, value, place, real in zip(
-            grads, values, (part.query, part.key, part.key), (part.real, owned, owned), strict=True
-        ):
-            row = part.row.expand_as(place)[real]
-            whole[row, :, place[real]] = value.transpose(1, 2)[real]
-    return grads[0], grads[1], grads[2]
+        row = part.row.expand_as(part.query)[part.real]
+        grad_q[row, :, part.query[part.real]] = values[0].transpose(1, 2)[part.real]
+        _add_keys((grad_k, grad_v), values[1:], part)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _add_keys(wholes: Sequence[Tensor], values: Sequence[Tensor], part: Segments) -> None:
+    """Add the gradients of segments' keys to those of rows, one segment after the other."""
+    counts = (part.last.amax(dim=1) + 1).tolist()
+    for number, (row, count) in enumerate(zip(part.row.flatten().tolist(), counts, strict=True)):
+        place = part.key[number, :count]
+        for whole, value in zip(wholes, values, strict=True):
+            whole[row].index_add_(1, place, value[number, :, :count])
 
 
 def _in_groups(

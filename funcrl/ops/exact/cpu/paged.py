@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cpu.attention import attend_from_zero
+from funcrl.ops.exact.sharing import Sharing
 
 
 def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last: Tensor) -> Tensor:
@@ -31,6 +32,23 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         rows = q[at].transpose(0, 1)[None]
         out[at] = _attend(rows, cache, tables[chosen : chosen + 1], last[None, at])
     return out
+
+
+def attend_new(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, tables: Tensor, last: Tensor, sharing: Sharing
+) -> Tensor:
+    """Return attention [N, H, C] of sample n over its places 0..last[n], the last one from k and v.
+
+    Writes keys and values [N, K, C] into the cache [pages, K, size, 2C]: place p of a sample is in
+    page `tables[n, p // size]`. A last place of -1 says that there is no sample: nothing is written,
+    and its result is 0.
+    """
+    rows = sharing.members[sharing.members >= 0].long()
+    rows = rows[last[rows] >= 0]
+    page = tables[rows, last[rows] // cache.shape[2]].long()
+    cache[page, :, last[rows] % cache.shape[2]] = torch.cat([k, v], dim=-1)[rows]
+    every = torch.arange(len(q), device=q.device)
+    return attend_paged(q, cache, tables[: len(q)].long(), every, last)
 
 
 def _attend(q: Tensor, cache: Tensor, tables: Tensor, last: Tensor) -> Tensor:

@@ -28,8 +28,11 @@ def common_first(first: Tensor, last: Tensor) -> int | None:
     return int(low) if low == high else None
 
 
-def split_segments(first: Tensor, last: Tensor) -> list[Segments]:
-    """Return the segments of all rows, those of the same rounded length together."""
+def split_segments(first: Tensor, last: Tensor, shared: Tensor | None = None) -> list[Segments]:
+    """Return the segments of all rows, those of the same rounded length together.
+
+    The keys of a shared prefix [B, T, 2] stand before a segment's own ones.
+    """
     length = first.shape[1]
     live = last >= first
     fresh = torch.ones_like(live)
@@ -41,15 +44,23 @@ def split_segments(first: Tensor, last: Tensor) -> list[Segments]:
     ends[:, :-1] = nexts[:, 1:]
     count = ends[row, start] - start
     rounded = round_length(count)
-    key_start = first[row, start]
-    num_keys = last[row, start + count - 1] - key_start + 1
+    if shared is None:
+        shared = first.new_zeros(*first.shape, 2)
+    keys_of = _Keys(first[row, start], *shared[row, start].unbind(-1))
+    num_keys = last[row, start + count - 1] - keys_of.first + 1 + keys_of.count
     wanted = torch.stack((rounded, round_length(num_keys)), dim=1)
     groups = []
     for queries, keys in wanted.unique(dim=0).tolist():
         chosen = ((rounded == queries) & (wanted[:, 1] == keys)).nonzero().squeeze(1)
         groups.append(
             _group(
-                row[chosen], start[chosen], count[chosen], key_start[chosen], last, queries, keys
+                row[chosen],
+                start[chosen],
+                count[chosen],
+                _Keys(*(part[chosen] for part in keys_of)),
+                last,
+                queries,
+                keys,
             )
         )
     return groups
@@ -60,15 +71,29 @@ def round_length(length: Tensor) -> Tensor:
     return (length + 7) // 8 * 8
 
 
+class _Keys(NamedTuple):
+    """Where the keys of segments [N] lie: `count` of a prefix, then the segment's own."""
+
+    first: Tensor  # of its own
+    prefix: Tensor  # the first one of the prefix
+    count: Tensor
+
+    def place(self, number: Tensor) -> Tensor:
+        """Return the places in a row of the keys of these numbers [N, S]."""
+        first, prefix, count = (part[:, None] for part in self)
+        return torch.where(number < count, prefix + number, first - count + number)
+
+
 def _group(
-    row: Tensor, start: Tensor, count: Tensor, key_start: Tensor, last: Tensor, queries: int,
+    row: Tensor, start: Tensor, count: Tensor, keys_of: _Keys, last: Tensor, queries: int,
     keys: int,
 ) -> Segments:  # fmt: skip
     offsets = torch.arange(queries, device=last.device)
     real = offsets < count[:, None]
     query = torch.where(real, start[:, None] + offsets, start[:, None])
     row = row[:, None]
-    own_last = torch.where(real, last[row, query] - key_start[:, None], -1)
-    key = key_start[:, None] + torch.arange(keys, device=last.device)
-    top = own_last.amax(dim=1, keepdim=True) + key_start[:, None]
-    return Segments(row, query, torch.minimum(key, top), own_last, real)
+    before = keys_of.count - keys_of.first  # a key's place in the row to its number
+    own_last = torch.where(real, last[row, query] + before[:, None], -1)
+    number = torch.arange(keys, device=last.device)
+    key = keys_of.place(torch.minimum(number, own_last.amax(dim=1, keepdim=True)))
+    return Segments(row, query, key, own_last, real)

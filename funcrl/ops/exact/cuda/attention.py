@@ -21,10 +21,14 @@ class Tile(NamedTuple):
     options: dict[str, int | bool]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax attention over the keys first..last [B, H, T, C], and normalisers [B, H, T].
 
     normaliser = log(sum_s exp(q k_s / sqrt(C)))
+
+    The keys of a prefix, `shared` [B, T, 2] from its first one and of its number, are seen before.
     """
     batch, heads, length, width = q.shape
     q, k, v = (aligned_heads(part) for part in (q, k, v))
@@ -33,11 +37,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> tupl
     if not out.numel():
         return out, normaliser
     group = heads // k.shape[1]
-    tile = _tile(q, group, packed=length <= _FEW)
+    tile = tile_of(q, group, packed=length <= _FEW)
+    spans, span_strides = prefix_arguments(shared, first)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
-        q, k, v, out, normaliser, first, last, first, group, length, width, log2_scale(width),
+        q, k, v, out, normaliser, first, last, spans, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
-        *first.stride(), *last.stride(), 0, 0, SIZE=0, **tile.options, **STRICT,
+        *first.stride(), *last.stride(), *span_strides, SIZE=0, PREFIX=shared is not None,
+        **tile.options, **STRICT,
     )  # fmt: skip
     return out, normaliser
 
@@ -63,14 +69,22 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         for pair in ((q, normaliser), (request, last))
     )
     strides = [part.transpose(1, 2).stride()[:3] for part in rows]  # of [B, H, T]
-    tile = _tile(q, group, packed=True)
+    tile = tile_of(q, group, packed=True)
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
         *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
         *ends[0].stride(), *ends[1].stride(), *tables.stride(),
-        SIZE=k.shape[2], **tile.options, **STRICT,
+        SIZE=k.shape[2], PREFIX=False, **tile.options, **STRICT,
     )  # fmt: skip
     return out
+
+
+def prefix_arguments(shared: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return the spans of prefixes [B, T, 2] and their strides; without any, some other tensor."""
+    if shared is None:
+        return other, (0, 0)
+    shared = shared.contiguous()
+    return shared, (shared.stride(0), shared.stride(1))
 
 
 def log2_scale(width: int) -> float:
@@ -78,7 +92,8 @@ def log2_scale(width: int) -> float:
     return math.log2(math.e) / math.sqrt(width)
 
 
-def _tile(q: Tensor, group: int, packed: bool) -> Tile:
+def tile_of(q: Tensor, group: int, packed: bool) -> Tile:
+    """Return the tile for queries like q, whose group of heads reads one key head."""
     columns = max(16, power_of_two(q.shape[-1]))
     ieee = q.dtype == torch.float32
     # On Hopper tiles of 64 and of 128 rows have equal bits; smaller ones are of other instructions.

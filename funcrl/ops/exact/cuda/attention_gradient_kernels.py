@@ -1,7 +1,8 @@
 """The kernels of attention's backward pass: each sum has one owner and one order.
 
 Blocks of queries, like blocks of keys, are counted from `first`: a segment of a packed row has the
-gradients that it has in a row of its own.
+gradients that it has in a row of its own. With PREFIX a query also sees the keys of a prefix, whose
+first place and number are in `shared`; they are counted as if they lay before `first`.
 """
 # Triton has no types, and its kernels take pointers.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -9,7 +10,7 @@ gradients that it has in a row of its own.
 import triton
 import triton.language as tl
 
-from funcrl.ops.exact.cuda.attention_kernels import row_products
+from funcrl.ops.exact.cuda.attention_kernels import prefix_span, row_products
 
 NEVER = tl.constexpr(2147483647)
 
@@ -18,8 +19,8 @@ NEVER = tl.constexpr(2147483647)
 def query_kernel(
     grad, q, k, v, delta, power, first, last, out, normaliser, grad_q, H, G, T, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
-    o_b, o_h, o_t, n_b, n_h, n_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr,
+    o_b, o_h, o_t, n_b, n_h, n_t, shared, shared_b, shared_t,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PREFIX: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of queries, by the loop of the forward pass.
 
@@ -64,10 +65,19 @@ def query_kernel(
         if not simple:
             stop = tl.max(tl.where(own, end, -1), 0) + 1
         limit = tl.where(own, end, -1)
-        for start in range(current, stop, BN):
+        begin = current
+        if PREFIX:
+            one = head_time  # a query of the segment
+            if not simple:
+                one = tl.min(tl.where(own, times, NEVER), 0)
+            begin, shift = prefix_span(shared + batch * shared_b + one * shared_t, current)
+        for start in range(begin, stop, BN):
             places = start + tl.arange(0, BN)
             inside = (columns < C)[None, :] & (places < stop)[:, None]
-            k_at, v_at = k + places * k_s, v + places * v_s
+            real = places
+            if PREFIX:
+                real = tl.where(places < current, places + shift, places)
+            k_at, v_at = k + real * k_s, v + real * v_s
             keys = tl.load(k_at[:, None] + columns[None, :], mask=inside, other=0.0)
             if IEEE:
                 score = row_products(q_at, known, k_at, places < stop, C, BM, BN)
@@ -92,7 +102,9 @@ def query_kernel(
 def key_kernel(
     grad, q, k, v, delta, power, first, last, ranges, grad_k, grad_v, H, G, T, S, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, IEEE: tl.constexpr,
+    shared, shared_b, shared_t,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
+    IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries."""
     place = tl.program_id(0) * BN
@@ -107,6 +119,7 @@ def key_kernel(
         values = tl.load(v_at[:, None] + columns[None, :], mask=seen, other=0.0)
     first += batch * first_b
     last += batch * last_b
+    shared += batch * shared_b
     q += batch * q_b
     grad += batch * g_b
     power += batch * H * T
@@ -119,6 +132,10 @@ def key_kernel(
     stop, following = tl.load(ranges + 2), tl.load(ranges + 3)
     while begin < NEVER:
         limit = tl.where(places >= segment, places, NEVER)  # keys of an earlier segment: none
+        if PREFIX:  # but of the prefix all
+            span = shared + begin * shared_t
+            prefix, count = tl.load(span).to(tl.int32), tl.load(span + 1).to(tl.int32)
+            limit = tl.where((places >= prefix) & (places < prefix + count), -1, limit)
         start = begin - ((begin - segment) % BM + BM) % BM
         blocks = (stop - start + BM - 1) // BM
         for step in range(G * blocks):
@@ -151,14 +168,19 @@ def key_kernel(
         begin = following
         if begin < NEVER:
             segment = tl.load(first + begin * first_t).to(tl.int32)
-            stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+            stop, following = _range(
+                first, last, shared, first_t, last_t, shared_t, place, segment, T, BN, BT, PREFIX
+            )
     at = ((batch * tl.num_programs(1) + key_head) * S + places)[:, None] * C + columns[None, :]
     tl.store(grad_k + at, sum_k * factor, mask=seen)
     tl.store(grad_v + at, sum_v, mask=seen)
 
 
 @triton.jit
-def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT: tl.constexpr):
+def _range(
+    first, last, shared, first_t, last_t, shared_t, place, segment, T,
+    BN: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
     """Return the end of the segment's queries that see the tile, and the first of a later one's."""
     stop = tl.full((), 0, tl.int32)
     following = tl.full((), NEVER, tl.int32)
@@ -166,7 +188,13 @@ def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT
         times = start + tl.arange(0, BT)
         owner = tl.load(first + times * first_t, mask=times < T, other=0).to(tl.int32)
         end = tl.load(last + times * last_t, mask=times < T, other=-1).to(tl.int32)
-        sees = (end >= owner) & (end >= place) & (owner < place + BN)
+        sees = (end >= place) & (owner < place + BN)
+        if PREFIX:
+            span = shared + times * shared_t
+            prefix = tl.load(span, mask=times < T, other=0).to(tl.int32)
+            count = tl.load(span + 1, mask=times < T, other=0).to(tl.int32)
+            sees = sees | ((count > 0) & (prefix < place + BN) & (prefix + count > place))
+        sees = sees & (end >= owner)
         own = sees & (owner == segment)
         stop = tl.maximum(stop, tl.max(tl.where(own, times + 1, 0), 0))
         following = tl.minimum(
@@ -177,16 +205,20 @@ def _range(first, last, first_t, last_t, place, segment, T, BN: tl.constexpr, BT
 
 @triton.jit
 def range_kernel(
-    first, last, ranges, T, first_b, first_t, last_b, last_t, BN: tl.constexpr, BT: tl.constexpr
-):
+    first, last, shared, ranges, T, first_b, first_t, last_b, last_t, shared_b, shared_t,
+    BN: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
     """Write, for a tile of keys, the first segment that sees it: begin, segment, and `_range`."""
     place = tl.program_id(0) * BN
     batch = tl.program_id(1).to(tl.int64)
     first += batch * first_b
     last += batch * last_b
-    _, begin = _range(first, last, first_t, last_t, place, -1, T, BN, BT)
+    shared += batch * shared_b
+    _, begin = _range(first, last, shared, first_t, last_t, shared_t, place, -1, T, BN, BT, PREFIX)
     segment = tl.load(first + tl.minimum(begin, T - 1) * first_t).to(tl.int32)
-    stop, following = _range(first, last, first_t, last_t, place, segment, T, BN, BT)
+    stop, following = _range(
+        first, last, shared, first_t, last_t, shared_t, place, segment, T, BN, BT, PREFIX
+    )
     ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
     tl.store(ranges, begin)
     tl.store(ranges + 1, segment)

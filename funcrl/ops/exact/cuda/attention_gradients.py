@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cuda.attention import log2_scale
+from funcrl.ops.exact.cuda.attention import log2_scale, prefix_arguments
 from funcrl.ops.exact.cuda.attention_gradient_kernels import (
     key_kernel,
     query_kernel,
@@ -23,10 +23,14 @@ def attend_gradients(
     last: Tensor,
     out: Tensor,
     normaliser: Tensor,
+    shared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q [B, H, T, C], k and v [B, K, S, C].
 
     p = exp(score - normaliser),  d score = p (grad v^T - sum(grad * out))
+
+    Those of the keys of a prefix, which `shared` says as in `attend`, are summed over the segments
+    that see it, in their order.
     """
     batch, heads, length, width = q.shape
     key_heads, places = k.shape[1:3]
@@ -42,20 +46,24 @@ def attend_gradients(
     strides = [stride for part in (grad, q, k, v) for stride in part.stride()[:3]]
     strides += [*first.stride(), *last.stride()]
     factors = log2_scale(width), width**-0.5
+    spans, span_strides = prefix_arguments(shared, first)
+    prefix = shared is not None
     tile = _query_tile(q.dtype, columns)
     query_kernel[(-(-length // tile["BM"]), heads, batch)](
         *inputs, out, normaliser, grads[0], heads, heads // key_heads, length, width, *factors,
-        *strides, *out.stride()[:3], *normaliser.stride(), BC=columns, **tile, **STRICT,
+        *strides, *out.stride()[:3], *normaliser.stride(), spans, *span_strides,
+        BC=columns, PREFIX=prefix, **tile, **STRICT,
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
     tiles = -(-places // tile["BN"])
-    spans = fresh(q, batch, tiles, 4, dtype=torch.int32)
+    ranges = fresh(q, batch, tiles, 4, dtype=torch.int32)
     range_kernel[(tiles, batch)](
-        first, last, spans, length, *strides[-4:], BN=tile["BN"], BT=_SCAN, **STRICT
-    )
+        first, last, spans, ranges, length, *strides[-4:], *span_strides, BN=tile["BN"], BT=_SCAN,
+        PREFIX=prefix, **STRICT,
+    )  # fmt: skip
     key_kernel[(tiles, key_heads, batch)](
-        *inputs, spans, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
-        *strides, BC=columns, BT=_SCAN, **tile, **STRICT,
+        *inputs, ranges, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
+        *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix, **tile, **STRICT,
     )  # fmt: skip
     return grads
 

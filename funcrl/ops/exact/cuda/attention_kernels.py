@@ -30,17 +30,47 @@ def row_products(left, left_known, right, right_known, C, M: tl.constexpr, N: tl
 
 
 @triton.jit
+def folded(score, values, top, total, summed, scale, IEEE: tl.constexpr):
+    """Return the maximum, the sum of weights and the weighted values with one more block of keys.
+
+    A score of a key that is not seen is -inf.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
+    shrink = tl.exp2((top - new_top) * scale)
+    total = tl.fma(total, shrink, tl.sum(p, 1))
+    summed = summed * shrink[:, None]
+    if IEEE:
+        summed = tl.dot(p, values, summed, input_precision="ieee")
+    else:
+        summed = tl.dot(p.to(values.dtype), values, summed)
+    return new_top, total, summed
+
+
+@triton.jit
+def prefix_span(span, first):
+    """Return the number at which keys begin, and the shift of those before `first` to places.
+
+    The keys of a prefix are counted as if they lay before the segment's own.
+    """
+    start, count = tl.load(span).to(tl.int32), tl.load(span + 1).to(tl.int32)
+    begin = first - count
+    return begin, start - begin
+
+
+@triton.jit
 def attend_kernel(
     q, k, v, out, normaliser, group, last, tables, G, T, C, scale,
     q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     group_b, group_t, last_b, last_t, table_r, table_w,
     PACK: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, IEEE: tl.constexpr,
+    SIZE: tl.constexpr, PREFIX: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of a tile: BM / PACK queries, each by HEADS <= PACK heads.
 
     Queries of one `group` read the same keys: where SIZE is 0 it is their first key, else their
-    request, whose keys begin at place 0 and lie in blocks of SIZE places.
+    request, whose keys begin at place 0 and lie in blocks of SIZE places. With PREFIX, where SIZE
+    is 0, `tables` has the first place and the number of the keys that they read before.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal batch first
     batch = tl.program_id(2).to(tl.int64)
@@ -84,6 +114,11 @@ def attend_kernel(
     while current < NEVER:
         own = alive & (owner == current)
         begin = current if SIZE == 0 else 0
+        if PREFIX:
+            one = head_time  # a query of the group
+            if not simple:
+                one = tl.min(tl.where(own, times, NEVER), 0)
+            begin, shift = prefix_span(tables + batch * table_r + one * table_w, current)
         stop = tail_end + 1
         if not simple:
             stop = tl.max(tl.where(own, end, -1), 0) + 1
@@ -94,7 +129,10 @@ def attend_kernel(
             block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
         for start in range(begin, stop, BN):
             places = start + tl.arange(0, BN)
-            if SIZE == 0:
+            if PREFIX:
+                real = tl.where(places < current, places + shift, places)
+                k_at, v_at = real * k_s, real * v_s
+            elif SIZE == 0:
                 k_at, v_at = places * k_s, places * v_s
             else:
                 k_at = block * k_b + places % SIZE * k_s
@@ -109,17 +147,8 @@ def attend_kernel(
                 keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
                 score = tl.dot(queries, tl.trans(keys))
             score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2(tl.fma(score, scale, -(new_top * scale)[:, None]))
-            shrink = tl.exp2((top - new_top) * scale)
-            total = tl.fma(total, shrink, tl.sum(p, 1))
             values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
-            summed = summed * shrink[:, None]
-            if IEEE:
-                summed = tl.dot(p, values, summed, input_precision="ieee")
-            else:
-                summed = tl.dot(p.to(values.dtype), values, summed)
-            top = new_top
+            top, total, summed = folded(score, values, top, total, summed, scale, IEEE)
         following = tl.full((), NEVER, tl.int32)
         if not simple:
             following = tl.min(tl.where(alive & (owner > current), owner, NEVER), 0)

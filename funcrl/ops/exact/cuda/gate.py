@@ -16,7 +16,7 @@ _HEADS = 32  # of one token, that a program turns
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [M, F], rounded once (arXiv:2002.05202)."""
     size, width = gate.shape
-    gate, up = _unit(gate), _unit(up)
+    gate, up = unit(gate), unit(up)
     out = fresh(gate, size, width)
     if out.numel():
         swiglu_kernel[(size, -(-width // _BLOCK))](
@@ -28,7 +28,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate [M, F] and up [M, F]."""
     size, width = gate.shape
-    grad, gate, up = _unit(grad), _unit(gate), _unit(up)
+    grad, gate, up = unit(grad), unit(gate), unit(up)
     grad_gate, grad_up = fresh(gate, size, width), fresh(up, size, width)
     if grad_gate.numel():
         swiglu_gradient_kernel[(size, -(-width // _BLOCK))](
@@ -44,7 +44,7 @@ def rotate(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
     The inverse is the transpose, which the backward pass needs.
     """
     batch, heads, length, width = x.shape
-    x, rotation = _unit(x), _unit(rotation)
+    x, rotation = unit(x), unit(rotation)
     out = fresh(x, batch, heads, length, width)
     block = power_of_two(width // 2)
     group = min(_HEADS, power_of_two(heads))
@@ -56,5 +56,6 @@ def rotate(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
     return out
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Return `x`, copied where the numbers of a row do not lie one after another."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -41,23 +41,32 @@ def rms_norm_gradients(
         scale.contiguous(),
     )
     block = power_of_two(width)
-    rows = max(1, _BACKWARD // block)
+    rows = rows_of_gradients(block)
     of_block = -(-size // blocks)
     programs = -(-of_block // (rows * _STEPS))
-    grad_x, grad_weight = fresh(x, size, width), fresh(x, width, dtype=torch.float32)
+    grad_x = fresh(x, size, width)
     if not size:
-        return grad_x, grad_weight.zero_()
+        return grad_x, fresh(x, width, dtype=torch.float32).zero_()
     partial = fresh(x, blocks, programs, width, dtype=torch.float32)
     norm_gradient_kernel[(programs, blocks)](
         grad, x, weight, scale, grad_x, partial, size, of_block, offset, row_stride(grad),
         row_stride(x), D=width, BLOCK=block, ROWS=rows, STEPS=_STEPS, num_warps=_warps(block),
         **STRICT,
     )  # fmt: skip
+    return grad_x, add_parts(partial)
+
+
+def add_parts(partial: Tensor) -> Tensor:
+    """Return the sum over the parts of each block [blocks, parts, D] in order, then over blocks."""
+    blocks, parts, width = partial.shape
+    out = fresh(partial, width)
+    if not parts:
+        return out.zero_()
     part_sum_kernel[(-(-width // _COLUMNS),)](
-        partial, grad_weight, programs, width, BLOCKS=blocks, ROWS=_PARTS, COLUMNS=_COLUMNS,
-        num_warps=4, **STRICT,
+        partial, out, parts, width, BLOCKS=blocks, ROWS=_PARTS, COLUMNS=_COLUMNS, num_warps=4,
+        **STRICT,
     )  # fmt: skip
-    return grad_x, grad_weight
+    return out
 
 
 def _normed(
@@ -69,7 +78,7 @@ def _normed(
     out, scale = fresh(x, size, width), fresh(x, size, dtype=torch.float32)
     total = out if delta is None else fresh(x, size, width)
     block = power_of_two(width)
-    rows = max(1, _FORWARD // block)
+    rows = rows_of_program(block)
     if size:
         norm_kernel[(-(-size // rows),)](
             x, added, weight, total, out, scale, size, eps, offset, row_stride(x),
@@ -77,6 +86,16 @@ def _normed(
             num_warps=_warps(block), **STRICT,
         )  # fmt: skip
     return total, out, scale
+
+
+def rows_of_program(block: int) -> int:
+    """Return the rows that a program of the forward pass norms, of a width up to `block`."""
+    return max(1, _FORWARD // block)
+
+
+def rows_of_gradients(block: int) -> int:
+    """Return the rows that a program of the backward pass takes at a time."""
+    return max(1, _BACKWARD // block)
 
 
 def _warps(block: int) -> int:

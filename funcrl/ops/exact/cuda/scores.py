@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from funcrl.ops.exact.cuda.draw_kernels import draw_kernel
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, fresh, power_of_two, row_stride
 from funcrl.ops.exact.cuda.score_kernels import (
     log_softmax_kernel,
@@ -64,33 +65,58 @@ def scores_gradients(
     return out
 
 
+def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return a token of each row [M] by inverting its cumulative distribution, and its `scores`.
+
+    The log-probability is that of logits / temperature. A token depends on its row and on its
+    number in [0, 1), float64, alone.
+    """
+    size, width = logits.shape
+    logits = aligned_rows(logits)
+    tokens = fresh(logits, size, dtype=torch.int64)
+    parts = _parts(logits, temperature)
+    pieces = parts.shape[1]
+    if size:
+        draw_kernel[(size,)](
+            parts, logits, uniforms, tokens, row_stride(logits), width, temperature, pieces,
+            BLOCK=power_of_two(pieces), PIECE=_PIECE, DIVIDE=temperature != 1.0, num_warps=8,
+            **STRICT,
+        )  # fmt: skip
+    return tokens, _scores_of_parts(parts, logits, tokens, temperature)[0]
+
+
 def _scores(
     logits: Tensor, targets: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `scores`, or only the normaliser where there are no targets; its bits are the same."""
-    size, width = logits.shape
     logits = aligned_rows(logits)
-    pieces, divide = -(-width // _PIECE), temperature != 1.0
-    logprob, entropy, normaliser = (fresh(logits, size, dtype=torch.float32) for _ in range(3))
-    if not size:
-        return logprob, entropy, normaliser
+    return _scores_of_parts(_parts(logits, temperature), logits, targets, temperature)
+
+
+def _parts(logits: Tensor, temperature: float) -> Tensor:
+    """Return what is known of each piece of each row [M, pieces, 3]."""
+    size, width = logits.shape
+    pieces = -(-width // _PIECE)
     parts = fresh(logits, size, pieces, 3, dtype=torch.float32)
-    stride = row_stride(logits)
-    piece_kernel[(size, pieces)](
-        logits,
-        parts,
-        stride,
-        width,
-        temperature,
-        BLOCK=_PIECE,
-        DIVIDE=divide,
-        num_warps=8,
-        **STRICT,
-    )
+    if size:
+        piece_kernel[(size, pieces)](
+            logits, parts, row_stride(logits), width, temperature,
+            BLOCK=_PIECE, DIVIDE=temperature != 1.0, num_warps=8, **STRICT,
+        )  # fmt: skip
+    return parts
+
+
+def _scores_of_parts(
+    parts: Tensor, logits: Tensor, targets: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    size, width = logits.shape
+    logprob, entropy, normaliser = (fresh(logits, size, dtype=torch.float32) for _ in range(3))
+    pieces = parts.shape[1]
     chosen = logits if targets is None else targets.contiguous()
-    score_kernel[(size,)](
-        parts, logits, chosen, logprob, entropy, normaliser, stride, width, temperature, pieces,
-        BLOCK=power_of_two(pieces), DIVIDE=divide, TARGETS=targets is not None, num_warps=1,
-        **STRICT,
-    )  # fmt: skip
+    if size:
+        score_kernel[(size,)](
+            parts, logits, chosen, logprob, entropy, normaliser, row_stride(logits), width,
+            temperature, pieces, BLOCK=power_of_two(pieces), DIVIDE=temperature != 1.0,
+            TARGETS=targets is not None, num_warps=1, **STRICT,
+        )  # fmt: skip
     return logprob, entropy, normaliser
