@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return out
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, rotation: Tensor) -> Sequence[Tensor]:
-        """Return queries and keys [..., T, heads, C] as attention takes them, [..., heads, T, C]."""
+        """Return queries and keys [..., T, heads, C] as attention takes them: heads, then T."""
         fused = self.ops.norm_rotate
         if fused is None:
             normed = [self.q_norm(q), self.k_norm(k)]

@@ -40,8 +40,8 @@ def attend_new(
     """Return attention [N, H, C] of sample n over its places 0..last[n], the last one from k and v.
 
     Writes keys and values [N, K, C] into the cache [pages, K, size, 2C]: place p of a sample is in
-    page `tables[n, p // size]`. A last place of -1 says that there is no sample: nothing is written,
-    and its result is 0.
+    page `tables[n, p // size]`. A last place of -1 says that there is no sample: nothing is
+    written, and its result is 0.
     """
     rows = sharing.members[sharing.members >= 0].long()
     rows = rows[last[rows] >= 0]
