@@ -34,7 +34,7 @@ def gradient_rows(case: Case) -> list[Row]:
     for name in variants:
         step = gradient_step(case, name)
         for label, config in _configs(case, step):
-            rows.append(_compiled_row(case, "gradient, compiled", name + label, step, config))
+            rows.append(compiled_row(case, "gradient, compiled", name + label, step, config))
     return rows + _ordinary_rows(case, checkpointed=False)
 
 
@@ -44,7 +44,7 @@ def step_rows(case: Case) -> list[Row]:
     for name in case.config.variants:
         step = whole_step(case, name)
         for label, config in _configs(case, step):
-            rows.append(_compiled_row(case, "step, compiled", name + label, step, config))
+            rows.append(compiled_row(case, "step, compiled", name + label, step, config))
     step = grpo_step(case.model_fn)
     state = step.init(case.params)
     eager = {"grpo_step, eager": lambda: step(state, case.batch)}
@@ -104,7 +104,8 @@ def _halfway(case: Case, step: Step, config: CompileConfig) -> int:
     return (none + full) // 2
 
 
-def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileConfig) -> Row:
+def compiled_row(case: Case, what: str, name: str, step: Step, config: CompileConfig) -> Row:
+    """Return the row of a step that is compiled, from its trace to its last measured call."""
     device, state = case.config.device, step.init(case.params)
     reserved = _reserved(device)
     start = time.perf_counter()
