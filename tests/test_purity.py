@@ -276,7 +276,8 @@ TABLE_OF_CALLS = {
     "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
     "ops.attend_flash": (ops.attend_flash, (torch.randn(2, 3, 4),) * 3),
     "ops.attend_flash_segments": (
-        lambda ids, x: ops.attend_flash_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
+        lambda ids, x: ops.attend_flash_segments(ids)(x, x, x),
+        (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.attend_segments": (
         lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),

@@ -138,7 +138,7 @@ class Case(NamedTuple):
     model: Transformer
     model_fn: ModelFn
     params: Params
-    batch: Rows
+    batch: Batch
     dtype: torch.dtype | None  # to compute in; the parameters' own when None
     ordinary_attend: AttendFn  # of the loss that funcrl is compared with
 

@@ -18,10 +18,9 @@ def packed_rows(case: Case) -> list[Row]:
     rows = []
     for name in case.config.packings:
         batch = _laid_out(case, name)
-        laid_out = case._replace(batch=batch)
-        step = whole_step(laid_out, "donated")
+        step = whole_step(case, "donated")
         words = f"{name}, {len(batch.tokens)} x {batch.tokens.shape[1]}"
-        row = compiled_row(laid_out, "step, packed", words, step, case.config.compile)
+        row = compiled_row(case, batch, "step, packed", words, step, case.config.compile)
         numbers = {"computed_tokens": batch.tokens.numel(), "padding": padding_frac(batch).item()}
         rows.append(row._replace(numbers=row.numbers | numbers))
     return rows
