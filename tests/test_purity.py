@@ -240,6 +240,11 @@ TABLE_OF_CALLS = {
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
     "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
     "pack": (lambda r, ref: funcrl.pack(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "pack_groups": (lambda r, ref: funcrl.pack_groups(r, funcrl.dapo(), 20, ref), (ROLLOUT, REF)),
+    "packing.pack_batch": (lambda b: funcrl.packing.pack_batch(b, 20, 3), (COLLATED,)),
+    "packing.pack_batch_groups": (
+        lambda b: funcrl.packing.pack_batch_groups(b, 20, 3), (COLLATED,)),
+    "metrics.padding_frac": (funcrl.metrics.padding_frac, (COLLATED,)),
     "batching.counted_tokens": (
         funcrl.batching.counted_tokens, (ROLLOUT.mask, ROLLOUT.behavior_logprobs)),
     "batching.pad_length": (lambda r: funcrl.batching.pad_length(r, 16), (ROLLOUT,)),
@@ -270,6 +275,9 @@ TABLE_OF_CALLS = {
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
     "ops.attend_causal": (ops.attend_causal, (torch.randn(2, 3, 4),) * 3),
     "ops.attend_flash": (ops.attend_flash, (torch.randn(2, 3, 4),) * 3),
+    "ops.attend_flash_segments": (
+        lambda ids, x: ops.attend_flash_segments(ids)(x, x, x),
+        (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.attend_segments": (
         lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),

@@ -1,8 +1,8 @@
 """Attention of packed rows by kernels that never hold [T, T] scores.
 
-They are those of exact numerics, which skip what a segment does not see. On an H200 they took less
-time than torch's flash kernels for samples of different lengths, which on top cannot share a prefix
-(docs/benchmarks.md).
+They are those of exact numerics, which skip what a segment does not see. On an H200 their time for
+samples in rows of their own was between cuDNN's and that of torch's flash kernels
+(docs/benchmarks.md), neither of which knows of a prefix that samples share.
 """
 
 import torch

@@ -237,6 +237,7 @@ def returned(call: Call) -> Iterator[Call]:
 
 RETURNED: dict[str, dict[str, Any]] = {
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
+    "ops.attend_flash_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
     "ops.choose_ops().attend_last": {
         "positions": torch.tensor([2]),

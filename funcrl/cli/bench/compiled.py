@@ -34,7 +34,9 @@ def gradient_rows(case: Case) -> list[Row]:
     for name in variants:
         step = gradient_step(case, name)
         for label, config in _configs(case, step):
-            rows.append(_compiled_row(case, "gradient, compiled", name + label, step, config))
+            rows.append(
+                compiled_row(case, case.batch, "gradient, compiled", name + label, step, config)
+            )
     return rows + _ordinary_rows(case, checkpointed=False)
 
 
@@ -44,7 +46,9 @@ def step_rows(case: Case) -> list[Row]:
     for name in case.config.variants:
         step = whole_step(case, name)
         for label, config in _configs(case, step):
-            rows.append(_compiled_row(case, "step, compiled", name + label, step, config))
+            rows.append(
+                compiled_row(case, case.batch, "step, compiled", name + label, step, config)
+            )
     step = grpo_step(case.model_fn)
     state = step.init(case.params)
     eager = {"grpo_step, eager": lambda: step(state, case.batch)}
@@ -104,17 +108,20 @@ def _halfway(case: Case, step: Step, config: CompileConfig) -> int:
     return (none + full) // 2
 
 
-def _compiled_row(case: Case, what: str, name: str, step: Step, config: CompileConfig) -> Row:
+def compiled_row(
+    case: Case, batch: Rows, what: str, name: str, step: Step, config: CompileConfig
+) -> Row:
+    """Return the row of a step on a batch, from its trace to its last measured call."""
     device, state = case.config.device, step.init(case.params)
     reserved = _reserved(device)
     start = time.perf_counter()
-    graph = step_graph(step, state, case.batch, config)
-    fast = compile_step(step, state, case.batch, config, graph)
+    graph = step_graph(step, state, batch, config)
+    fast = compile_step(step, state, batch, config, graph)
     trace_s = time.perf_counter() - start
 
     # A donated state is written into, so that the same tensors are the next call's state.
     def call() -> tuple[TrainState, Metrics]:
-        return fast(state, case.batch)
+        return fast(state, batch)
 
     first_call_s = seconds_of(call, device)
     # A CUDA graph's memory stays with it: a replay allocates its copied results alone.

@@ -15,20 +15,20 @@ from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss, with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import rng, tree
-from funcrl.core.arguments import Count, check_fields
+from funcrl.core.arguments import Count, Fraction, Natural, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
 from funcrl.graph.remat.recompute import RematName
 from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.models.logprobs import logprob_fn
-from funcrl.ops import AttendFn, attend_causal, attend_flash
+from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.grads import Gradient, PerSampleTransform
 from funcrl.rl.losses import policy_loss
 
-CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step"]
+CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
 Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]
 VariantName: TypeAlias = Literal["batch", "per-sample", "clipped", "donated"]
 
@@ -49,7 +49,18 @@ class StepBenchConfig:
     rows: Count = 32
     """The number of samples in the batch."""
     length: Count = 128
-    """The number of tokens in a row; the first quarter is the prompt."""
+    """The number of tokens in a row."""
+    prompt: Natural | None = None
+    """The number of tokens in a prompt; a quarter of the row when left out."""
+    group: Count = 1
+    """The number of samples of a prompt."""
+    padding: Fraction = 0.0
+    """The share of tokens that are padding, because completions end early."""
+    packings: tuple[Literal["none", "samples", "prefixes"], ...] = ("none", "samples", "prefixes")
+    """The layouts that packed-step measures: none, a row for each sample; samples, packed rows;
+    prefixes, packed rows with a prompt once for its group."""
+    pack_length: Count | None = None
+    """The number of tokens in a packed row; four times a sample's when left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -64,7 +75,7 @@ class StepBenchConfig:
     """The operations of funcrl's side: torch's fastest, or those whose rows stand alone."""
     parts: tuple[Part, ...] = ("gradient", "update", "step")
     """What is measured. A compiled part is one graph: of forward and backward, or of a whole
-    step."""
+    step. packed-step is one such graph for each of packings."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """How the compiled parts, and the profile, are compiled."""
     variants: tuple[VariantName, ...] = ("batch", "per-sample", "clipped", "donated")
@@ -100,11 +111,20 @@ class StepBenchConfig:
             raise ValueError(
                 "bench step expects --dtype bfloat16 with --attend flash on cuda, got float32."
             )
+        if self.rows % self.group:
+            raise ValueError(
+                f"bench step expects --group to divide --rows {self.rows}, got {self.group}."
+            )
+        if not 0 <= self.padding * self.length < self.length - prompt_length(self):
+            raise ValueError(
+                f"bench step expects --padding below the share of completions, "
+                f"1 - {prompt_length(self)} / {self.length}, got {self.padding}."
+            )
         compiles = self.profile is not None or set(self.parts) & set(get_args(CompiledPart))
         if not compiles and (self.compile != CompileConfig() or self.remats):
             raise ValueError(
-                f"bench step expects --profile, or compiled-gradient or compiled-step among "
-                f"--parts, with --compile.* and --remats, got parts {self.parts}."
+                f"bench step expects --profile, or compiled-gradient, compiled-step or packed-step "
+                f"among --parts, with --compile.* and --remats, got parts {self.parts}."
             )
         if compiles and not self.variants:
             raise ValueError("bench step expects at least one of --variants, got none.")
@@ -179,7 +199,11 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
     if flash:
         words += ", flash attention"
     model_fn = logprob_fn(
-        model, chunk=config.logprob_chunk, dtype=dtype, attend=attend_flash if flash else None
+        model,
+        chunk=config.logprob_chunk,
+        dtype=dtype,
+        attend=attend_flash if flash else None,
+        attend_segments=attend_flash_segments if flash else None,
     )
     batch = _batch(config, num_layers)
     ordinary_attend = attend_fused if flash else attend_causal
@@ -208,15 +232,35 @@ def keep(per_sample: Tree) -> Tree:
     return per_sample
 
 
+def prompt_length(config: StepBenchConfig) -> int:
+    """Return the number of tokens in a prompt."""
+    return config.length // 4 if config.prompt is None else config.prompt
+
+
+def _completion_lengths(config: StepBenchConfig, generator: torch.Generator) -> Tensor:
+    """Return [B, 1] lengths, evenly spread about the mean that leaves the padding asked for."""
+    longest = config.length - prompt_length(config)
+    mean = longest - config.padding * config.length
+    low = max(2 * mean - longest, 1.0)
+    evenly = torch.linspace(low, 2 * mean - low, config.rows, dtype=torch.float64, device="cpu")
+    order = torch.randperm(config.rows, generator=generator, device="cpu")
+    return evenly.round().to(torch.int64)[order, None]
+
+
 def _batch(config: StepBenchConfig, seed: int) -> Batch:
     shape = (config.rows, config.length)
     generator = rng.generator(0, seed)
     uniform = -math.log(config.vocab_size)  # about what the untrained policy gives a token
     drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
     positions = torch.arange(config.length, device="cpu")
-    mask = (positions >= config.length // 4).expand(shape)
+    tokens = torch.randint(config.vocab_size, shape, **drawn)
+    prompt = prompt_length(config)
+    tokens[:, :prompt] = tokens[:: config.group, :prompt].repeat_interleave(config.group, 0)
+    mask = (positions >= prompt).expand(shape)
+    if config.padding:
+        mask = mask & (positions < prompt + _completion_lengths(config, generator))
     batch = Batch(
-        tokens=torch.randint(config.vocab_size, shape, **drawn),
+        tokens=tokens,
         positions=positions.expand(shape),
         mask=mask,
         behavior_logprobs=uniform + 0.1 * torch.randn(shape, dtype=torch.float32, **drawn),

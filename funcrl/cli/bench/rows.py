@@ -37,6 +37,8 @@ _COLUMNS = {
     "trace_s": ("trace s", 1, ".1f"),  # until there is a program to call
     "first_call_s": ("first call s", 1, ".1f"),  # which compiles
     "predicted_bytes": ("predicted MB", 1e-6, ".1f"),  # the graph's peak, beyond its inputs
+    "computed_tokens": ("computed tokens", 1, ",.0f"),
+    "padding": ("padding", 1, ".1%"),  # the share of computed tokens that are no sample's
     "tokens_per_s": ("tokens/s", 1, ",.0f"),
     "floor_tokens_per_s": ("floor tokens/s", 1, ",.0f"),
     "start_s": ("start s", 1, ".1f"),  # of an engine, until its first token

@@ -19,6 +19,7 @@ from funcrl.cli.bench.inputs import (
 )
 from funcrl.cli.bench.measure import Variants
 from funcrl.cli.bench.ordinary import with_weights
+from funcrl.cli.bench.packed import packed_rows
 from funcrl.cli.bench.profiling import write_profile
 from funcrl.cli.bench.rows import Row, finish
 from funcrl.core import tree
@@ -108,4 +109,5 @@ _PARTS: dict[str, Callable[[Case], list[Row]]] = {
     "step": lambda case: case.measure("step", _step_variants(case)),
     "compiled-gradient": gradient_rows,
     "compiled-step": step_rows,
+    "packed-step": packed_rows,
 }

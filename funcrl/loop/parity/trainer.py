@@ -28,7 +28,7 @@ from funcrl.loop.parity.sides import LOGPROBS, Part, Side, TokensFn, Way, of_sam
 from funcrl.models import Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.rl.algorithms import grpo
-from funcrl.rl.packing import pack
+from funcrl.rl.packing import pack, pack_groups
 
 _SIZES = (1, 7, 64)
 _PADDING = 64
@@ -65,7 +65,8 @@ def trainer_ways(
         yield way(f"batch of {size}", batched, size, length)
     padded = -(-(length + 1) // _PADDING) * _PADDING
     yield way(f"padded to {padded} tokens", batched, count, padded)
-    yield way("packed rows", packed, prompt)
+    yield way("packed rows", packed, prompt, pack)
+    yield way("packed rows, prompts shared", packed, prompt, pack_groups)
     yield way("4 micro-batches", batched, -(-count // 4), length)
     model_fn = logprob_fn(model)
 
@@ -100,8 +101,10 @@ def batched(fn: TokensFn, params: Params, tokens: Tensor, size: int, length: int
     return of_samples({name: values[:count, :width] for name, values in joined.items()})
 
 
-def packed(fn: TokensFn, params: Params, tokens: Tensor, prompt: int) -> Side:
-    """Return the values of samples that `funcrl.pack` lays end to end."""
+def packed(
+    fn: TokensFn, params: Params, tokens: Tensor, prompt: int, pack_fn: Callable[..., PackedBatch]
+) -> Side:
+    """Return the values of samples that `pack` or `pack_groups` lays end to end."""
     count, length = tokens.shape
     mask = (torch.arange(length, device=tokens.device) >= prompt).expand(count, length)
     numbers = torch.arange(count, device=tokens.device)
@@ -114,22 +117,27 @@ def packed(fn: TokensFn, params: Params, tokens: Tensor, prompt: int) -> Side:
         group=numbers,
         policy_version=torch.zeros_like(numbers),
     )
-    rows = pack(rollout, grpo(), 3 * length + 5)  # a length that leaves padding
+    rows = pack_fn(rollout, grpo(), 3 * length + 5)  # a length that leaves padding
     with torch.no_grad():
         values = over_rows("parity", fn)(params, rows)
     side: Side = {name: [] for name in values}
-    for row, start, sample in _segments(rows, length):
+    for row, place, sample in _segments(rows):
+        position = int(rows.positions[row, place])  # of the first token that is the sample's alone
+        stop = place + length - position
         for name, found in values.items():
-            first = name == LOGPROBS  # of a sample's first token there is none
-            part = found[row, start + first : start + length]
-            side[name].append(Part(sample, int(first), part))
+            first = int(name == LOGPROBS)  # of a segment's first token there is none
+            part = found[row, place + first : stop]
+            side[name].append(Part(sample, position + first, part))
     return side
 
 
-def _segments(rows: PackedBatch, length: int) -> Iterator[tuple[int, int, int]]:
+def _segments(rows: PackedBatch) -> Iterator[tuple[int, int, int]]:
     """Yield the row, the first place and the number of each packed sample."""
-    for row, place in ((rows.positions == 0) & (rows.segment_ids >= 0)).nonzero().tolist():
-        yield row, place, int(rows.behavior_logprobs[row, place + length - 1])
+    ids = rows.segment_ids
+    for row in range(len(ids)):
+        for segment in ids[row][rows.mask[row]].unique().tolist():  # a shared prompt has no mask
+            own = (ids[row] == segment).nonzero()
+            yield row, int(own[0]), int(rows.behavior_logprobs[row, own[-1]])
 
 
 def _of_step(

@@ -202,3 +202,28 @@ def test_a_cuda_graph_is_measured_with_the_memory_that_it_holds():
     assert len(rows) == 3
     for row in rows:
         assert row.peak_bytes >= row.numbers["predicted_bytes"] * 0.9
+
+
+@pytest.mark.parametrize("padding", [0.0, 0.3])
+def test_layouts_of_the_same_samples(padding):
+    shape = SMALL | {"num_layers": (1,), "length": 16, "group": 4, "prompt": 6, "rows": 8}
+    config = bench.StepBenchConfig(**shape, parts=("packed-step",), padding=padding, pack_length=49)
+    plain, packed, shared = bench.bench_step(config)  # a group is 5 + 4 x 11 tokens
+    tokens = 8 * 16 - round(padding * 8 * 16)
+    for row, fewer in ((plain, 0), (packed, 0), (shared, 2 * 3 * 5)):
+        computed = row.numbers["computed_tokens"]
+        # Completions end after whole tokens, each at most half of one from where it should.
+        assert computed * (1 - row.numbers["padding"]) == pytest.approx(tokens - fewer, abs=4.01)
+    assert plain.variant == "none, 8 x 16"
+    assert [row.variant[-4:] for row in (packed, shared)] == ["x 49"] * 2
+    batch = make_case(config, 1).batch
+    assert torch.equal(batch.tokens[0, :6], batch.tokens[3, :6])
+    assert not torch.equal(batch.tokens[0, :6], batch.tokens[4, :6])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"group": 3}, "--group to divide --rows 4"), ({"padding": 0.8}, "0.8")]
+)
+def test_layouts_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ValueError, match=f"bench step expects .*{words}"):
+        bench.StepBenchConfig(**SMALL, **options)

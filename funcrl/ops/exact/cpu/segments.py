@@ -47,7 +47,7 @@ def split_segments(first: Tensor, last: Tensor, shared: Tensor | None = None) ->
     if shared is None:
         shared = first.new_zeros(*first.shape, 2)
     keys_of = _Keys(first[row, start], *shared[row, start].unbind(-1))
-    num_keys = last[row, start + count - 1] - keys_of.first + 1 + keys_of.count
+    num_keys = last[row, start + count - 1] - keys_of.first + 1 + keys_of.shared
     wanted = torch.stack((rounded, round_length(num_keys)), dim=1)
     groups = []
     for queries, keys in wanted.unique(dim=0).tolist():
@@ -72,16 +72,16 @@ def round_length(length: Tensor) -> Tensor:
 
 
 class _Keys(NamedTuple):
-    """Where the keys of segments [N] lie: `count` of a prefix, then the segment's own."""
+    """Where the keys of segments [N] lie: those of a prefix, then the segment's own."""
 
     first: Tensor  # of its own
     prefix: Tensor  # the first one of the prefix
-    count: Tensor
+    shared: Tensor  # the number of those of the prefix
 
     def place(self, number: Tensor) -> Tensor:
         """Return the places in a row of the keys of these numbers [N, S]."""
-        first, prefix, count = (part[:, None] for part in self)
-        return torch.where(number < count, prefix + number, first - count + number)
+        first, prefix, shared = (part[:, None] for part in self)
+        return torch.where(number < shared, prefix + number, first - shared + number)
 
 
 def _group(
@@ -92,7 +92,7 @@ def _group(
     real = offsets < count[:, None]
     query = torch.where(real, start[:, None] + offsets, start[:, None])
     row = row[:, None]
-    before = keys_of.count - keys_of.first  # a key's place in the row to its number
+    before = keys_of.shared - keys_of.first  # a key's place in the row to its number
     own_last = torch.where(real, last[row, query] + before[:, None], -1)
     number = torch.arange(keys, device=last.device)
     key = keys_of.place(torch.minimum(number, own_last.amax(dim=1, keepdim=True)))
