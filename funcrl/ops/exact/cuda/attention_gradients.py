@@ -56,14 +56,19 @@ def attend_gradients(
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
     tiles = -(-places // tile["BN"])
-    ranges = fresh(q, batch, tiles, 4, dtype=torch.int32)
+    ranges = fresh(q, batch, tiles, 5, dtype=torch.int32)
+    lengths = fresh(q, batch * tiles, dtype=torch.int32)
     range_kernel[(tiles, batch)](
-        first, last, spans, ranges, length, *strides[-4:], *span_strides, BN=tile["BN"], BT=_SCAN,
-        PREFIX=prefix, **STRICT,
+        first, last, spans, ranges, lengths, length, *strides[-4:], *span_strides,
+        BN=tile["BN"], BT=_SCAN, PREFIX=prefix, **STRICT,
     )  # fmt: skip
-    key_kernel[(tiles, key_heads, batch)](
-        *inputs, ranges, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
-        *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix, **tile, **STRICT,
+    # A prefix is seen by all its samples: the programs of its keys run longest, and start first.
+    # Others keep their order, as neighbours read the same queries.
+    order = lengths.argsort(descending=True, stable=True) if prefix else lengths
+    key_kernel[(batch * tiles * key_heads,)](
+        *inputs, ranges, order, *grads[1:], heads, heads // key_heads, length, places, width, tiles,
+        *factors, *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix,
+        **tile, **STRICT,
     )  # fmt: skip
     return grads
 
