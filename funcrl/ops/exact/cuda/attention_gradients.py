@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.attention import log2_scale, prefix_arguments
-from funcrl.ops.exact.cuda.attention_gradient_kernels import (
-    key_kernel,
-    query_kernel,
-    range_kernel,
-)
+from funcrl.ops.exact.cuda.attention_gradient_kernels import key_kernel, query_kernel
+from funcrl.ops.exact.cuda.attention_range_kernels import range_kernel
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh, power_of_two
 
 _SCAN = 512  # queries of which a program reads the ranges at a time
