@@ -16,6 +16,7 @@ LENGTHS = (200, 513) if ON_GPU else (38,)
 
 if ON_GPU or INTERPRETED:
     from funcrl.ops.exact import cuda as exact
+    from funcrl.ops.exact.cuda import attention_gradients
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -251,3 +252,49 @@ def test_a_shared_prefix(heads, key_heads, width, sizes, dtype):
         assert torch.equal(result[:, :, prefix:], out[:1, :, own])
         assert torch.equal(own_normaliser[:, :, prefix:], normaliser[:1, :, own])
         start += size
+
+
+GROUPS = [(70, 64, 1, 200), (30, 31, 1, 130)] if ON_GPU else [(40, 3, 6), (13, 9, 20)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
+def test_groups_of_a_row_have_the_bits_of_their_own_rows(
+    heads, key_heads, width, dtype, monkeypatch
+):
+    """Also the gradients of prefixes, whichever programs start first and however rows are read."""
+    length = sum(map(sum, GROUPS)) + 5
+    q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
+    (q, k, v), grad = (part[:1] for part in (q, k, v)), randn(1, *q.shape[1:], dtype=dtype, seed=7)
+    spans = [torch.full((length,), fill, device=DEVICE) for fill in (0, -1)]
+    spans.append(torch.zeros(length, 2, dtype=torch.int64, device=DEVICE))
+    places = []
+    for sizes in GROUPS:
+        start = places[-1].stop if places else 0
+        places.append(slice(start, start + sum(sizes)))
+        first, last, shared = shared_row(*sizes, length=sum(sizes))
+        shared[:, 0] = torch.where(shared[:, 1] > 0, start, 0)
+        for whole, part in zip(spans, (first + start, last + start, shared), strict=True):
+            whole[places[-1]] = part
+    first, last, shared = (part[None] for part in spans)
+    out, normaliser = exact.attend(q, k, v, first, last, shared)
+    leaves = [part.double().requires_grad_() for part in (q, k, v)]
+    expected = shared_oracle(*leaves, first, last, shared)
+    assert_near(out, expected, dtype)
+    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    for part, wide in zip(ours, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        assert_near(part, wide, dtype, factor=2)
+    # Of a shorter piece of a row that is read at a time, programs start in another order.
+    monkeypatch.setattr(attention_gradients, "_SCAN", 16)
+    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    assert all(torch.equal(part, other) for part, other in zip(ours, again, strict=True))
+    for cut, sizes in zip(places, GROUPS, strict=True):
+        alone = [part[:, :, cut] for part in (q, k, v)]
+        ranges = [part[None] for part in shared_row(*sizes, length=sum(sizes))]
+        own, own_normaliser = exact.attend(*alone, *ranges)
+        assert torch.equal(own, out[:, :, cut])
+        own_grads = exact.attend_gradients(
+            grad[:, :, cut], *alone, *ranges[:2], own, own_normaliser, ranges[2]
+        )
+        for part, whole in zip(own_grads, ours, strict=True):
+            assert torch.equal(part, whole[:, :, cut])

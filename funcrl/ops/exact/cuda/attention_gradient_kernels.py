@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from funcrl.ops.exact.cuda.attention_kernels import prefix_span, row_products
+from funcrl.ops.exact.cuda.attention_range_kernels import seeing_range
 
 NEVER = tl.constexpr(2147483647)
 
@@ -100,15 +101,24 @@ def query_kernel(
 
 @triton.jit
 def key_kernel(
-    grad, q, k, v, delta, power, first, last, ranges, grad_k, grad_v, H, G, T, S, C, scale, factor,
+    grad, q, k, v, delta, power, first, last, ranges, order, grad_k, grad_v,
+    H, G, T, S, C, TILES, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
     shared, shared_b, shared_t,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries."""
-    place = tl.program_id(0) * BN
-    key_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries.
+
+    Programs start in the order of their ids. With PREFIX `order` [B * TILES] lists the tiles.
+    """
+    tile = tl.program_id(0) // (H // G)
+    if PREFIX:
+        tile = tl.load(order + tile).to(tl.int32)
+    ranges += tile.to(tl.int64) * 5
+    place = tile % TILES * BN
+    batch = (tile // TILES).to(tl.int64)
+    key_head = (tl.program_id(0) % (H // G)).to(tl.int64)
     places = place + tl.arange(0, BN)
     columns = tl.arange(0, BC)
     seen = (places < S)[:, None] & (columns < C)[None, :]
@@ -127,9 +137,8 @@ def key_kernel(
     sum_k = tl.zeros((BN, BC), tl.float32)
     sum_v = tl.zeros((BN, BC), tl.float32)
     # The queries of one segment that see the tile: begin..stop.
-    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
     begin, segment = tl.load(ranges), tl.load(ranges + 1)
-    stop, following = tl.load(ranges + 2), tl.load(ranges + 3)
+    stop, following, final = tl.load(ranges + 2), tl.load(ranges + 3), tl.load(ranges + 4)
     while begin < NEVER:
         limit = tl.where(places >= segment, places, NEVER)  # keys of an earlier segment: none
         if PREFIX:  # but of the prefix all
@@ -168,59 +177,10 @@ def key_kernel(
         begin = following
         if begin < NEVER:
             segment = tl.load(first + begin * first_t).to(tl.int32)
-            stop, following = _range(
-                first, last, shared, first_t, last_t, shared_t, place, segment, T, BN, BT, PREFIX
-            )
-    at = ((batch * tl.num_programs(1) + key_head) * S + places)[:, None] * C + columns[None, :]
+            stop, following = seeing_range(
+                first, last, shared, first_t, last_t, shared_t,
+                place, segment, begin, final, BN, BT, PREFIX,
+            )  # fmt: skip
+    at = ((batch * (H // G) + key_head) * S + places)[:, None] * C + columns[None, :]
     tl.store(grad_k + at, sum_k * factor, mask=seen)
     tl.store(grad_v + at, sum_v, mask=seen)
-
-
-@triton.jit
-def _range(
-    first, last, shared, first_t, last_t, shared_t, place, segment, T,
-    BN: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
-    """Return the end of the segment's queries that see the tile, and the first of a later one's."""
-    stop = tl.full((), 0, tl.int32)
-    following = tl.full((), NEVER, tl.int32)
-    for start in range(0, T, BT):
-        times = start + tl.arange(0, BT)
-        owner = tl.load(first + times * first_t, mask=times < T, other=0).to(tl.int32)
-        end = tl.load(last + times * last_t, mask=times < T, other=-1).to(tl.int32)
-        sees = (end >= place) & (owner < place + BN)
-        if PREFIX:
-            span = shared + times * shared_t
-            prefix = tl.load(span, mask=times < T, other=0).to(tl.int32)
-            count = tl.load(span + 1, mask=times < T, other=0).to(tl.int32)
-            sees = sees | ((count > 0) & (prefix < place + BN) & (prefix + count > place))
-        sees = sees & (end >= owner)
-        own = sees & (owner == segment)
-        stop = tl.maximum(stop, tl.max(tl.where(own, times + 1, 0), 0))
-        following = tl.minimum(
-            following, tl.min(tl.where(sees & (owner > segment), times, NEVER), 0)
-        )
-    return stop, following
-
-
-@triton.jit
-def range_kernel(
-    first, last, shared, ranges, T, first_b, first_t, last_b, last_t, shared_b, shared_t,
-    BN: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
-    """Write, for a tile of keys, the first segment that sees it: begin, segment, and `_range`."""
-    place = tl.program_id(0) * BN
-    batch = tl.program_id(1).to(tl.int64)
-    first += batch * first_b
-    last += batch * last_b
-    shared += batch * shared_b
-    _, begin = _range(first, last, shared, first_t, last_t, shared_t, place, -1, T, BN, BT, PREFIX)
-    segment = tl.load(first + tl.minimum(begin, T - 1) * first_t).to(tl.int32)
-    stop, following = _range(
-        first, last, shared, first_t, last_t, shared_t, place, segment, T, BN, BT, PREFIX
-    )
-    ranges += (batch * tl.num_programs(0) + tl.program_id(0)) * 4
-    tl.store(ranges, begin)
-    tl.store(ranges + 1, segment)
-    tl.store(ranges + 2, stop)
-    tl.store(ranges + 3, following)

@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.attention import log2_scale, prefix_arguments
-from funcrl.ops.exact.cuda.attention_gradient_kernels import (
-    key_kernel,
-    query_kernel,
-    range_kernel,
-)
+from funcrl.ops.exact.cuda.attention_gradient_kernels import key_kernel, query_kernel
+from funcrl.ops.exact.cuda.attention_range_kernels import range_kernel
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh, power_of_two
 
 _SCAN = 512  # queries of which a program reads the ranges at a time
@@ -56,14 +53,19 @@ def attend_gradients(
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
     tiles = -(-places // tile["BN"])
-    ranges = fresh(q, batch, tiles, 4, dtype=torch.int32)
+    ranges = fresh(q, batch, tiles, 5, dtype=torch.int32)
+    lengths = fresh(q, batch * tiles, dtype=torch.int32)
     range_kernel[(tiles, batch)](
-        first, last, spans, ranges, length, *strides[-4:], *span_strides, BN=tile["BN"], BT=_SCAN,
-        PREFIX=prefix, **STRICT,
+        first, last, spans, ranges, lengths, length, *strides[-4:], *span_strides,
+        BN=tile["BN"], BT=_SCAN, PREFIX=prefix, **STRICT,
     )  # fmt: skip
-    key_kernel[(tiles, key_heads, batch)](
-        *inputs, ranges, *grads[1:], heads, heads // key_heads, length, places, width, *factors,
-        *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix, **tile, **STRICT,
+    # A prefix is seen by all its samples: the programs of its keys run longest, and start first.
+    # Others keep their order, as neighbours read the same queries.
+    order = lengths.argsort(descending=True, stable=True) if prefix else lengths
+    key_kernel[(batch * tiles * key_heads,)](
+        *inputs, ranges, order, *grads[1:], heads, heads // key_heads, length, places, width, tiles,
+        *factors, *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix,
+        **tile, **STRICT,
     )  # fmt: skip
     return grads
 
