@@ -34,7 +34,7 @@ def ordinary_loss(
     module: Transformer,
     batch: Batch,
     dtype: torch.dtype | None = None,
-    chunk: int | None = None,
+    chunk: int | Literal["all"] | None = None,
     checkpointed: bool = False,
     attend: ops.AttendFn = ops.attend_causal,
 ) -> Tensor:
