@@ -1,6 +1,7 @@
 """The loss of a GRPO step as one writes it without transforms: funcrl is compared with it."""
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
