@@ -134,7 +134,7 @@ class _Gradients(torch.autograd.Function):
             # multiplied one after the other, and each would read all of the weight.
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
             columns = [each[rows] for each in (targets, entropy, normaliser, *grads)]
-            outer = logits_gradient(inputs @ weight.mT, *columns, temperature)
+            outer = logits_gradient(inputs @ weight.mT, temperature, *columns)
             grad_hidden.append(outer @ weight)
             if not trained:
                 continue

@@ -37,8 +37,8 @@ def plain_score_logits(logits: Tensor, targets: Tensor, temperature: float) -> T
 
 
 def logits_gradient(
-    logits: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
-    grad_logprob: Tensor, grad_entropy: Tensor, temperature: float,
+    logits: Tensor, temperature: float, targets: Tensor, entropy: Tensor, normaliser: Tensor,
+    grad_logprob: Tensor, grad_entropy: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of logits [..., V], in their dtype.
 
@@ -67,7 +67,7 @@ def _backward(
     _wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Tensor]:
     (logits, targets, temperature), (_, *kept) = inputs, results
-    return [logits_gradient(logits, targets, *kept, *grads, temperature)]
+    return [logits_gradient(logits, temperature, targets, *kept, *grads)]
 
 
 _score_logits = differentiable(
