@@ -9,6 +9,7 @@ from funcrl.core import checks
 from funcrl.core.arguments import (
     CheckedFields,
     Count,
+    CountOrAll,
     Finite,
     FiniteNotNegative,
     FinitePositive,
@@ -206,8 +207,10 @@ class TrainConfig:
     microbatch: Count | None = None
     """The number of samples, or of packed rows, whose gradients are computed at a time: fewer need
     less memory, for the same update. All when left out."""
-    logprob_chunk: Count = 1024
-    """The number of tokens whose logits are alive at a time."""
+    logprob_chunk: CountOrAll = 1024
+    """The number of tokens whose logits are alive at a time, which are computed twice; or all:
+    logits are computed once and kept for the backward pass, which is faster and needs the memory
+    of all tokens' logits and of their gradient."""
     attend: Literal["native", "flash"] = "native"
     """The trainer's attention: native is products and a softmax, flash one kernel that keeps no
     scores."""

@@ -319,6 +319,7 @@ _SIMPLE: dict[Any, Kind] = {
 # Annotations for numbers within bounds. NaN is in none of them. They hold for the items of a tuple
 # and of a mapping; those of a list are not looked at, which may be long.
 Count: TypeAlias = Annotated[int, integer("a 64-bit integer above 0", lambda value: value > 0)]
+CountOrAll: TypeAlias = Count | Literal["all"]
 Natural: TypeAlias = Annotated[
     int, integer("a 64-bit integer of at least 0", lambda value: value >= 0)
 ]

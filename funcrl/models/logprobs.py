@@ -1,14 +1,14 @@
 """Scores of tokens from logits; predictions are shifted against tokens only here."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from funcrl import ops
 from funcrl.core import checks, numerics, tree
-from funcrl.core.arguments import Count, Positive, checked
+from funcrl.core.arguments import Count, CountOrAll, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import ExactModelFn, ModelFn, Params, Row, TokenScores
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
@@ -54,7 +54,7 @@ def logprob_fn(
     model: nn.Module,
     temperature: Positive = 1.0,
     *,
-    chunk: Count | None = None,
+    chunk: CountOrAll | None = None,
     dtype: torch.dtype | None = None,
     attend: ops.AttendFn | None = None,
     attend_segments: ops.AttendSegmentsFn | None = None,
@@ -67,8 +67,10 @@ def logprob_fn(
             `funcrl.models.logits_fn`. Only its structure is used, never its weights. For the rows
             of a `PackedBatch` it must take `attend`, as `Transformer` does.
         temperature: that of sampling.
-        chunk: the number of tokens whose logits are in memory at a time, forward and backward, all
-            when left out. The model must take `head`, as `Transformer` does.
+        chunk: the number of tokens whose logits are in memory at a time, forward and backward, or
+            "all": the backward pass then reads the logits instead of computing them anew. Such
+            scores have a first derivative only, and the model must take `head`, as `Transformer`
+            does. When left out, each operation on all logits is recorded, for any derivative.
         dtype: to compute in, that of the parameters when left out. They are cast once, and the
             gradient is in their own dtype.
         attend: which tokens see which, such as `funcrl.ops.attend_flash`; the model must take it,
@@ -133,7 +135,7 @@ def logprob_fn(
 def _scores_fn(
     model: nn.Module,
     temperature: float,
-    chunk: int | None,
+    chunk: int | Literal["all"] | None,
     attend: ops.AttendFn | None,
     attend_segments: ops.AttendSegmentsFn | None,
 ) -> ScoresFn:

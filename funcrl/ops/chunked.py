@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl.core import checks, numerics
-from funcrl.core.arguments import Count, Positive, checked
+from funcrl.core.arguments import CountOrAll, Positive, checked
+from funcrl.ops.logits import logits_gradient, plain_score_logits, score_logits
 
 # The number of rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
@@ -23,21 +24,23 @@ def linear_scores(
     weight: Tensor,
     targets: Tensor,
     temperature: Positive = 1.0,
-    chunk: Count = 1024,
+    chunk: CountOrAll = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of targets under `softmax(hidden W^T / temperature)`, and
     entropies [T].
 
     No more than [chunk, V] is alive at a time: the backward pass computes each chunk's logits
     anew. In a batch under `vmap` the chunk is of the whole batch's tokens, and the gradient of one
-    shared weight is accumulated in one [V, D]. It has a first derivative only.
+    shared weight is accumulated in one [V, D]. With the chunk "all" there is one product of all
+    tokens, [T, V], which the backward pass reads: less work for more memory. It has a first
+    derivative only.
 
     Args:
         hidden: [T, D]; `hidden[t]` predicts `targets[t]`.
         weight: [V, D].
         targets: [T] int64.
         temperature: that of sampling.
-        chunk: tokens at a time.
+        chunk: tokens at a time, or "all".
 
     Example:
         >>> import torch, funcrl
@@ -48,6 +51,8 @@ def linear_scores(
     checks.check_rank("linear_scores", "hidden", hidden, "TD")
     checks.check_rank("linear_scores", "weight", weight, "VD")
     checks.check_shape("linear_scores", "targets", targets, "hidden's first axis", hidden.shape[:1])
+    if chunk == "all":
+        return score_logits(nn.functional.linear(hidden, weight), targets, temperature)
     logprobs, entropy, _ = _LinearScores.apply(  # type: ignore[no-untyped-call]  # (torch's own)
         hidden, weight, targets, temperature, chunk
     )
@@ -63,18 +68,9 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         columns = []
         for rows in _chunks(hidden.shape[0], chunk):
-            logits = _logits(hidden[rows], weight, temperature)
-            normaliser = torch.logsumexp(logits, dim=-1)
-            chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
-            logprobs = logits - normaliser[:, None]
-            del logits
-            probabilities = logprobs.exp()
-            # A log-probability of -inf adds 0: a probability of 0 times the least number.
-            terms = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min).mul_(probabilities)
-            entropy = terms.sum(dim=-1).neg()
-            columns.append((chosen - normaliser, entropy, normaliser))
+            columns.append(plain_score_logits(hidden[rows] @ weight.mT, targets[rows], temperature))
         if not columns:
-            empty = _logits(hidden, weight, temperature).sum(dim=-1)
+            empty = hidden.new_zeros(0, dtype=numerics.at_least_float32(hidden.dtype))
             return empty, empty.clone(), empty.clone()
         logprob, entropy, normaliser = (torch.cat(parts) for parts in zip(*columns, strict=True))
         return logprob, entropy, normaliser
@@ -130,33 +126,23 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         if not hidden.shape[0]:
             return torch.zeros_like(hidden), *([torch.zeros_like(weight)] if trained else [])
+        grads, wide = (grad_logprob, grad_entropy), numerics.at_least_float32(hidden.dtype)
         grad_hidden = []
         grad_weight: Tensor | None = None
         for rows in _chunks(hidden.shape[0], chunk):
             # Slices of many samples are no single matrix: without a copy the samples would be
             # multiplied one after the other, and each would read all of the weight.
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
-            # d logprob = onehot - p and d entropy = -p (log p + H).
-            logprobs = _logits(inputs, weight, temperature) - normaliser[rows, None]
-            probabilities = logprobs.exp()
-            # Where a log-probability is -inf, p and the whole gradient are 0.
-            surprise = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
-            del logprobs
-            surprise = surprise.add_(entropy[rows, None]).mul_(probabilities)
-            gradient = surprise * grad_entropy[rows, None]
-            del surprise
-            gradient = torch.addcmul(gradient, probabilities, grad_logprob[rows, None]).neg_()
-            del probabilities
-            gradient = gradient.scatter_add(-1, targets[rows, None], grad_logprob[rows, None])
-            outer = gradient.div_(temperature).to(hidden.dtype)
+            columns = [each[rows] for each in (targets, entropy, normaliser, *grads)]
+            outer = logits_gradient(inputs @ weight.mT, temperature, *columns)
             grad_hidden.append(outer @ weight)
             if not trained:
                 continue
             if grad_weight is None:
-                grad_weight = gradient.new_zeros(weight.shape)
+                grad_weight = outer.new_zeros(weight.shape, dtype=wide)
                 parts = grad_weight.split(_VOCABULARY)  # no second [V, D] for the product
-            for part, columns in zip(parts, outer.split(_VOCABULARY, dim=-1), strict=True):
-                part += (columns.mT @ inputs).to(gradient.dtype)
+            for part, piece in zip(parts, outer.split(_VOCABULARY, dim=-1), strict=True):
+                part += (piece.mT @ inputs).to(wide)
         if grad_weight is None:
             return (torch.cat(grad_hidden),)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype)
@@ -200,12 +186,6 @@ class _EachGradients(torch.autograd.Function):
     @staticmethod
     def backward(*_: Any) -> Any:
         raise RuntimeError(_FIRST)
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return fresh logits in at least float32, widened before they are divided."""
-    logits = (hidden @ weight.mT).to(numerics.at_least_float32(hidden.dtype))
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def _chunks(length: int, chunk: int) -> Iterator[slice]:

@@ -56,6 +56,18 @@ def test_a_captured_sampler_keeps_its_cache_while_the_step_trains():
     assert kept.peak == kept.resident + kept.cache + kept.training
 
 
+def test_the_memory_estimate_knows_of_kept_logits():
+    """By hand: 8 samples of 16 tokens, of 13 logits and as many gradients of 2 bytes each."""
+    shape = funcrl.models.shape("micro", vocab_size=13)
+    options = {"num_prompts": 4, "num_generations": 2, "sampling": Sampling(max_tokens=10)}
+    options |= {"logprob_chunk": "all", "device": "cuda", "dtype": "bfloat16"}
+    estimates = [
+        memory.estimate_memory(TrainConfig(**options, microbatch=rows), shape, 6).logits
+        for rows in (8, 2)
+    ]
+    assert estimates == [8 * 16 * 13 * 4, 2 * 16 * 13 * 4]
+
+
 def test_the_memory_estimate_knows_of_packed_rows():
     shape = funcrl.build(TrainConfig()).model.config
     config = TrainConfig(num_prompts=4, num_generations=8, sampling=Sampling(max_tokens=20))

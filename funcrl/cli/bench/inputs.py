@@ -15,7 +15,7 @@ from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss, with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import rng, tree
-from funcrl.core.arguments import Count, Fraction, Natural, check_fields
+from funcrl.core.arguments import Count, CountOrAll, Fraction, Natural, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
 from funcrl.graph.remat.recompute import RematName
 from funcrl.loop.parts.memory import num_params
@@ -67,8 +67,9 @@ class StepBenchConfig:
     """The dtype of the parameters and the optimizer's moments."""
     chunk: Count = 4
     """The number of samples at a time in the chunked variants."""
-    logprob_chunk: Count | None = None
-    """The number of tokens whose logits are alive at a time; all when left out."""
+    logprob_chunk: CountOrAll | None = None
+    """The number of tokens whose logits are alive at a time, or all: computed once and kept for the
+    backward pass. When left out, torch's autograd keeps what each operation on them needs."""
     attend: Literal["native", "flash"] = "native"
     """How both sides attend: by products and a softmax, or by one kernel that keeps no scores."""
     numerics: Literal["native", "exact"] = "native"

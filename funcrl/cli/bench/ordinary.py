@@ -1,6 +1,7 @@
 """The loss of a GRPO step as one writes it without transforms: funcrl is compared with it."""
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def ordinary_loss(
     module: Transformer,
     batch: Batch,
     dtype: torch.dtype | None = None,
-    chunk: int | None = None,
+    chunk: int | Literal["all"] | None = None,
     checkpointed: bool = False,
     attend: ops.AttendFn = ops.attend_causal,
 ) -> Tensor:

@@ -127,7 +127,7 @@ def options_of(workload: Workload, given: TrainConfig) -> dict[str, Any]:
         "dtype": "bfloat16",
         # Exact numerics have an attention of their own.
         "attend": "native" if given.numerics == "exact" else "flash",
-        "logprob_chunk": 2048,
+        "logprob_chunk": "all",
         "slots": samples,
         "vllm": VLLMConfig(
             context_length=workload.prompt_tokens + workload.max_tokens,

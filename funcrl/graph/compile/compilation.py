@@ -21,7 +21,11 @@ from funcrl.core.types import Metrics, Rows, Step, TrainState
 from funcrl.graph.aliases import written_inputs
 from funcrl.graph.compile.capture import Program, capture
 from funcrl.graph.compile.fences import add_fences
-from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
+from funcrl.graph.compile.lowering import (
+    embedding_by_kernel,
+    scalars_as_elements,
+    select_for_scatter,
+)
 from funcrl.graph.donation import check_own_memory
 from funcrl.graph.edit import as_module, copied
 from funcrl.graph.layers.labels import is_gathering
@@ -224,7 +228,7 @@ def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
     if config.backend == "eager":
         return flat
     if config.backend == "inductor":
-        flat = select_for_scatter(flat)
+        flat = embedding_by_kernel(select_for_scatter(flat))
     pieces = split_repeated(flat)
     if config.backend == "inductor" and len(list(pieces.children())) == 1:
         # Layers that are compiled together: what one of them computes again would be merged away.

@@ -1,10 +1,13 @@
 """A graph with operations that torch.compile keeps and Inductor fuses."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.graph.edit import Writer, arguments, as_module, copied, shape_of
+from funcrl.ops.exact.embedding import embedding_gradient_op
 
 aten = torch.ops.aten
 
@@ -35,6 +38,33 @@ def _is_one_a_row(node: Node) -> bool:
     rows = (*shape_of(x).shape[:-1], 1)
     last = axis in (-1, shape_of(x).ndim - 1)
     return last and shape_of(index).shape == shape_of(source).shape == rows
+
+
+def _is_half_on_gpu(rows: Tensor) -> bool:
+    return rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float16)
+
+
+def embedding_by_kernel(
+    module: GraphModule, takes: Callable[[Tensor], bool] = _is_half_on_gpu
+) -> GraphModule:
+    """Return the graph with the gradients of embeddings computed by the exact numerics' kernel.
+
+    It sums a token's rows in float32 and rounds once, faster than what Inductor makes of torch's.
+
+    Args:
+        module: is not changed.
+        takes: whether the kernel is to sum these rows.
+    """
+    graph = copied(module.graph)
+    target = aten.embedding_dense_backward.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        rows, tokens, size, padding, by_frequency = arguments(node)
+        if takes(shape_of(rows)) and padding < 0 and not by_frequency:
+            write = Writer(graph, node, node)
+            total = write(embedding_gradient_op, rows, tokens, size, 1)
+            node.replace_all_uses_with(write.cast(total, shape_of(node).dtype))
+            graph.erase_node(node)
+    return as_module(graph, module)
 
 
 def scalars_as_elements(module: GraphModule) -> list[int]:

@@ -20,7 +20,7 @@ class MemoryEstimate(NamedTuple):
     reference: int  # the reference policy of a KL penalty
     sampler: int  # the sampler's copy of the weights, in its own layout or dtype
     activations: int  # of one micro-batch, kept for its backward pass
-    logits: int  # of one chunk of tokens
+    logits: int  # of one chunk of tokens, or kept of all tokens of a micro-batch
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
     checkpoint: int  # an older state, while it is being written
@@ -140,6 +140,13 @@ def estimate_memory(
     block += 3 * c.num_heads * (padded if config.attend == "native" else 1)
     block_bytes = block * compute + widened * _FLOAT
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
+    tokens, chunk = rows * padded, config.logprob_chunk
+    # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
+    if chunk == "all":
+        has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
+        logits = tokens * (2 * compute + (0 if has_kernel else 4 * _FLOAT))
+    else:
+        logits = min(chunk, tokens) * 4 * _FLOAT
     slots = min(config.slots, config.num_prompts * config.num_generations)
     cache = 2 * c.num_layers * kv * slots * length * compute
     captured = config.generator == "sampler" and config.device == "cuda" and copies
@@ -149,7 +156,7 @@ def estimate_memory(
         reference=trained if config.algorithm.kl else 0,
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
         activations=rows * padded * c.num_layers * block_bytes + copies,
-        logits=4 * min(config.logprob_chunk, rows * padded) * c.vocab_size * _FLOAT,
+        logits=logits * c.vocab_size,
         gradients=trained + merged,
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),

@@ -63,6 +63,7 @@ def differentiable(
     backward: BackwardFn,
     rows: Sequence[int],
     returned: int = 1,
+    instead: str = "native numerics have them all",
 ) -> Callable[..., Any]:
     """Return an operation with a first derivative, for any nesting of `grad` and `vmap`.
 
@@ -73,8 +74,9 @@ def differentiable(
         backward: the gradients.
         rows: the places of the inputs that have rows, along any leading axes.
         returned: the number of results that the operation returns.
+        instead: what has a second derivative, for the error of asking for one.
     """
-    once = _without_derivative(function, backward, returned)
+    once = _without_derivative(function, backward, returned, instead)
 
     class Operation(torch.autograd.Function):
         @staticmethod
@@ -113,7 +115,9 @@ def differentiable(
     return call
 
 
-def _without_derivative(function: str, backward: BackwardFn, returned: int) -> Callable[..., Any]:
+def _without_derivative(
+    function: str, backward: BackwardFn, returned: int, instead: str
+) -> Callable[..., Any]:
     """Return a backward pass whose own derivative is an error, where torch would take it for 0."""
 
     class Once(torch.autograd.Function):
@@ -130,8 +134,7 @@ def _without_derivative(function: str, backward: BackwardFn, returned: int) -> C
         @staticmethod
         def backward(*_: Any) -> Any:
             raise RuntimeError(
-                f"{function} has a first derivative only with exact numerics, got a second one to "
-                f"compute; native numerics have them all."
+                f"{function} has a first derivative only, got a second one to compute; {instead}."
             )
 
         @staticmethod

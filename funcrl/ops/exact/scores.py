@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from funcrl.core import numerics
 from funcrl.core.pairwise import pairwise_sum
 from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.linear import plain_linear
+from funcrl.ops.exact.linear import linear, plain_linear
+from funcrl.ops.exact.logits import score_logits
 from funcrl.ops.exact.recipe import as_rows, differentiable, operator
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -126,13 +127,22 @@ _linear_scores = differentiable("linear_scores", _forward, _backward, rows=(0, 2
 
 
 def linear_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, blocks: int = 1
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int | Literal["all"],
+    blocks: int = 1,
 ) -> Pair:
     """Return log-probabilities and entropies of targets under the logits `hidden W^T`.
 
-    Logits of `chunk` rows are in memory at a time. The weight's gradient sums each of so many
-    blocks of rows for itself.
+    Logits of `chunk` rows are in memory at a time; with "all" those of all rows, which the backward
+    pass then reads. The weight's gradient sums each of so many blocks of rows for itself.
     """
+    if chunk == "all":
+        logits = linear(hidden, weight, None, blocks)
+        logprobs, entropy = score_logits(logits, targets, temperature)
+        return logprobs, entropy
     logprobs, entropy = _linear_scores(hidden, weight, targets, temperature, chunk, blocks)
     return logprobs, entropy
 

@@ -7,7 +7,11 @@ import torch
 from cases import equal
 
 import funcrl
-from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
+from funcrl.graph.compile.lowering import (
+    embedding_by_kernel,
+    scalars_as_elements,
+    select_for_scatter,
+)
 from funcrl.graph.origin import origin_of
 
 aten = torch.ops.aten
@@ -102,6 +106,60 @@ def test_a_single_row_without_other_axes_and_a_graph_without_scatters():
     assert targets(again)[aten.scatter_add.default] == 0
     graph, again = lowered(torch.sin, torch.ones(4))
     assert str(graph.graph) == str(again.graph)
+
+
+def test_an_embeddings_gradient_is_summed_by_the_kernel():
+    """Of the batch, and of clipped samples; integers have exact sums, whatever their order."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (B, T), generator=generator)  # repeated ones, in and across rows
+    factors = torch.randint(-8, 9, (B, T, D), generator=generator).to(torch.bfloat16)
+
+    def gradient(weight, tokens, factors):
+        def loss(weight, tokens, factors):
+            return (torch.nn.functional.embedding(tokens, weight) * factors).sum()
+
+        each = torch.vmap(torch.func.grad(loss), (None, 0, 0))(weight, tokens, factors)
+        return each.sum(dim=0)
+
+    def of_batch(weight, tokens, factors):
+        rows = torch.vmap(lambda row: torch.nn.functional.embedding(row, weight))(tokens)
+        return (rows * factors).sum()
+
+    args = torch.zeros(V, D, dtype=torch.bfloat16), tokens, factors
+    wanted = torch.zeros(V, D)
+    for token, row in zip(tokens.flatten().tolist(), factors.flatten(0, 1).float(), strict=True):
+        wanted[token] += row
+    for fn in (torch.func.grad(of_batch), gradient):
+        graph = funcrl.fuse_per_sample(funcrl.trace(fn, *args))
+        again = embedding_by_kernel(graph, lambda rows: rows.dtype == torch.bfloat16)
+        ops = [targets(each) for each in (graph, again)]
+        assert [each[aten.embedding_dense_backward.default] for each in ops] == [1, 0]
+        assert ops[1][torch.ops.funcrl.embedding_gradient.default] == 1
+        assert torch.equal(again(*args).float(), wanted)
+        assert equal(again(*args), graph(*args))
+        # On a CPU nothing is replaced.
+        assert targets(embedding_by_kernel(graph)) == ops[0]
+
+
+@pytest.mark.gpu
+def test_an_embeddings_gradient_on_a_gpu_is_rounded_once():
+    """bfloat16 has 8 bits: one rounding is 2^-9 of an entry; the float32 sum adds 2^-24 a row."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (8, 512), generator=generator).cuda()
+    grad = torch.randn(8, 512, 64, generator=generator).to("cuda", torch.bfloat16)
+
+    def gradient(weight):
+        loss = lambda w: (torch.nn.functional.embedding(tokens, w) * grad).sum()  # noqa: E731
+        return torch.func.grad(loss)(weight)
+
+    weight = torch.zeros(60, 64, device="cuda", dtype=torch.bfloat16)
+    again = embedding_by_kernel(funcrl.trace(gradient, weight))
+    assert targets(again)[torch.ops.funcrl.embedding_gradient.default] == 1
+    wanted, sizes = torch.zeros(2, 60, 64, device="cuda", dtype=torch.float64)
+    wanted.index_add_(0, tokens.flatten(), grad.flatten(0, 1).double())
+    sizes.index_add_(0, tokens.flatten(), grad.flatten(0, 1).double().abs())
+    bound = wanted.abs() * 2.0**-9 + sizes * 512 * 2.0**-24
+    assert ((again(weight).double() - wanted).abs() <= bound).all()
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_a_second_derivative_is_an_error(name):
     def loss(x):
         return fn(EXACT, x, *inputs[1:]).square().sum()
 
-    with pytest.raises(RuntimeError, match="has a first derivative only with exact numerics"):
+    with pytest.raises(RuntimeError, match="has a first derivative only, .*native"):
         grad(lambda x: grad(loss)(x).square().sum())(inputs[0])
 
 
