@@ -27,6 +27,7 @@ from funcrl.graph.origin import (
     recorded_origin,
     set_origin,
 )
+from funcrl.graph.repeats import Repeats
 
 aten = torch.ops.aten
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
@@ -104,6 +105,7 @@ class _Recorder(TorchDispatchMode):
         """Record while `make_fx` runs, and remove the module hooks afterwards."""
         mode: Any = get_proxy_mode()
         self._graph: torch.fx.Graph = mode.tracer.graph
+        self._repeats = Repeats(mode)
         hooks = (
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -114,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
-            del self._graph
+            del self._graph, self._repeats
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not self._stack:
@@ -128,8 +130,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and set the origin of the nodes that it adds."""
+        if func is torch.ops.prim.device.default:  # asked for thousands of times, and no node
+            return args[0].device
         last = self._graph._root.prev
-        result = func(*args, **(kwargs or {}))
+        result = self._repeats.run(func, args, kwargs or {})
         added = nodes_after(last)
         origin = self._origin(added)
         for node in added:
