@@ -6,7 +6,7 @@ them returns: most of the time that a trace takes. Here the first of a kind is l
 then on its result is known, and only its node is written.
 """
 
-
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,10 +18,11 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from funcrl.graph.edit import nodes_after
 
 Arguments: TypeAlias = tuple[Any, ...]
-_DATA = {
+_OTHERS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
+    torch.Tag.inplace_view,
 }
 _VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None))
 
@@ -30,7 +31,8 @@ class _Known(NamedTuple):
     """What an operation returned for arguments of some shapes."""
 
     node: Node  # of the first operation of this kind
-    view_of: int | None  # the argument whose memory the result shares
+    view_of: int | None = None  # the argument whose memory the result shares
+    written: int | None = None  # the argument that is written into, and is the result
 
 
 class _UnknownError(Exception):
@@ -111,23 +113,24 @@ class Repeats:
         return number
 
     def _learn(self, key: Arguments, node: Node, args: Arguments, result: FakeTensor) -> None:
-        """Remember what an operation gave, if that is new memory or a view of one argument."""
+        """Remember what an operation gave: new memory, that of one argument, or an argument."""
         tracked = self._tracer.tensor_tracker.get(result)
         if tracked is None or tracked.proxy.node is not node or tracked.constant is not None:
-            return
-        memory = result.untyped_storage()._cdata
-        shares = [
-            place
-            for place, value in enumerate(args)
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory
-        ]
-        if any(args[place] is result for place in shares) or len(shares) > 1:
             return
         try:
             self._layout(node)
         except _UnknownError:
             return
-        self._known[key] = _Known(node, shares[0] if shares else None)
+        memory = result.untyped_storage()._cdata
+        tensors = [(place, value) for place, value in enumerate(args) if isinstance(value, Tensor)]
+        shares = [place for place, value in tensors if value.untyped_storage()._cdata == memory]
+        same = [place for place, value in tensors if value is result]
+        if not shares:
+            self._known[key] = _Known(node)
+        elif shares == same[:1]:
+            self._known[key] = _Known(node, written=same[0])
+        elif len(shares) == 1:
+            self._known[key] = _Known(node, view_of=shares[0])
 
     def _written(
         self, known: _Known, args: Arguments, nodes: tuple[Arguments, dict[str, Any]]
@@ -139,24 +142,36 @@ class Repeats:
         node = self._graph.create_node("call_function", operation, *nodes, name=name)
         node.meta = {name: first.meta[name] for name in ("val", "tensor_meta")}
         self._layout_of[node] = self._layout_of[first]
-        like: FakeTensor = first.meta["val"]
-        shape, strides = like.shape, like.stride()
-        with in_kernel_invocation_manager(like.fake_mode):
-            data = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
-            if known.view_of is not None:
-                memory = args[known.view_of].untyped_storage()
-                data.set_(memory, like.storage_offset(), shape, strides)
-        result = FakeTensor(like.fake_mode, data, like.device)
-        tracked = _ProxyTensor(Proxy(node, self._tracer), None)
-        self._tracer.tensor_tracker[result] = tracked
+        if known.written is not None:
+            result = args[known.written]
+        else:
+            result = _tensor_like(first.meta["val"], known.view_of, args)
+        self._tracer.tensor_tracker[result] = _ProxyTensor(Proxy(node, self._tracer), None)
         return result
 
 
+def _tensor_like(like: FakeTensor, view_of: int | None, args: Arguments) -> FakeTensor:
+    """Return a tensor without data that looks like another, in the memory of an argument if any."""
+    shape, strides = like.shape, like.stride()
+    with in_kernel_invocation_manager(like.fake_mode):
+        data = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
+        if view_of is not None:
+            memory = args[view_of].untyped_storage()
+            data.set_(memory, like.storage_offset(), shape, strides)
+    return FakeTensor(like.fake_mode, data, like.device)
+
+
+@cache
 def _is_plain(operation: Any) -> bool:
-    """Return whether an operation's result depends on shapes and dtypes alone."""
-    return (
-        isinstance(operation, torch._ops.OpOverload)
-        and operation.namespace == "aten"
-        and not operation._schema.is_mutable
-        and _DATA.isdisjoint(operation.tags)
-    )
+    """Return whether an operation's result depends on shapes and dtypes alone.
+
+    It may write into its first argument, and return that, or into none.
+    """
+    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace != "aten":
+        return False
+    written = [
+        place
+        for place, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return written in ([], [0]) and _OTHERS.isdisjoint(operation.tags)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import get_ident
 from typing import Any
 
@@ -30,6 +31,11 @@ from funcrl.graph.origin import (
 from funcrl.graph.repeats import Repeats
 
 aten = torch.ops.aten
+# Asked for thousands of times.
+_NO_NODES: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda tensor: tensor.device,
+    aten.promote_types.default: cache(torch.promote_types),
+}
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
@@ -130,8 +136,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and set the origin of the nodes that it adds."""
-        if func is torch.ops.prim.device.default:  # asked for thousands of times, and no node
-            return args[0].device
+        if func in _NO_NODES:
+            return _NO_NODES[func](*args)
         last = self._graph._root.prev
         result = self._repeats.run(func, args, kwargs or {})
         added = nodes_after(last)
