@@ -28,6 +28,7 @@ from funcrl.graph.origin import (
     recorded_origin,
     set_origin,
 )
+from funcrl.graph.pause import without_collection
 from funcrl.graph.repeats import Repeats
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ _READS_NOTHING = "trace expects a function that reads no tensor's value in Pytho
 
 
 @checked
+@without_collection()
 def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     """Return `fn` as one flat graph that takes and returns the same trees of tensors.
 
