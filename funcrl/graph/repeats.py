@@ -158,7 +158,9 @@ def _tensor_like(like: FakeTensor, view_of: int | None, args: Arguments) -> Fake
         if view_of is not None:
             memory = args[view_of].untyped_storage()
             data.set_(memory, like.storage_offset(), shape, strides)
-    return FakeTensor(like.fake_mode, data, like.device)
+    # On a GPU it allocates an element of its own, which is no operation of the function.
+    with torch._C._DisableTorchDispatch():
+        return FakeTensor(like.fake_mode, data, like.device)
 
 
 @cache
