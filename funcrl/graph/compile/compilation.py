@@ -22,6 +22,7 @@ from funcrl.graph.aliases import written_inputs
 from funcrl.graph.compile.capture import Program, capture
 from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.compile.lowering import scalars_as_elements, select_for_scatter
+from funcrl.graph.compile.workers import start_workers
 from funcrl.graph.donation import check_own_memory
 from funcrl.graph.edit import as_module, copied
 from funcrl.graph.layers.labels import is_gathering
@@ -78,6 +79,7 @@ def compile_step(
     """
     config = CompileConfig() if config is None else config
     _check(state, config)
+    start_workers(tree.leaves(state)[0].device, config)
     batch = tree.map(_contiguous, batch)
     pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
     if graph is None:
