@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import get_ident
 from typing import Any
 
@@ -27,12 +28,20 @@ from funcrl.graph.origin import (
     recorded_origin,
     set_origin,
 )
+from funcrl.graph.pause import without_collection
+from funcrl.graph.repeats import Repeats
 
 aten = torch.ops.aten
+# Asked for thousands of times.
+_NO_NODES: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda tensor: tensor.device,
+    aten.promote_types.default: cache(torch.promote_types),
+}
 _READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
 @checked
+@without_collection()
 def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     """Return `fn` as one flat graph that takes and returns the same trees of tensors.
 
@@ -104,6 +113,7 @@ class _Recorder(TorchDispatchMode):
         """Record while `make_fx` runs, and remove the module hooks afterwards."""
         mode: Any = get_proxy_mode()
         self._graph: torch.fx.Graph = mode.tracer.graph
+        self._repeats = Repeats(mode)
         hooks = (
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -114,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
-            del self._graph
+            del self._graph, self._repeats
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not self._stack:
@@ -128,8 +138,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and set the origin of the nodes that it adds."""
+        if func in _NO_NODES:
+            return _NO_NODES[func](*args)
         last = self._graph._root.prev
-        result = func(*args, **(kwargs or {}))
+        result = self._repeats.run(func, args, kwargs or {})
         added = nodes_after(last)
         origin = self._origin(added)
         for node in added:

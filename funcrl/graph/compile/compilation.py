@@ -26,10 +26,12 @@ from funcrl.graph.compile.lowering import (
     scalars_as_elements,
     select_for_scatter,
 )
+from funcrl.graph.compile.workers import start_workers
 from funcrl.graph.donation import check_own_memory
 from funcrl.graph.edit import as_module, copied
 from funcrl.graph.layers.labels import is_gathering
 from funcrl.graph.layers.regions import split_repeated
+from funcrl.graph.pause import without_collection
 from funcrl.graph.per_sample.fuse import fuse_per_sample
 from funcrl.graph.remat.recompute import remat
 from funcrl.graph.tracing import trace
@@ -81,6 +83,7 @@ def compile_step(
     """
     config = CompileConfig() if config is None else config
     _check(state, config)
+    start_workers(tree.leaves(state)[0].device, config)
     batch = tree.map(_contiguous, batch)
     pool = torch.cuda.graph_pool_handle() if config.cudagraph == "full" else None
     if graph is None:
@@ -142,6 +145,7 @@ def compile_at_first(step: Step, config: CompileConfig) -> Step:
 
 
 @checked
+@without_collection()
 def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig) -> GraphModule:
     """Return the graph that `compile_step` compiles: traced, and rewritten by all passes.
 
@@ -168,6 +172,8 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
     graph = trace(step.update, state, tree.map(_contiguous, batch))
     if config.fuse == "per_sample":
         graph = fuse_per_sample(graph)
+    if config.remat == "none":
+        return graph
     return remat(graph, config.remat, config.remat_budget or None)
 
 
@@ -195,11 +201,11 @@ def _in_spec(graph: GraphModule) -> Any:
     return in_spec
 
 
+@without_collection()
 def _program(graph: GraphModule, config: CompileConfig, pool: Any) -> Update:
     """Return the compiled step of a graph's shapes; the first call compiles."""
-    flat = _flat(graph)
-    written = sorted(written_inputs(flat.graph))
-    program = _compiled(flat, config)
+    written = sorted(written_inputs(graph.graph))
+    program = _flat(graph) if config.backend == "eager" else _compiled(graph, config)
     if config.cudagraph == "full":
         program = _captured_at_first(program, written, pool)
 
@@ -224,15 +230,16 @@ def _flat(module: GraphModule) -> GraphModule:
     return as_module(graph, module)
 
 
-def _compiled(flat: GraphModule, config: CompileConfig) -> Program:
-    if config.backend == "eager":
-        return flat
+def _compiled(graph: GraphModule, config: CompileConfig) -> Program:
+    """Return a traced step in compiled pieces, as a function from leaves to a list of leaves."""
     if config.backend == "inductor":
-        flat = embedding_by_kernel(select_for_scatter(flat))
-    pieces = split_repeated(flat)
+        graph = embedding_by_kernel(select_for_scatter(graph))
+    pieces = split_repeated(graph)
     if config.backend == "inductor" and len(list(pieces.children())) == 1:
         # Layers that are compiled together: what one of them computes again would be merged away.
-        pieces = split_repeated(add_fences(flat))
+        pieces = split_repeated(add_fences(graph))
+    pieces.graph.set_codegen(CodeGen())
+    pieces.recompile()
     for piece in pieces.children():
         assert isinstance(piece, GraphModule)
         if all(is_gathering(n) for n in piece.graph.nodes if n.op == "call_function"):

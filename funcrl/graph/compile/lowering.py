@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from funcrl.graph.edit import Writer, arguments, as_module, copied, shape_of
 from funcrl.ops.exact.embedding import embedding_gradient_op
@@ -20,8 +20,10 @@ def select_for_scatter(module: GraphModule) -> GraphModule:
     The first is a kernel of its own that reads and writes all of x, logits for instance; the second
     is computed with what comes before and after it. The values are the same.
     """
+    if not any(map(_is_one_a_row, _scatters(module.graph))):
+        return module
     graph = copied(module.graph)
-    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
+    for node in _scatters(graph):
         if _is_one_a_row(node):
             x, _, index, source = arguments(node)
             write = Writer(graph, node, node)
@@ -31,6 +33,10 @@ def select_for_scatter(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(write(aten.where.self, chosen, added, x))
             graph.erase_node(node)
     return as_module(graph, module)
+
+
+def _scatters(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=aten.scatter_add.default))
 
 
 def _is_one_a_row(node: Node) -> bool:

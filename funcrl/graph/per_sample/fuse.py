@@ -43,7 +43,8 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     returning it, leaves it as it is: the pass never changes what is computed, only its rounding.
 
     Args:
-        module: a graph from `funcrl.trace`; it is not changed.
+        module: a graph from `funcrl.trace`; it is not changed, and returned where there is
+            nothing to fuse.
 
     Example:
         >>> import torch, funcrl
@@ -62,6 +63,8 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     before = set(graph.nodes)
     symbols = recognise.symbols(graph)
     uses = {use.node: use for node in graph.nodes if (use := _use(node, symbols)) is not None}
+    if not uses:
+        return module
     blocked = _blocked(graph, symbols, uses)
     moved = {*symbols, *uses}
     for use in uses.values():
