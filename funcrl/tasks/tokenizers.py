@@ -18,7 +18,7 @@ class CharTokenizer(Tokenizer):
         ([2, 1], 'ba', 4)
     """
 
-    end = 0
+    end: int = 0
 
     def __init__(self, alphabet: str) -> None:
         checks.check_count("CharTokenizer", "the alphabet's length", len(alphabet))
@@ -63,7 +63,7 @@ class ByteTokenizer(Tokenizer):
     """
 
     vocab_size = 257
-    end = 256
+    end: int = 256
 
     def encode(self, text: str) -> list[int]:
         """Return one token for each byte."""

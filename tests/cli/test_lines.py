@@ -57,7 +57,7 @@ train --sampling.temperature -3
 train --sampling.min-tokens 5 --sampling.max-tokens 3
 train --sampling.stop-tokens a b
 train --sampling.stop-tokens 1 -1
-train --checkpoint.every 0
+train --checkpoint.every -1
 train --reward-weights a
 train --reward-weights a b
 train --log.trackers nothing

@@ -22,6 +22,7 @@ from funcrl.loop.episodes import Failure, demonstration
 from funcrl.loop.rewarded import RewardError
 from funcrl.loop.rollouts import complete, grade, punish_overlong, to_rollout
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
+from funcrl.tasks.contracts import end_tokens
 
 
 class Script:
@@ -55,7 +56,8 @@ class Script:
         tokens = self.tokenizer.encode(text)[: sampling.max_tokens]
         if len(tokens) == sampling.max_tokens:
             return tokens, "length"
-        return tokens + ([] if text.endswith(sampling.stop) else [self.tokenizer.end]), "stop"
+        ends = [] if text.endswith(sampling.stop) else end_tokens(self.tokenizer)
+        return tokens + ends, "stop"
 
 
 def play(*turns, samples=1, max_tokens=12, task=None, count=1, **options):
@@ -360,6 +362,21 @@ def test_a_demonstration_is_what_a_policy_would_have_said():
     assert row.mask[0].tolist() == mask
     with pytest.raises(ValueError, match="warm_start expects.*'guess'.*demonstrate"):
         demonstration(funcrl.tasks.check_task("warm_start", Guess()), Prompt("?", "5"))
+
+
+def test_without_an_end_token_only_lengths_and_stop_strings_end_a_turn():
+    task = Calculator()
+    prompt = task.prompts(0, 0, 1)[0]
+    usual = demonstration(task, prompt).tokens
+    task.tokenizer.end = None
+    # The first action ends with a stop string, the second with the end token.
+    assert demonstration(task, prompt).tokens == [token for token in usual if token]
+    first, second = task.demonstrate(prompt)
+    script = Script(task.tokenizer, [first], [second])
+    completed = complete(task, script, [prompt], Sampling(max_tokens=20), 0)
+    row = to_rollout(completed, torch.ones(1))
+    assert row.tokens[0].tolist() == demonstration(task, prompt).tokens
+    assert completed.outcomes[0] == play([first], [second])[0].outcomes[0]
 
 
 def test_an_environment_without_all_of_its_parts_is_refused():

@@ -186,6 +186,35 @@ def test_an_interrupt_saves_the_last_whole_step(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole", steps=6)).state)
 
 
+def test_a_run_without_checkpoints_writes_none_and_says_so(tmp_path):
+    class Failing(SumDigits):
+        def prompts(self, seed, start, count):
+            if start == 3 * count:
+                raise OSError("no more prompts")
+            return super().prompts(seed, start, count)
+
+    none = {"checkpoint": CheckpointConfig(every=0)}
+    trained = funcrl.train(small(tmp_path / "whole", **none))
+    assert equal(trained.state, funcrl.train(small(tmp_path / "kept")).state)
+    with pytest.raises(OSError, match="no more prompts") as failure:
+        funcrl.train(small(tmp_path / "failed", **none), task=Failing())
+    (note,) = failure.value.__notes__
+    assert note == f"{tmp_path / 'failed'} keeps no checkpoints (--checkpoint.every 0)."
+    for name in ("whole", "failed"):
+        assert not list((tmp_path / name / "checkpoints").iterdir())
+    assert len(list((tmp_path / "kept" / "checkpoints").iterdir())) == 3
+    with pytest.raises(ValueError, match="expects a whole checkpoint"):
+        funcrl.restore(tmp_path / "whole" / "checkpoints", like=trained.state)
+
+
+def test_a_fork_without_checkpoints_leaves_none(tmp_path):
+    kept = funcrl.train(small(tmp_path / "old")).state
+    without = small(tmp_path / "new", steps=6, checkpoint=CheckpointConfig(every=0))
+    forked = funcrl.train(without, fork=tmp_path / "old")
+    assert (kept.step.item(), forked.state.step.item()) == (4, 6)
+    assert not list((tmp_path / "new" / "checkpoints").iterdir())
+
+
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
     asked = []

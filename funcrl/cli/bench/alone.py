@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,6 @@ def time_alone(config: TrainConfig, task: Task | None, name: str) -> Timed:
 def _time(config: TrainConfig, task: Task | None, started: float) -> Timed:
     """Run the loop, in the process that is timed."""
     clock = _Clock(config.device)
-    versions = {"vllm": version("vllm")} if config.generator == "vllm" else {}
     with tempfile.TemporaryDirectory() as folder:
         options = replace(config, run_dir=Path(folder) / "run")
         history = train(options, task=task, view=clock).history
@@ -77,8 +75,17 @@ def _time(config: TrainConfig, task: Task | None, started: float) -> Timed:
         ends=[end - started for end in clock.ends],
         history=[row for row in history if row["step"]],
         peak_bytes=max(clock.most_used, _own_peak(config.device)),
-        machine=describe_machine(config.device) | versions,
+        machine=describe_machine(config.device) | _engine_version(config.generator),
     )
+
+
+def _engine_version(generator: str) -> dict[str, str]:
+    """Return the version of vLLM, where it has generated."""
+    if generator != "vllm":
+        return {}
+    import vllm
+
+    return {"vllm": vllm.__version__}
 
 
 def _own_peak(device: str) -> int:

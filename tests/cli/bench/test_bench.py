@@ -175,12 +175,3 @@ def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
     code, _, err = run(["bench", "loop", *args], capsys)
     assert code == 0, err
     assert configs[0].train.compile == compiled
-
-
-@pytest.mark.slow
-def test_bench_loop_has_every_part(capsys):
-    code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
-    assert code == 0, err
-    for part in ("step_time", "time/generate", "time/reward", "time/train", "time/push"):
-        assert f"| step | {part} |" in out
-    assert "| start | time/startup |" in out
