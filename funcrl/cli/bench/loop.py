@@ -12,7 +12,7 @@ from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
 from funcrl.core.arguments import Count, check_fields
 from funcrl.loop.train import train
 
-_PARTS = ("time/generate", "time/reward", "time/train", "time/push")
+_PARTS = ("time/generate", "time/reward", "time/wait", "time/train", "time/push")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ def bench_loop(config: LoopBenchConfig) -> list[Row]:
         f"{options.model}, {options.num_prompts} x {options.num_generations} samples, "
         f"{options.dtype}, {device}"
     )
+    if options.max_staleness:
+        shape += f", max staleness {options.max_staleness}"
     steps = history[3:]
     whole = [row["step_time"] for row in steps]
     speed = sum(row["num_tokens"] for row in steps) / sum(whole)
     rows = [summarize("step", shape, "step_time", whole, device, peak, tokens_per_s=speed)]
-    for name in _PARTS:
+    for name in [each for each in _PARTS if each in steps[0]]:
         rows.append(summarize("step", shape, name, [row[name] for row in steps], device))
     rows.append(summarize("start", shape, "time/startup", [history[0]["time/startup"]], device))
     return finish(rows, config.json)
