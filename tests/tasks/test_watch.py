@@ -153,7 +153,8 @@ print("child", [os.waitstatus_to_exitcode(status) for status in children])
 def test_a_forked_child_that_returns_is_stopped(tmp_path, staleness):
     ended = subprocess.run(
         [sys.executable, "-c", FORKING, tmp_path / "run", staleness],
-        capture_output=True, text=True, timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
+        capture_output=True, text=True, timeout=100, check=False,
+        cwd=os.path.dirname(meddling.__file__),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("finished in the parent") == 1
