@@ -34,7 +34,8 @@ _GROUPS = {
         "on-reward-error", "reward-timeout", "reward-concurrency",
     ),
     "What a rollout teaches": (
-        "num-iterations", "num-minibatches", "drop-zero-variance", "mask-truncated",
+        "num-iterations", "num-minibatches", "max-staleness", "drop-zero-variance",
+        "mask-truncated",
     ),
     "Speed and memory": (
         "dtype", "threads", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",

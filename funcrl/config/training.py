@@ -62,7 +62,8 @@ class AlgorithmConfig(CheckedFields):
     tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
     max_importance: Positive | None = None
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
-    quite the policy's here; when left out 2 with vLLM, and no correction with the sampler."""
+    quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
+    correction otherwise."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,9 @@ class TrainConfig:
     """The number of passes over a rollout."""
     num_minibatches: Count = 1
     """The number of updates in a pass, each on its share of the rollout."""
+    max_staleness: Natural = 0
+    """The number of updated policies that the one which draws a rollout is behind: with 1, the next
+    rollout is drawn while a step trains. With 0 each is drawn by the policy that trains on it."""
     microbatch: Count | None = None
     """The number of samples, or of packed rows, whose gradients are computed at a time: fewer need
     less memory, for the same update. All when left out."""
@@ -307,6 +311,11 @@ class TrainConfig:
             raise ValueError(
                 f"train expects --num-generations to say how many completions a prompt has, got "
                 f"--sampling.num-samples {self.sampling.num_samples}."
+            )
+        if self.max_staleness and self.vllm.sleep:
+            raise ValueError(
+                f"train expects --no-vllm.sleep with --max-staleness {self.max_staleness}, since "
+                f"the engine draws while the update would have its memory, got --vllm.sleep."
             )
         checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
         rows = self.num_prompts * self.num_generations

@@ -3,59 +3,40 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Absent, Metrics, Params, Rollout, Sample, TrainState
+from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
+from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.batches import laid_out
 from funcrl.loop.opening import facts_of, open_run
 from funcrl.loop.parts.build import Parts, build, empty_state, first_params
-from funcrl.loop.parts.data import limits_of
 from funcrl.loop.parts.sources import tokenizer_place
 from funcrl.loop.recorded import advantages_of, tokens_of_first
-from funcrl.loop.rollouts import (
-    Completed,
-    Graded,
-    accuracies,
-    comparable,
-    complete,
-    grade,
-    punish_overlong,
-    to_completions,
-    to_rollout,
-)
+from funcrl.loop.rolled import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
+from funcrl.loop.rollouts import accuracies, complete, to_completions
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.kernels import slow_products
 from funcrl.rl import metrics
-from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches, pad_length
+from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.views import SilentView, View, view_for
-from funcrl.tasks.contracts import Environment, Prompt, TaskLike
+from funcrl.tasks.contracts import Prompt, TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
-
-# Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
-_PROMPTS, _DRAWS, _ORDER, _WARM_START, _EVALUATION = range(1, 6)  # 0 is for new weights
-
-
-class Rolled(NamedTuple):
-    """The completions of one step, their rewards and their metrics."""
-
-    completed: Completed
-    graded: Graded
-    rollout: Rollout | None  # None where no completion has another one to be compared with
-    numbers: dict[str, float]
 
 
 @checked
@@ -117,12 +98,18 @@ def train(
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
     record = Record(config, start.folder, parts.task.name, view, command, facts, kept)
+    at_end = ExitStack()  # what is closed, last to first, whatever fails
+    if own_generator:
+        at_end.callback(parts.generator.close)
+    at_end.callback(record.close)
     try:
         if start.parent is not None:
             record.forked(start.parent, empty_state(parts), needs_reference=parts.kl > 0)
         elif record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
             _begin(config, parts, record, started, stop)
-        _loop(config, parts, record, stop)
+        rollouts = rollouts_of(config, parts, record)
+        at_end.callback(rollouts.close)
+        _loop(config, parts, record, rollouts, stop)
         record.wait()
     except BaseException as error:
         if os.getpid() == process:
@@ -130,11 +117,7 @@ def train(
         raise
     finally:
         if os.getpid() == process:  # and not a child that a reward forked
-            try:
-                record.close()
-            finally:  # even where nobody reads what the view prints last
-                if own_generator:
-                    parts.generator.close()
+            at_end.close()
     return Trained(record.progress.state, runs.read_history(start.folder), start.folder)
 
 
@@ -155,7 +138,7 @@ def _begin(
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
     prompts = held_out or parts.task.prompts(
-        rng.fold_in(config.seed, _EVALUATION), 0, config.evaluation.num_prompts
+        rng.fold_in(config.seed, EVALUATION), 0, config.evaluation.num_prompts
     )
     params = first_params(parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
@@ -166,7 +149,7 @@ def _begin(
             params,
             parts.task,
             config.warm_start,
-            rng.fold_in(config.seed, _WARM_START),
+            rng.fold_in(config.seed, WARM_START),
             accuracy,
         )
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
@@ -179,121 +162,75 @@ def _begin(
     record.begin(parts.step.init(params, config.seed), row)
 
 
-def _loop(config: TrainConfig, parts: Parts, record: Record, stop: Callable[[], bool]) -> None:
+def _loop(
+    config: TrainConfig,
+    parts: Parts,
+    record: Record,
+    rollouts: Rollouts,
+    stop: Callable[[], bool],
+) -> None:
     """Run the remaining steps."""
-    done, state, _ = record.progress
+    done, state = record.progress.step, record.progress.state
     reference = None
     if parts.kl:
         reference = reference_policy(record.folder, done, state.params)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
-    parts.generator.push(parts.policy(state.params), done)
+    rollouts.give(done, state.params)
     for index in range(done + 1, config.steps + 1):
         record.claim.check()  # a forked child must not compute: it has none of torch's threads
-        start = time.perf_counter()
-        rolled = _roll(config, parts, index)
-        for line in _left_out(rolled, index):
-            record.note(line)
-        seen = _completions_to_record(config, parts, state.params, rolled, index)
-        rewarded = time.perf_counter()
-        if parts.donates:
-            record.give_up_state()
-        state, numbers = _update(config, parts, state, rolled.rollout, reference, index)
-        trained = time.perf_counter()
+        state, row, seen = _step(config, parts, record, rollouts, reference, index)
         slow = slow_products(config.device) if parts.agrees and index == done + 1 else []
         if slow:
             record.note(f"Exact numerics use funcrl's own kernel for {'; '.join(slow)}.")
-        policy = parts.policy(state.params)
-        parts.generator.push(policy, index)
-        pushed = time.perf_counter()
-        row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
-        row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
-        row["step_time"] = pushed - start
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
-            row |= _accuracy(config, parts, policy, index, held_out)
-        record.advance(state, row, seen)
+            policy = rollouts.newest.params
+            row |= rollouts.run(partial(_accuracy, config, parts, policy, index, held_out))
+        record.advance(state, row, seen, rollouts.older)
         if stop() and index < config.steps:
             raise KeyboardInterrupt
 
 
-def _roll(config: TrainConfig, parts: Parts, index: int) -> Rolled:
-    """Generate and reward the step's rollout."""
+def _step(
+    config: TrainConfig,
+    parts: Parts,
+    record: Record,
+    rollouts: Rollouts,
+    reference: Params | None,
+    index: int,
+) -> tuple[TrainState, dict[str, Any], list[Completion]]:
+    """Train on the step's rollout; return the new state, its metrics and what is to be recorded."""
     start = time.perf_counter()
-    first = (index - 1) * config.num_prompts
-    prompts = parts.task.prompts(rng.fold_in(config.seed, _PROMPTS), first, config.num_prompts)
-    if len(prompts) != config.num_prompts:
-        raise ValueError(
-            f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
-            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
-        )
-    seed = rng.fold_in(config.seed, _DRAWS, index)
-    completed = complete(parts.task, parts.generator, prompts, parts.sampling, seed)
-    generated = time.perf_counter()
-    graded = _grade(config, parts, completed)
-    if config.overlong:
-        most = config.sampling.max_tokens * parts.task.max_turns
-        lengths = completed.samples.mask.sum(dim=1).cpu()
-        graded = punish_overlong(graded, lengths, most, config.overlong)
-    rollout, numbers = _compared(config, completed, graded)
-    if isinstance(parts.task, Environment):
-        numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
-    if graded.errors:
-        numbers["num_reward_errors"] = len(graded.errors)
-    numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
-    return Rolled(completed, graded, rollout, numbers)
-
-
-def _grade(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
-    """Return the rewards of completions, weighted as the run weights them."""
-    prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(
-        parts.task,
-        prompts,
-        outcomes,
-        config.reward_weights,
-        config.on_reward_error,
-        limits_of(config),
-    )
-
-
-def _left_out(rolled: Rolled, index: int) -> Iterator[str]:
-    """Yield lines that say which completions of a step are not trained on."""
-    errors = rolled.graded.errors
-    if errors:
-        yield f"Step {index} left out {len(errors)}: {errors[0]}"
-    if rolled.rollout is None:
-        yield f"Step {index} trains on nothing: no group has two completions with a reward."
-
-
-def _compared(
-    config: TrainConfig, completed: Completed, graded: Graded
-) -> tuple[Rollout | None, dict[str, float]]:
-    """Return the rollout of the completions that can be compared, if any, and its metrics."""
-    total = comparable(graded.total, completed.group_size)
-    kept = total.isfinite()
-    if not kept.any():
-        return None, {}
-    rollout = to_rollout(completed, total)
-    device = rollout.tokens.device
-    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
-    reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
-    cut = cut.to(device)
-    numbers = metrics.describe_rollout(rollout, named, cut)
-    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
+    rolled = rollouts.take(index)
+    for line in left_out(rolled, index):
+        record.note(line)
+    seen = _completions_to_record(config, parts, rolled, index)
+    rewarded = time.perf_counter()
+    old = record.progress.state
+    if parts.donates:
+        record.give_up_state()
+    state, numbers = _update(config, parts, old, rolled, reference, index)
+    trained = time.perf_counter()
+    rollouts.give(index, state.params)
+    pushed = time.perf_counter()
+    row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
+    row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
+    row["step_time"] = pushed - start
+    return state, row, seen
 
 
 def _update(
     config: TrainConfig,
     parts: Parts,
     state: TrainState,
-    rollout: Rollout | None,
+    rolled: Rolled,
     reference: Params | None,
     index: int,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on a rollout: every pass over its mini-batches."""
+    rollout = rolled.rollout
     if rollout is not None and config.drop_zero_variance:
         rollout = drop_zero_variance(rollout)
     if rollout is None or not len(rollout.rewards):
@@ -304,7 +241,8 @@ def _update(
     if parts.sampling.truncates:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
-        behavior = score(parts.model_fn, state.params, rows, config.microbatch).logprobs
+        drawn_by = rolled.policy.trained
+        behavior = score(parts.model_fn, drawn_by, rows, config.microbatch).logprobs
         rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
@@ -312,11 +250,11 @@ def _update(
     batch = collate(rollout, parts.algorithm, ref_logprobs)
     reports: list[Metrics] = []
     for iteration in range(config.num_iterations):
-        order = rng.fold_in(config.seed, _ORDER, index, iteration)
+        order = rng.fold_in(config.seed, ORDER, index, iteration)
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
             state, report = parts.step(state, laid_out(config, part))
-            if parts.agrees and not reports:
+            if parts.agrees and rolled.policy.version == index - 1 and not reports:
                 _check_agreement(report, index)
             reports.append(report)
     num_tokens = [report.sums["num_tokens"] for report in reports]
@@ -324,7 +262,7 @@ def _update(
 
 
 def _check_agreement(report: Metrics, index: int) -> None:
-    """Raise unless every ratio before a step's first update was exactly 1."""
+    """Raise unless every ratio was exactly 1 before the first update of the policy that drew."""
     difference = report.maxes["sampling/sampling_logp_difference/max"].item()
     if difference != 0:
         raise RuntimeError(
@@ -343,9 +281,9 @@ def _accuracy(
         return {}
     parts.generator.push(policy, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
-    seed = rng.fold_in(config.seed, _EVALUATION)
+    seed = rng.fold_in(config.seed, EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
-    graded = _grade(config, parts, completed)
+    graded = grade_in_run(config, parts, completed)
     return {
         "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
         "eval/num_prompts": len(prompts) - len(graded.errors),
@@ -354,13 +292,14 @@ def _accuracy(
 
 
 def _completions_to_record(
-    config: TrainConfig, parts: Parts, params: Params, rolled: Rolled, index: int
+    config: TrainConfig, parts: Parts, rolled: Rolled, index: int
 ) -> list[Completion]:
     """Return the completions to record: some of the first prompts, every few steps."""
-    completed, graded, rollout, _ = rolled
+    completed, graded, rollout, _, policy = rolled
     advantages = advantages_of(parts.algorithm, completed, graded, rollout)
     if index != 1 and index % config.log.completions_every and index != config.steps:
         return to_completions(completed, graded, index, 1, advantages)
     rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
-    tokens = tokens_of_first(parts, params, completed, rollout, config.length_multiple)
+    trained, multiple = policy.trained, config.length_multiple
+    tokens = tokens_of_first(parts, trained, completed, rollout, multiple)
     return [rows[0]._replace(**tokens), *rows[1:]]

@@ -1,6 +1,7 @@
 """Any `nn.Module` as a pure function of its parameters."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -80,6 +81,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
     kind = type(module).__name__
     recurrent = [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase)]
     attributes = _attributes(skeleton)
+    one_at_a_time = threading.RLock()  # a call puts its parameters into the skeleton
     shapes |= {name: buffer.shape for name, buffer in buffers.items()}
 
     @checked
@@ -96,7 +98,8 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         versions = {name: _version(before[name]) for name in buffers}
         after = dict(before)  # functional_call writes the buffers that the forward replaced here
         try:
-            result = functional_call(skeleton, after, args, kwargs, strict=True)
+            with one_at_a_time:
+                result = functional_call(skeleton, after, args, kwargs, strict=True)
         except RuntimeError as error:
             if reads_a_value(error):
                 raise value_was_read("functional", f"a forward of {kind}", error) from error

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from funcrl.run.manifest import (
     encode,
     file_checksums,
     outline,
+    trees_beside,
 )
 from funcrl.run.storage import read_arrays, write_arrays
 
@@ -63,6 +64,7 @@ class Restored(NamedTuple):
     step: int
     state: Tree
     extra: dict[str, Any]
+    beside: tuple[Tree, ...] = ()  # further trees, where they were asked for
 
 
 @checked
@@ -134,7 +136,21 @@ def _restored(path: Path, like: Tree, of_field: str) -> tuple[Tree, dict[str, An
         warn = partial(warn_safely, stacklevel=7)
         found = _newest(path, like, on_skip=warn, of_field=of_field)
         return found.state, found.extra
-    return _read(path, like, of_field)
+    state, extra, _ = _read(path, like, of_field)
+    return state, extra
+
+
+def restore_newest(folder: Path, like: Tree, beside: Tree) -> Restored:
+    """Return the newest good one of a folder's numbered checkpoints, with the trees beside it.
+
+    Args:
+        folder: such as RUN/checkpoints.
+        like: as of `restore`.
+        beside: a tree of the structure of each that was saved beside the state.
+    """
+    if not _numbered(folder):
+        raise CheckpointError(f"restore expects a checkpoint, got none at {folder}.")
+    return _newest(folder, like, on_skip=warn_safely, beside=beside)
 
 
 class Checkpoints:
@@ -167,12 +183,24 @@ class Checkpoints:
         self._pending: Future[int] | None = None
         self.newest: int | None = None  # the last one that was restored or saved
 
-    def save(self, step: int, state: Tree, extra: Extra = None, score: float | None = None) -> None:
-        """Begin to write checkpoint number `step`; a score that is not finite counts as none."""
+    def save(
+        self, step: int, state: Tree, extra: Extra = None, score: float | None = None,
+        beside: Sequence[Tree] = (),
+    ) -> None:  # fmt: skip
+        """Begin to write checkpoint number `step`; a score that is not finite counts as none.
+
+        Args:
+            step: its number.
+            state: the tree that `restore` returns.
+            extra: what JSON can hold.
+            score: by which the best are kept.
+            beside: further trees, which `restore_latest` returns if it is given one like them.
+        """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"Checkpoints.save expects step to be an integer >= 0, got {step!r}.")
         self.wait()
-        manifest, arrays = describe(state, extra, score), _to_arrays(state)
+        manifest = describe(state, extra, score, beside)
+        arrays = _to_arrays((state, *beside))
         self._pending = self._writer.submit(self._write, step, manifest, arrays)
 
     def wait(self) -> None:
@@ -191,14 +219,19 @@ class Checkpoints:
         found = _numbered(self.folder).items()
         return [step for step, path in found if (path / _MANIFEST).is_file()]
 
-    def restore_latest(self, like: Tree, on_skip: OnSkip = None) -> Restored | None:
+    def restore_latest(
+        self, like: Tree, on_skip: OnSkip = None, beside: Tree = None
+    ) -> Restored | None:
         """Return the newest good checkpoint, None when there is none at all.
 
-        `on_skip` is called with a reason for each broken one; it is an error if all are broken.
+        Args:
+            like: as of `restore`.
+            on_skip: called with a reason for each broken one; it is an error if all are broken.
+            beside: a tree like those that were saved beside the state; without it they are left.
         """
         if not _numbered(self.folder):
             return None
-        found = _newest(self.folder, like, on_skip)
+        found = _newest(self.folder, like, on_skip, beside=beside)
         self.newest = found.step
         return found
 
@@ -237,11 +270,13 @@ def _numbered(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in paths if path.exists()}
 
 
-def _newest(folder: Path, like: Tree, on_skip: OnSkip, of_field: str = "") -> Restored:
+def _newest(
+    folder: Path, like: Tree, on_skip: OnSkip, of_field: str = "", beside: Tree = None
+) -> Restored:
     reasons = []
     for step, path in reversed(_numbered(folder).items()):
         try:
-            return Restored(step, *_read(path, like, of_field))
+            return Restored(step, *_read(path, like, of_field, beside))
         except CheckpointError as error:
             reasons.append(str(error))
             if on_skip is not None:
@@ -317,26 +352,52 @@ def _clean_up(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: Path, like: Tree, of_field: str = "") -> tuple[Tree, dict[str, Any]]:
-    """Return what a checkpoint holds; of a field alone where its name is given."""
+def _read(
+    path: Path, like: Tree, of_field: str = "", beside: Tree = None
+) -> tuple[Tree, dict[str, Any], tuple[Tree, ...]]:
+    """Return the state of a checkpoint, its facts and the trees beside it.
+
+    Args:
+        path: of the checkpoint.
+        like: a tree like the state, or one like its field.
+        of_field: the field's name; "" for the whole state.
+        beside: a tree like each of those beside the state; without it they are not read.
+    """
     path = _unreplaced(path)
     manifest = _read_manifest(path)
-    leaves_of_field = [
-        (index, leaf)
-        for index, leaf in enumerate(manifest["leaves"])
-        if not of_field or leaf["path"].partition(".")[0] == of_field
+    numbered = enumerate(manifest["leaves"])
+    of_state = [
+        each for each in numbered if not of_field or each[1]["path"].partition(".")[0] == of_field
     ]
-    saved = [leaf for _, leaf in leaves_of_field]
-    check_like(path, saved, outline("restore", like))
-    wanted, unflatten = tree.flatten(like)
+    wanted = [(of_state, like)]
+    if beside is not None:
+        start = len(manifest["leaves"])
+        for leaves in trees_beside(manifest):
+            wanted.append(([*enumerate(leaves, start)], beside))
+            start += len(leaves)
+    for described, tree_like in wanted:
+        check_like(path, [leaf for _, leaf in described], outline("restore", tree_like))
     arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
+    state, *others = (_filled(path, manifest, arrays, *each) for each in wanted)
+    return state, manifest["extra"], tuple(others)
+
+
+def _filled(
+    path: Path,
+    manifest: Manifest,
+    arrays: Mapping[str, Any],
+    described: Sequence[tuple[int, Mapping[str, Any]]],
+    like: Tree,
+) -> Tree:
+    """Return a tree like `like` with the arrays of these numbers, after checking their sums."""
+    wanted, unflatten = tree.flatten(like)
     leaves = []
-    for (index, described), leaf in zip(leaves_of_field, wanted, strict=True):
+    for (index, leaf_of), leaf in zip(described, wanted, strict=True):
         array = arrays.get(str(index), np.zeros(0))
         if array_checksum(array) != manifest["checksums"][index]:
-            raise _broken(path, f"whose {described['path']!r} is not what was saved")
+            raise _broken(path, f"whose {leaf_of['path']!r} is not what was saved")
         leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
-    return unflatten(leaves), manifest["extra"]
+    return unflatten(leaves)
 
 
 def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:

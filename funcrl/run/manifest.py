@@ -7,7 +7,7 @@ a flipped bit it restored 38 to other numbers without an error (13 with OCDBT).
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,11 +25,21 @@ _FIELDS = {"leaves": list, "checksums": list, "files": dict, "extra": dict}
 _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
 
 
-def describe(state: Tree, extra: Mapping[str, Any] | None, score: float | None) -> Manifest:
-    """Return the manifest of a state that is not yet written, so without checksums."""
+def describe(
+    state: Tree, extra: Mapping[str, Any] | None, score: float | None, beside: Sequence[Tree] = ()
+) -> Manifest:
+    """Return the manifest of a state that is not yet written, so without checksums.
+
+    Args:
+        state: the tree that `restore` returns.
+        extra: facts.
+        score: by which the best are kept.
+        beside: further trees, which only a run asks for.
+    """
     scored = score is not None and math.isfinite(score)
     return {
         "format": _FORMAT, "leaves": outline("save", state), "score": score if scored else None,
+        **({"beside": [outline("save", each) for each in beside]} if beside else {}),
         # Encoded now, so that facts that JSON cannot hold raise here and not in the background.
         "extra": json.loads(json.dumps(dict(extra or {}))),
     }  # fmt: skip
@@ -60,6 +70,12 @@ def check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, A
             )
     if saved != wanted:  # two leaves of one path, or another order
         raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
+
+
+def trees_beside(manifest: Manifest) -> list[list[dict[str, Any]]]:
+    """Return the leaves of each tree that a checkpoint holds beside its state; often none."""
+    found: list[list[dict[str, Any]]] = manifest.get("beside", [])
+    return found
 
 
 def encode(manifest: Manifest) -> str:
@@ -109,7 +125,11 @@ def _file_checksum(path: Path) -> int:
 def _has_all_fields(found: Mapping[str, Any]) -> bool:
     if not _has(found, _FIELDS) or not isinstance(found.get("score", ()), int | float | None):
         return False
-    sums, files, leaves = found["checksums"], found["files"], found["leaves"]
+    beside = found.get("beside", [])
+    if not isinstance(beside, list) or not all(isinstance(each, list) for each in beside):
+        return False
+    sums, files = found["checksums"], found["files"]
+    leaves = [*found["leaves"], *(leaf for each in beside for leaf in each)]
     return (
         len(sums) == len(leaves)
         and all(isinstance(each, int) for each in [*sums, *files.values()])

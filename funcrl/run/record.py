@@ -11,7 +11,7 @@ from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.changes import changes_since, describe_changes, write_changes
-from funcrl.run.checkpoint import Checkpoints, Restored, restore, save
+from funcrl.run.checkpoint import Checkpoints, Restored, restore, restore_newest, save
 from funcrl.run.folder import Claim, Traces, environment, write_facts
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
@@ -27,6 +27,8 @@ class Progress(NamedTuple):
     step: int
     state: TrainState
     row: dict[str, Any]  # of metrics.jsonl; those before it are only there
+    # What was trained after the steps before it, oldest first, as far as rollouts need it.
+    older: tuple[Params, ...] = ()
 
 
 class Record:
@@ -76,7 +78,7 @@ class Record:
             like: a state of the run's structure.
             needs_reference: whether the policy of step 0 is needed, for a KL penalty.
         """
-        found = self._checkpoints.restore_latest(like, on_skip=self.note)
+        found = self._checkpoints.restore_latest(like, on_skip=self.note, beside=like.params)
         if found is None:
             # From here on `--resume` finds a run in the folder, even before its first step.
             write_facts(self.folder, self._config, self._facts, self._tokenizer)
@@ -84,7 +86,7 @@ class Record:
         was = runs.read_facts(self.folder, "train")
         self._facts |= {name: was[name] for name in _OF_A_FORK if name in was}
         self._go_on(self.folder, found, needs_reference)
-        self._progress = Progress(found.step, found.state, found.extra["row"])
+        self._progress = Progress(found.step, found.state, found.extra["row"], found.beside)
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -96,20 +98,18 @@ class Record:
             like: a state of the structure of both.
             needs_reference: as for `resumed`.
         """
-        state, extra = restore(parent / runs.CHECKPOINTS, like)
-        step = extra.get("step")
-        found = Restored(step if type(step) is int else -1, state, extra)
-        self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(step)), strict=True))
+        found = restore_newest(parent / runs.CHECKPOINTS, like, beside=like.params)
+        self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(found.step)), strict=True))
         # The seed is an option, which a fork may change.
-        found = found._replace(state=state._replace(seed=like.seed))
+        found = found._replace(state=found.state._replace(seed=like.seed))
         self._go_on(parent, found, needs_reference)
         if (parent / runs.REFERENCE).exists():
             params = dict(like.params)
             save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
-        progress = Progress(found.step, found.state, extra["row"])
+        progress = Progress(found.step, found.state, found.extra["row"], found.beside)
         if self._config.checkpoint.every:
-            accuracy = extra["row"].get("eval/accuracy")
-            self._checkpoints.save(found.step, found.state, extra, accuracy)
+            score = progress.row.get("eval/accuracy")
+            self._checkpoints.save(found.step, found.state, found.extra, score, found.beside)
             self._checkpoints.wait()
         self._progress = progress
         self.note(f"Began {self.folder} as {parent} was after step {found.step}.")
@@ -136,13 +136,26 @@ class Record:
         if self._config.checkpoint.every:
             self.save()
 
-    def advance(self, state: TrainState, row: dict[str, Any], seen: Sequence[Completion]) -> None:
-        """Write down a finished step, and show it; `seen` are completions to keep."""
+    def advance(
+        self,
+        state: TrainState,
+        row: dict[str, Any],
+        seen: Sequence[Completion],
+        older: Sequence[Params] = (),
+    ) -> None:
+        """Write down a finished step, and show it.
+
+        Args:
+            state: after the step.
+            row: its metrics.
+            seen: completions to keep.
+            older: what was trained after the steps before it, if a resumed run draws with that.
+        """
         self.claim.check()
         runs.append_lines(self.folder / runs.METRICS, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each.to_row() for each in seen])
         # Only now, because a step whose lines could not be written must be run again.
-        self._progress = Progress(row["step"], state, row)
+        self._progress = Progress(row["step"], state, row, tuple(older))
         self._given_up = False
         self._display.step(row, seen)
         every = self._config.checkpoint.every
@@ -157,10 +170,10 @@ class Record:
 
     def save(self) -> None:
         """Begin a checkpoint of the last finished step."""
-        step, state, row = self.progress
+        step, state, row, older = self.progress
         runs.sync_lines(self.folder)  # before what goes on from them
         facts = {"step": step, "row": row}
-        self._checkpoints.save(step, state, facts, row.get("eval/accuracy"))
+        self._checkpoints.save(step, state, facts, row.get("eval/accuracy"), older)
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose, and report what is saved.

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 
 import pytest
 import torch
@@ -32,6 +33,26 @@ class Buffered(nn.Module):
 
     def forward(self, x):
         return x * self.weight * self.scale
+
+
+def test_two_threads_may_call_it_with_parameters_of_their_own():
+    network = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(20)))
+    apply, wrong = funcrl.functional(network), []
+
+    def call(sign):
+        params = {name: sign * torch.eye(2) for name, _ in network.named_parameters()}
+        params["0.weight"] = torch.eye(2)  # 19 others change the sign
+        for _ in range(200):
+            found = apply(params, torch.ones(2))
+            if not torch.equal(found, torch.full((2,), sign)):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=call, args=(sign,)) for sign in (1.0, -1.0)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
 
 
 class Counting(Buffered):

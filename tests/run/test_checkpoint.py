@@ -199,6 +199,34 @@ def test_the_newest_good_one_is_read_and_the_broken_ones_are_told(tmp_path):
     assert all(f"{tmp_path / str(step)}," in str(caught.value) for step in (2, 9, 10, 77))
 
 
+def test_trees_beside_a_state_come_back_to_those_who_ask_for_them(tmp_path):
+    folder = Checkpoints(tmp_path)
+    older = [{"w": torch.full((2, 3), value)} for value in (-0.0, 5.0)]
+    folder.save(3, number(3), {"step": 3}, beside=older)
+    folder.save(4, number(4))
+    folder.close()
+    one = {"w": torch.zeros(2, 3)}
+    assert folder.restore_latest(number(0), beside=one).beside == ()
+    shutil.rmtree(tmp_path / "4")
+    found = folder.restore_latest(number(0), beside=one)
+    assert [bits(each) for each in found.beside] == [bits(each) for each in older]
+    assert bits(found.state) == bits(number(3))
+    state, extra = checkpoint.restore(tmp_path, number(0))  # which knows of the state alone
+    assert (bits(state), extra) == (bits(number(3)), {"step": 3})
+    assert folder.restore_latest(number(0)).beside == ()
+    field, _ = checkpoint.restore_field(tmp_path, "w", number(0)["w"])
+    assert bits(field) == bits(number(3)["w"])
+    with pytest.raises(ValueError, match=r"^restore expects torch.float32 of shape \[1\] for 'w'"):
+        folder.restore_latest(number(0), beside={"w": torch.zeros(1)})
+    path = tmp_path / "3" / "manifest.json"
+    inner = json.loads(path.read_text())["checkpoint"]
+    inner["checksums"][2] += 1  # of the second tree beside
+    path.write_text(encode(inner))
+    with pytest.raises(CheckpointError, match="whose 'w' is not what was saved"):
+        folder.restore_latest(number(0), beside=one)
+    assert bits(checkpoint.restore(tmp_path, number(0))[0]) == bits(number(3))
+
+
 def test_the_last_and_the_best_stay(tmp_path):
     folder = Checkpoints(tmp_path, keep_last=2, keep_best=2)
     for step, score in enumerate([0.1, 0.9, 0.5, float("nan"), 0.9, None, 0.2, float("inf")]):
@@ -405,6 +433,8 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path):
 FORGED = {
     "no leaves": {"leaves": None}, "leaves of text": {"leaves": ["x"]}, "files": {"files": [1]},
     "a leaf without a shape": {"leaves": [{"path": "w"}]}, "no sums": {"checksums": []},
+    "beside a number": {"beside": 5}, "beside numbers": {"beside": [5]},
+    "leaves beside of text": {"beside": [["x"]], "checksums": [1, 2]},
     "sums of text": {"checksums": ["x"]}, "facts": {"extra": 5}, "a score": {"score": "x"},
 }  # fmt: skip
 

@@ -140,7 +140,8 @@ def fork():
         else:
             children.append(None)
 
-options = small(pathlib.Path(sys.argv[1]), on_reward_error="skip", num_prompts=8, steps=3)
+options = small(pathlib.Path(sys.argv[1]), on_reward_error="skip", num_prompts=8, steps=3,
+                max_staleness=int(sys.argv[2]))
 funcrl.train(options, task=Meddling(fork), view=PlainView(sys.stdout))
 print("finished in", "the child" if children == [None] else "the parent")
 print("child", [os.waitstatus_to_exitcode(status) for status in children])
@@ -148,10 +149,12 @@ print("child", [os.waitstatus_to_exitcode(status) for status in children])
 
 
 @pytest.mark.slow
-def test_a_forked_child_that_returns_is_stopped(tmp_path):
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_a_forked_child_that_returns_is_stopped(tmp_path, staleness):
     ended = subprocess.run(
-        [sys.executable, "-c", FORKING, tmp_path / "run"], capture_output=True, text=True,
-        timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
+        [sys.executable, "-c", FORKING, tmp_path / "run", staleness],
+        capture_output=True, text=True, timeout=100, check=False,
+        cwd=os.path.dirname(meddling.__file__),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("finished in the parent") == 1
@@ -181,13 +184,14 @@ class Forking(SumDigits):
 
 
 @pytest.mark.slow
-def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path, staleness):
     (tmp_path / "forking.py").write_text(FORKING_TASK)
     ended = subprocess.run(
         [
             sys.executable, "-m", "funcrl.cli", "train", "--task", "forking.py:Forking",
             "--run-dir", "run", "--steps", "2", "--warm-start.steps", "0",
-            "--evaluation.every", "0",
+            "--evaluation.every", "0", "--max-staleness", staleness,
         ],
         capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False,
         env=os.environ | {
@@ -204,10 +208,11 @@ def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_record_refuses_rows_of_a_forked_child(tmp_path):
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_a_record_refuses_rows_of_a_forked_child(tmp_path, staleness):
     code = FORKING.replace("Meddling(fork)", "Meddling(lambda: None), stop=lambda: bool(fork())")
     ended = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True,
+        [sys.executable, "-c", code, tmp_path / "run", staleness], capture_output=True, text=True,
         timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
     )  # fmt: skip
     assert ended.stdout.count("finished in the parent") == 1

@@ -69,7 +69,8 @@ def _recorded(
                     program(*static)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads may allocate meanwhile, such as one that draws the next rollout.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = program(*static)
         finally:  # also where memory did not suffice: a caller may go on from the same state
             torch.cuda.current_stream().wait_stream(stream)

@@ -19,16 +19,18 @@ from funcrl.rl import algorithms, ratios
 from funcrl.tasks.contracts import Task
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named
 
-# vLLM rounds otherwise than the trainer: its log-probabilities are corrected for, up to here.
-_VLLM_IMPORTANCE = 2.0
+# vLLM rounds otherwise than the trainer, and a stale policy is another one: what they draw is
+# corrected for, up to here.
+_LARGEST_IMPORTANCE = 2.0
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
     """Return the algorithm that a configuration names, with its numbers."""
     options = config.algorithm
     importance = options.max_importance
-    if importance is None and config.generator == "vllm" and not agrees(config):
-        importance = _VLLM_IMPORTANCE
+    rounds_otherwise = config.generator == "vllm" and not agrees(config)
+    if importance is None and (rounds_otherwise or config.max_staleness):
+        importance = _LARGEST_IMPORTANCE
     tunables: dict[str, Any] = {
         "kl": options.kl,
         "kl_estimator": options.kl_estimator,

@@ -13,11 +13,12 @@ LONGEST = 4
 
 
 class MemoryEstimate(NamedTuple):
-    """The bytes of each part of a run; generation and training do not overlap in time."""
+    """The bytes of each part of a run."""
 
     parameters: int
     optimizer: int  # AdamW's two moments
     reference: int  # the reference policy of a KL penalty
+    older: int  # the policies that rollouts are drawn with while others are trained
     sampler: int  # the sampler's copy of the weights, in its own layout or dtype
     activations: int  # of one micro-batch, kept for its backward pass
     logits: int  # of one chunk of tokens, or kept of all tokens of a micro-batch
@@ -30,7 +31,8 @@ class MemoryEstimate(NamedTuple):
     @property
     def state(self) -> int:
         """What the trainer holds all the time, without an engine."""
-        return self.parameters + self.optimizer + self.reference + self.checkpoint
+        kept = self.reference + self.older + self.checkpoint
+        return self.parameters + self.optimizer + kept
 
     @property
     def resident(self) -> int:
@@ -45,7 +47,12 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """What is alive all the time, and the larger need of generation and training."""
+        """What is alive all the time, and the larger need of generation and training.
+
+        Where older policies draw while others are trained, both needs at once.
+        """
+        if self.older:
+            return self.resident + self.cache + self.training
         return self.resident + max(self.cache, self.kept_cache + self.training)
 
 
@@ -154,13 +161,22 @@ def estimate_memory(
         parameters=trained + 2 * merged if merged else params,
         optimizer=2 * trained,
         reference=trained if config.algorithm.kl else 0,
+        older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
         activations=rows * padded * c.num_layers * block_bytes + copies,
         logits=logits * c.vocab_size,
         gradients=trained + merged,
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=3 * trained if config.checkpoint.every else 0,
+        checkpoint=(3 + config.max_staleness) * trained if config.checkpoint.every else 0,
         cache=cache,
         kept_cache=cache if captured else 0,
     )
+
+
+def _num_older(config: TrainConfig) -> int:
+    """Return how many policies are alive besides the one that a step trains."""
+    if not config.max_staleness:
+        return 0
+    # A compiled step writes over the parameters that it gets, so that a copy of them is kept, too.
+    return config.max_staleness + (config.compile is not None)

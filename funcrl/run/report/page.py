@@ -182,7 +182,8 @@ def _timings(run: Run) -> str:
     if not whole:
         return "<p>No step has been timed yet.</p>"
     rows = []
-    for name in ("step_time", "time/generate", "time/reward", "time/train", "time/push"):
+    parts = ("generate", "reward", "wait", "train", "push")
+    for name in ("step_time", *(f"time/{part}" for part in parts)):
         _, values = series(run, name)
         if values:
             ordered = sorted(values)

@@ -65,7 +65,8 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
         Panel("log-prob difference", ("sampling/sampling_logp_difference/mean",
                                       "sampling/sampling_logp_difference/max"), True),
         Panel("importance ratio", ("sampling/importance_sampling_ratio/mean",))),
-    "Time": (Panel("seconds a step", ("time/generate", "time/reward", "time/train", "time/push")),),
+    "Time": (Panel("seconds a step", ("time/generate", "time/reward", "time/wait",
+                                          "time/train", "time/push")),),
 }  # fmt: skip
 OTHERS = "Other metrics"
 MOST_OTHERS = 24  # panels

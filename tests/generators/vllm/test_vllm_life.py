@@ -105,6 +105,20 @@ class TestRun:
         for name, leaf in whole.state.params.items():
             assert torch.equal(resumed.state.params[name], leaf), name
 
+    def test_one_that_draws_while_it_trains_goes_on_to_the_same_bits(self, tmp_path):
+        """Evaluated among its rollouts, and stopped while the policy before draws."""
+        options = {"max_staleness": 1, "steps": 4, "warm_start": WarmStartConfig(steps=0)}
+        config = replace(run_config(tmp_path / "run"), **options)
+        whole = funcrl.train(replace(config, run_dir=tmp_path / "whole"))
+        stops = iter([False, True])
+        with pytest.raises(KeyboardInterrupt):
+            funcrl.train(config, stop=lambda: next(stops))
+        resumed = funcrl.train(config, resume=True)
+        assert untimed(resumed.history) == untimed(whole.history)
+        for name, leaf in whole.state.params.items():
+            assert torch.equal(resumed.state.params[name], leaf), name
+        assert [row["staleness"] for row in whole.history[1:]] == [0, 1, 1, 1]
+
 
 class TestDeath:
     pytestmark = needs_vllm

@@ -1,0 +1,218 @@
+"""When rollouts are drawn: each before its own step, or while earlier steps train."""
+
+import contextvars
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcrl.config import TrainConfig
+from funcrl.core import tree
+from funcrl.core.terminal import print_safely
+from funcrl.core.types import Params
+from funcrl.loop.parts.build import Parts
+from funcrl.loop.rolled import Policy, Rolled, roll
+from funcrl.run.record import Record
+from funcrl.tasks.watch import ForkedError
+
+_Result = TypeVar("_Result")
+
+
+class Rollouts(Protocol):
+    """The rollouts of a run, in the order of its steps."""
+
+    @property
+    def older(self) -> Sequence[Params]:
+        """What was trained after earlier steps and draws rollouts to come, oldest first."""
+
+    @property
+    def newest(self) -> Policy:
+        """The policy that was given last."""
+
+    def give(self, version: int, trained: Params) -> None:
+        """Take what a step has trained."""
+
+    def take(self, index: int) -> Rolled:
+        """Return the rollout of a step."""
+
+    def run(self, job: Callable[[], _Result]) -> _Result:
+        """Return what a job gives that uses the generator or the task."""
+
+    def close(self) -> None:
+        """Let go of the generator."""
+
+
+def rollouts_of(config: TrainConfig, parts: Parts, record: Record) -> Rollouts:
+    """Return the rollouts of the steps that remain of a run, drawn as its options say.
+
+    Args:
+        config: the run's.
+        parts: of the run.
+        record: of the steps that are done.
+    """
+    return Ahead(config, parts, record) if config.max_staleness else InTurn(config, parts)
+
+
+class InTurn:
+    """Draws each rollout when its step begins, with the policy that the step trains."""
+
+    older: Sequence[Params] = ()
+
+    def __init__(self, config: TrainConfig, parts: Parts) -> None:
+        self._config, self._parts = config, parts
+        self._policies: list[Policy] = []  # the newest alone
+
+    @property
+    def newest(self) -> Policy:
+        """The policy that was given last."""
+        return self._policies[-1]
+
+    def give(self, version: int, trained: Params) -> None:
+        """Push what a step has trained."""
+        policy = Policy(version, trained, self._parts.policy(trained))
+        self._policies = [policy]
+        self._parts.generator.push(policy.params, version)
+
+    def take(self, index: int) -> Rolled:
+        """Draw the rollout of a step."""
+        return roll(self._config, self._parts, index, self.newest)
+
+    def run(self, job: Callable[[], _Result]) -> _Result:
+        """Run the job."""
+        return job()
+
+    def close(self) -> None:
+        """Do nothing: nothing is under way between two calls."""
+
+
+class Ahead:
+    """Draws rollouts in a thread of its own while earlier steps train.
+
+    Rollout k is drawn with the policy of version `k - 1 - max_staleness`, or the oldest there is:
+    a function of k, and not of how fast anything is. So a run repeats, and one that goes on from a
+    checkpoint with the `older` policies draws what was under way once more.
+
+    The generator and the task are used in that thread alone, one job after the other; on a GPU on
+    a stream of its own. An error in it is raised by the `take` of its step.
+    """
+
+    def __init__(self, config: TrainConfig, parts: Parts, record: Record) -> None:
+        self._config, self._parts, self._claim = config, parts, record.claim
+        done, older = record.progress.step, record.progress.older
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._stream = _Stream(config.device)
+        self._policies = deque[Policy]()  # oldest first, up to the newest
+        self._coming = deque[Future[Rolled]]()  # the rollouts that no step has taken yet
+        self._next = done + 1  # the first rollout that the thread has not been asked for
+        self._compiles = parts.donates
+        for version, trained in enumerate(older, start=done - len(older)):
+            self._policies.append(Policy(version, trained, parts.policy(trained)))
+
+    @property
+    def older(self) -> Sequence[Params]:
+        """What was trained after earlier steps and draws rollouts to come, oldest first."""
+        return [policy.trained for policy in self._policies][:-1]
+
+    @property
+    def newest(self) -> Policy:
+        """The policy that was given last."""
+        return self._policies[-1]
+
+    def give(self, version: int, trained: Params) -> None:
+        """Keep what a step has trained, in memory that no later step writes to."""
+        kept = tree.map(torch.clone, trained) if self._parts.donates else trained
+        self._policies.append(Policy(version, kept, self._parts.policy(kept)))
+        while self._policies[0].version < version - self._config.max_staleness:
+            self._policies.popleft()
+
+    def take(self, index: int) -> Rolled:
+        """Return the rollout of a step, and ask for those that may be drawn while it trains."""
+        start = time.perf_counter()
+        if self._coming and self._coming[0].done():
+            self._coming[0].result()  # an error is raised before more is drawn
+        while self._next <= min(index + self._config.max_staleness, self._config.steps):
+            self._coming.append(self._submit(self._roll, self._next, self._policy_of(self._next)))
+            self._next += 1
+        if self._compiles:  # graphs are traced and recorded with nothing else on the device
+            wait(self._coming)
+            self._compiles = False
+        rolled = self._coming.popleft().result()
+        self._stream.hand_over((rolled.completed.samples, rolled.rollout))
+        staleness = index - 1 - rolled.policy.version
+        more = {"staleness": staleness, "time/wait": time.perf_counter() - start}
+        return rolled._replace(numbers=rolled.numbers | more)
+
+    def run(self, job: Callable[[], _Result]) -> _Result:
+        """Run the job in the thread, after the rollouts that it has been asked for."""
+        return self._submit(job).result()
+
+    def close(self) -> None:
+        """Wait for the rollout that is being drawn, and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _policy_of(self, index: int) -> Policy:
+        wanted = index - 1 - self._config.max_staleness
+        return next(policy for policy in self._policies if policy.version >= wanted)
+
+    def _roll(self, index: int, policy: Policy) -> Rolled:
+        start = time.perf_counter()
+        self._parts.generator.push(policy.params, policy.version)
+        pushed = time.perf_counter() - start
+        rolled = roll(self._config, self._parts, index, policy)
+        generate = pushed + rolled.numbers["time/generate"]
+        return rolled._replace(numbers=rolled.numbers | {"time/generate": generate})
+
+    def _submit(self, job: Callable[..., _Result], *args: Any) -> "Future[_Result]":
+        context = contextvars.copy_context()  # of the caller's settings, as in its own thread
+        return self._thread.submit(context.run, self._alone, self._stream.mark(), job, *args)
+
+    def _alone(self, mark: Any, job: Callable[..., _Result], *args: Any) -> _Result:
+        try:
+            with self._stream.after(mark):
+                result = job(*args)
+            self._claim.check()
+        except ForkedError as error:
+            # This thread is all that a child has: nobody there would take the error.
+            print_safely(f"ForkedError: {error}", sys.stderr)
+            os._exit(1)
+        return result
+
+
+class _Stream:
+    """A stream of the GPU for the work of a thread; on a CPU there is none, and none is needed."""
+
+    def __init__(self, device: str) -> None:
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+
+    def mark(self) -> Any:
+        """Return the place that the caller's stream has reached."""
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._stream.device).record_event()
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """Work on the stream, behind what was marked, and wait until all of it is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+            self._stream.synchronize()
+
+    def hand_over(self, values: Any) -> None:
+        """Keep the memory of tensors until the caller's stream has read them, too."""
+        if self._stream is None:
+            return
+        reader = torch.cuda.current_stream(self._stream.device)
+        for leaf in tree.leaves(values):
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                leaf.record_stream(reader)
