@@ -141,7 +141,9 @@ class Attention(nn.Module):
         if fused is None:
             normed = [self.q_norm(q), self.k_norm(k)]
             return self.ops.rotate([part.transpose(-2, -3) for part in normed], rotation)
-        gains = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else None
+        gains = None
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            gains = self.q_norm.weight, self.k_norm.weight
         return fused(q, k, gains, self.config.norm_eps, rotation)
 
     def _heads(self, x: Tensor) -> Tensor:

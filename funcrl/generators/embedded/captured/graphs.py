@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 # A graph holds some memory of its own; those of samplings long past are let go.
-_MOST = 64
+_MOST = 256
 
 
 class Graphs:

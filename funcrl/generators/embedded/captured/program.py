@@ -103,8 +103,8 @@ class Program:
         if sampling.top_p < 1:
             # The draw reads a value on the host, which no graph can.
             logits = self._logits_of(size)
-            name = ("extend", size, members.shape)
-            self._graphs.run(name, lambda: logits.copy_(self._extend(rows, members)))
+            of_extend = ("extend", size, members.shape)
+            self._graphs.run(of_extend, lambda: logits.copy_(self._extend(rows, members)))
             self._go_on(rows, logits, sampling)
         else:
             name = (_constants(sampling), size, members.shape)
