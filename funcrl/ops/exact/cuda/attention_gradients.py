@@ -83,4 +83,4 @@ def _key_tile(dtype: torch.dtype, columns: int) -> dict[str, int | bool]:
         return {"BM": 16, "BN": 32, "IEEE": True, "num_warps": 8, "num_stages": 1}
     if columns > 128:
         return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 8, "num_stages": 1}
-    return {"BM": 64, "BN": 64, "IEEE": False, "num_warps": 4, "num_stages": 1}
+    return {"BM": 32, "BN": 64, "IEEE": False, "num_warps": 4, "num_stages": 3}
