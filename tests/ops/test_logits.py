@@ -290,7 +290,7 @@ def test_half_precision_on_a_gpu_is_near_the_oracle(temperature):
     weight = (drawn(vocab_size, width) * 0.2).to("cuda", torch.bfloat16)
     targets = torch.arange(rows, device="cuda")
     logits = hidden.double() @ weight.double().mT / temperature
-    error = logits.abs().max() * 2.0**-9 * 1.01
+    error = logits.abs().max() * 2.0**-8 * 1.01
     wanted = ops.linear_scores(hidden.double(), weight.double(), targets, temperature, rows)
     for chunk in (32, "all"):
         logprobs, entropy = ops.linear_scores(hidden, weight, targets, temperature, chunk)
