@@ -354,7 +354,7 @@ def test_attend_and_packed_rows_are_not_for_each_other():
     params = funcrl.init_params(model, seed=0)
     packed = funcrl.pack(random_case(length=16).rollout, funcrl.grpo(), length=16)
     row = tree.map(lambda leaf: leaf[0], packed)
-    with pytest.raises(ValueError, match="logprob_fn expects attend_segments= .*attend=attend_flash alone"):
+    with pytest.raises(ValueError, match=r"attend_segments= .*attend_flash alone"):
         funcrl.logprob_fn(model, attend=attend_flash)(params, row)
     with pytest.raises(TypeError, match="logprob_fn .*attend.* 'flash'"):
         funcrl.logprob_fn(model, attend="flash")
