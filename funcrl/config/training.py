@@ -63,7 +63,7 @@ class AlgorithmConfig(CheckedFields):
     max_importance: Positive | None = None
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
-    correction otherwise."""
+    correction otherwise. The weights are those at each update, and with them nothing is clipped."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,13 @@ class TrainConfig:
             raise ValueError(
                 f"train expects --no-vllm.sleep with --max-staleness {self.max_staleness}, since "
                 f"the engine draws while the update would have its memory, got --vllm.sleep."
+            )
+        updates = self.num_iterations * self.num_minibatches
+        if self.max_staleness and updates > 1 and self.algorithm.max_importance is None:
+            raise ValueError(
+                f"train expects --algorithm.max-importance with --max-staleness "
+                f"{self.max_staleness} and {updates} updates of a rollout, since the importance "
+                f"weights that correct for the older policy take the place of clipping; got none."
             )
         checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
         rows = self.num_prompts * self.num_generations

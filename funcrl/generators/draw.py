@@ -95,7 +95,8 @@ def draw_tokens(
         counts: [B], tokens that each sample has already: a stop token is not drawn too early.
         uniform: [B] in [0, 1), float64.
         sampling: how to draw.
-        log_softmax: of the network's numerics; torch's when left out.
+        log_softmax: of the network's numerics; torch's when left out. On a GPU one kernel does its
+            part where nothing is truncated, with the bits of exact numerics.
 
     Example:
         >>> import torch, funcrl

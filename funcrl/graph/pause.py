@@ -10,7 +10,8 @@ def without_collection() -> Iterator[None]:
     """Run a block, or a function that this decorates, without a search for reference cycles.
 
     A step's graph is a million objects, all of them alive: Python would look through them again
-    and again, for a quarter of the time that a trace takes, and free nothing.
+    and again, for a quarter of the time that a trace takes, and free nothing. Python has one such
+    search for the whole process: other threads go without it meanwhile.
 
     Example:
         >>> import gc

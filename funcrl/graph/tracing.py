@@ -111,6 +111,7 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record while `make_fx` runs, and remove the module hooks afterwards."""
+        self._thread = get_ident()
         mode: Any = get_proxy_mode()
         self._graph: torch.fx.Graph = mode.tracer.graph
         self._repeats = Repeats(mode)
@@ -127,6 +128,8 @@ class _Recorder(TorchDispatchMode):
             del self._graph, self._repeats
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if get_ident() != self._thread:
+            return  # torch calls these hooks in every thread, one that draws meanwhile too
         if not self._stack:
             self._names = {id(child): path for path, child in module.named_modules()}
             names = (name for name, _ in module.named_parameters(remove_duplicate=False))
@@ -134,7 +137,8 @@ class _Recorder(TorchDispatchMode):
         self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
 
     def _leave(self, *_: Any) -> None:
-        self._stack.pop()
+        if get_ident() == self._thread:
+            self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and set the origin of the nodes that it adds."""

@@ -137,8 +137,8 @@ class Attention(nn.Module):
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, rotation: Tensor) -> Sequence[Tensor]:
         """Return queries and keys [..., T, heads, C] as attention takes them: heads, then T."""
-        fused = self.ops.norm_rotate
-        if fused is None:
+        fused, kinds = self.ops.norm_rotate, {type(self.q_norm), type(self.k_norm)}
+        if fused is None or kinds not in ({RMSNorm}, {nn.Identity}):
             normed = [self.q_norm(q), self.k_norm(k)]
             return self.ops.rotate([part.transpose(-2, -3) for part in normed], rotation)
         gains = None

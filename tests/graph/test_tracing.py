@@ -1,5 +1,7 @@
 """The traced step: the same bits, no memory while it is made, nodes that know where they belong."""
 
+import threading
+
 import pytest
 import torch
 from cases import equal, tiny_batch, tiny_model
@@ -181,3 +183,38 @@ def test_an_input_that_is_written_into_twice_holds_the_second_value():
         fn(x, u)
         graph(y, u)
         assert torch.equal(x, y), fn
+
+
+def test_a_thread_that_computes_meanwhile_is_not_in_the_trace():
+    """Torch calls the hooks of modules in every thread."""
+    inner, other = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.ReLU())
+    apply = funcrl.functional(inner)
+    params = {name: leaf.detach() for name, leaf in inner.named_parameters()}
+    errors = []
+
+    def compute():
+        try:
+            other(torch.ones(2))
+        except IndexError as error:
+            errors.append(error)
+
+    def beside(params, x):
+        def run(*_):
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: run() if isinstance(module, torch.nn.Linear) else None
+        )
+        try:
+            return apply(params, x)
+        finally:
+            hook.remove()
+
+    def origins(function):
+        graph = funcrl.trace(function, params, torch.ones(2)).graph
+        return [origin_of(node) for node in graph.nodes if node.op == "call_function"]
+
+    assert origins(beside) == origins(apply)
+    assert not errors

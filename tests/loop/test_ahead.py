@@ -97,12 +97,17 @@ def has_done(config, steps):
     return len(runs.read_lines(config.run_dir / "metrics.jsonl")) == 1 + steps
 
 
+def test_several_updates_of_an_older_policys_rollout_want_a_bound_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match=r"--algorithm.max-importance .* 4 updates .* got none"):
+        small(tmp_path, max_staleness=1, num_minibatches=2, num_iterations=2)
+
+
 # What a checkpoint has to bring back, each in its own way.
 KINDS = {
     "one behind": {"max_staleness": 1},
     "two behind, several updates": {
         "max_staleness": 2, "num_minibatches": 2, "num_iterations": 2,
-        "algorithm": AlgorithmConfig(kl=0.1, entropy=0.05),
+        "algorithm": AlgorithmConfig(kl=0.1, entropy=0.05, max_importance=2.0),
     },
     "donated": {
         "max_staleness": 1, "length_multiple": 4,

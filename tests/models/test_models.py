@@ -263,3 +263,25 @@ def test_configs_are_refused():
         config(width=0)
     with pytest.raises(ValueError, match="token_scores .*temperature"):
         funcrl.token_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0)
+
+
+class DoubledNorm(funcrl.models.transformer.RMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("names", [("q_norm",), ("q_norm", "k_norm")])
+def test_a_norm_of_ones_own_is_used_by_exact_numerics_too(names):
+    logits = {}
+    for numerics in ("native", "exact"):
+        shape = funcrl.models.TransformerConfig(vocab_size=7, width=8, numerics=numerics)
+        model = funcrl.models.Transformer(shape)
+        for block in model.blocks:
+            for name in names:
+                with torch.device("meta"):
+                    norm = DoubledNorm(shape.head_width, shape.norm_eps, model.ops)
+                setattr(block.attention, name, norm)
+        params = funcrl.init_params(model, seed=0, dtype=torch.float64)
+        tokens = torch.tensor([1, 2, 3, 4])
+        logits[numerics] = funcrl.functional(model)(params, tokens, torch.arange(4))
+    torch.testing.assert_close(logits["exact"], logits["native"], rtol=1e-6, atol=1e-8)

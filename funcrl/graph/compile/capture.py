@@ -1,6 +1,8 @@
 """A program of tensors as one CUDA graph: its kernels are launched once, then replayed."""
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor
 
 Program: TypeAlias = Callable[..., Sequence[Tensor]]
 _WARM_UPS = 3  # runs before the capture, in which libraries and autotuning settle
+# A capture begins by waiting for the whole device, which another one under way would not survive.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def capture(
@@ -55,6 +59,23 @@ def capture(
     return replay
 
 
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """Record what is launched meanwhile, while no other thread records; others may compute.
+
+    Args:
+        graph: what records it.
+        pool: of another graph, whose memory it shares.
+        stream: to record on; one of its own when left out.
+    """
+    # Other threads may allocate meanwhile, such as one that draws the next rollout.
+    recorded = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+    with _ONE_AT_A_TIME, recorded:
+        yield
+
+
 def _recorded(
     program: Program, static: list[Tensor], written: list[Tensor], pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
@@ -69,8 +90,7 @@ def _recorded(
                     program(*static)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate meanwhile, such as one that draws the next rollout.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with recording(graph, pool):
                 results = program(*static)
         finally:  # also where memory did not suffice: a caller may go on from the same state
             torch.cuda.current_stream().wait_stream(stream)

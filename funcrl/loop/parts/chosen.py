@@ -42,7 +42,11 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
             tunables["length"] = config.sampling.max_tokens
         made: Algorithm = getattr(algorithms, options.name)(**tunables)
         return made
-    refusable = {"kl": options.kl, "entropy": options.entropy, "max-importance": importance}
+    refusable = {
+        "kl": options.kl,
+        "entropy": options.entropy,
+        "max-importance": options.max_importance,
+    }
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 

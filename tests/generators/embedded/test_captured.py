@@ -273,6 +273,21 @@ def test_weights_and_memory_stay_until_more_is_asked_for():
         assert draws._weights.leaf.dtype == torch.float64
 
 
+def test_what_is_laid_out_draws_with_its_own_parameters():
+    """Also after another thread's push, or after it has let go of the memory."""
+    model, params = make()
+    other = funcrl.tree.map(lambda leaf: leaf.flip(0), params)
+    draws, request = kept.Captured(model.config), request_of(Sampling(2, max_tokens=5))
+    with torch.inference_mode():
+        draw = draws.lay_out(params, None)
+        wanted = draw(request).tokens.clone()
+        draws.lay_out(other, None)
+        assert torch.equal(draw(request).tokens, wanted)
+        draws.free()
+        assert torch.equal(draw(request).tokens, wanted)
+        assert not torch.equal(draws.lay_out(other, None)(request).tokens, wanted)
+
+
 def test_sleep_and_close_free_the_memory(captured):
     captured(True)
     model, params = make()

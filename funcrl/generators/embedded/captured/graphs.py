@@ -5,6 +5,8 @@ from functools import lru_cache
 
 import torch
 
+from funcrl.graph.compile.capture import recording
+
 # A graph holds some memory of its own; those of samplings long past are let go.
 _MOST = 256
 
@@ -13,7 +15,8 @@ class Graphs:
     """Runs functions by name: on a GPU the first run is captured, and later ones are replays.
 
     On other devices a function is called each time. A function must read and write tensors that
-    stay where they are, and no value on the host; all graphs share the memory in between.
+    stay where they are, and no value on the host. All graphs share the memory in between, so they
+    are replayed one after the other, on one stream at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +44,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         pool = next((each.pool() for each in self._graphs.values()), None)
         stream = _stream_of(self._device)
-        # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with recording(graph, pool, stream):
             function()
         return graph
 

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,31 +47,43 @@ class Captured:
         self._config = config
         self._lock = threading.RLock()
         self._weights: Weights | None = None
+        self._written: Params | None = None  # the parameters that the weights are copies of
         self._graphs: Graphs | None = None
         self._program: Program | None = None
 
     def lay_out(self, params: Params, dtype: torch.dtype | None) -> DrawFn:
         """Write parameters into the weights; return what draws with them."""
         with self._lock:
-            if self._weights is None or not self._weights.holds(params, dtype):
-                self.free()
-                self._weights = Weights(self._config, params, dtype)
-            self._weights.write(params)
-        return self._draw
+            self._write(params, dtype)
+        return partial(self._draw, params, dtype)
+
+    def _write(self, params: Params, dtype: torch.dtype | None) -> Weights:
+        if self._weights is None or not self._weights.holds(params, dtype):
+            self.free()
+            self._weights = Weights(self._config, params, dtype)
+        self._weights.write(params)
+        self._written = params
+        return self._weights
 
     def free(self) -> None:
         """Let go of weights, memory and graphs."""
         with self._lock:
-            self._graphs = self._program = self._weights = None
+            self._graphs = self._program = self._weights = self._written = None
 
-    def _draw(self, request: Request) -> Completions:
+    def _draw(self, params: Params, dtype: torch.dtype | None, request: Request) -> Completions:
         with self._lock:
-            assert self._weights is not None
-            device = self._weights.leaf.device
+            weights = self._weights
+            # Another thread may have pushed, or let go of the memory.
+            if weights is None or self._written is not params:
+                weights = self._write(params, dtype)
+            device = weights.leaf.device
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                program = self._program_for(request, self._weights.network)
+                program = self._program_for(request, weights.network)
                 ends = Schedule(program, request).run()
-                return collect(program.results, request, ends)
+                found = collect(program.results, request, ends)
+                if device.type == "cuda":  # the next thread's samples may overwrite these
+                    torch.cuda.current_stream().synchronize()
+                return found
 
     def _program_for(self, request: Request, network: Transformer) -> Program:
         """Return a program in which the request has room."""

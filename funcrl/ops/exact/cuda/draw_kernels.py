@@ -38,7 +38,8 @@ def draw_kernel(
     piece, before = first_above(shares, pieces, target, BLOCK)
     share = tl.sum(tl.where(pieces == piece, shares, 0.0), 0)
     top = tl.sum(tl.where(pieces == piece, tops, 0.0), 0)
-    within = (target - before) / share  # in [0, 1], of the piece's own mass
+    # In [0, 1], of the piece's own mass; `before` is summed in another order, and may be above.
+    within = tl.maximum((target - before) / share, 0.0)
 
     index = tl.arange(0, PIECE)
     columns = piece * PIECE + index
