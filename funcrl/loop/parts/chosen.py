@@ -42,11 +42,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
             tunables["length"] = config.sampling.max_tokens
         made: Algorithm = getattr(algorithms, options.name)(**tunables)
         return made
-    refusable = {
-        "kl": options.kl,
-        "entropy": options.entropy,
-        "max-importance": options.max_importance,
-    }
+    given = options.max_importance  # only what was asked for is refused, not what is left out
+    refusable = {"kl": options.kl, "entropy": options.entropy, "max-importance": given}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 

@@ -78,7 +78,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     pieces = parts.shape[1]
     if size:
         draw_kernel[(size,)](
-            parts, logits, uniforms.contiguous(), tokens, row_stride(logits), width, temperature, pieces,
+            parts, logits, uniforms.contiguous(), tokens, row_stride(logits), width, temperature,
+            pieces,
             BLOCK=power_of_two(pieces), PIECE=_PIECE, DIVIDE=temperature != 1.0, num_warps=8,
             **STRICT,
         )  # fmt: skip
