@@ -1,7 +1,8 @@
 """How values are written on the command line: as tyro reads annotations, numbers as YAML does."""
 
 from collections.abc import Sequence
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -45,8 +46,10 @@ def read_value(kind: Any, texts: Sequence[str]) -> Any:
             raise ValueError(f"expects pairs of a name and a number, got {brief(' '.join(texts))}.")
         pairs = zip(texts[::2], texts[1::2], strict=True)
         return {name: read_value(inner[1], [text]) for name, text in pairs}
-    if type(None) in get_args(kind):
-        return None if texts[0] == "None" else read_value(inner[0], texts)
+    if type(None) in get_args(kind) and texts[0] == "None":
+        return None
+    if get_origin(kind) in (Union, UnionType):
+        return _read_one_of(inner, texts)
     with _REGISTRY:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
     if not isinstance(spec, PrimitiveConstructorSpec):
@@ -55,3 +58,20 @@ def read_value(kind: Any, texts: Sequence[str]) -> Any:
         meant = did_you_mean(close(texts[0], spec.choices))
         raise ValueError(f"expects {' or '.join(spec.choices)}, got {brief(texts[0])}{meant}")
     return spec.instance_from_str(list(texts))
+
+
+def _read_one_of(kinds: Sequence[Any], texts: Sequence[str]) -> Any:
+    """Return the value of a union of names and another annotation, or of that one alone."""
+    names = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+    others = [kind for kind in kinds if get_origin(kind) is not Literal]
+    if not others:
+        return read_value(kinds[0], texts)
+    if texts[0] in names:
+        return texts[0]
+    try:
+        return read_value(others[0], texts)
+    except ValueError as error:
+        if not names:
+            raise
+        expected = str(error).removeprefix("expects ")
+        raise ValueError(f"expects {' or '.join(names)} or {expected}") from None
