@@ -37,7 +37,9 @@ def config(folder: Path, max_staleness: int = 0) -> TrainConfig:
         num_generations=4,
         num_minibatches=2,
         sampling=Sampling(max_tokens=3),
-        algorithm=funcrl.config.AlgorithmConfig(kl=0.05, entropy=0.01),
+        algorithm=funcrl.config.AlgorithmConfig(
+            kl=0.05, entropy=0.01, max_importance=2.0 if max_staleness else None
+        ),
         warm_start=WarmStartConfig(steps=12, every=6, num_prompts=16),
         evaluation=EvaluationConfig(every=10, num_prompts=10),
         checkpoint=CheckpointConfig(every=2, keep_last=2),
