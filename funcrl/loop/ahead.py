@@ -140,7 +140,7 @@ class Ahead:
         while self._next <= min(index + self._config.max_staleness, self._config.steps):
             self._coming.append(self._submit(self._roll, self._next, self._policy_of(self._next)))
             self._next += 1
-        if self._compiles:  # graphs are traced and recorded with nothing else on the device
+        if self._compiles:  # the first shape is traced and recorded with nothing beside it
             wait(self._coming)
             self._compiles = False
         rolled = self._coming.popleft().result()
