@@ -3,17 +3,13 @@
 import asyncio
 import dataclasses
 import math
-import subprocess
-import sys
 import threading
 from functools import partial
-from pathlib import Path
 
-import killer
 import pytest
 import torch
 from cases import equal
-from test_train import Copy, Notes, small, untimed
+from test_train import Copy, Notes, assert_kills_end_in_the_same_bits, small, untimed
 
 import funcrl
 from funcrl import runs
@@ -142,22 +138,7 @@ def test_a_run_repeats_and_resumes_to_the_same_bits(tmp_path, name):
 @pytest.mark.slow
 def test_ten_kills_end_in_the_same_bits(tmp_path):
     """SIGKILL at random moments, while rollouts are being drawn."""
-    run = subprocess.run(
-        [sys.executable, Path(killer.__file__), tmp_path / "killed", "10", "2"],
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "killed 10" in run.stdout
-    threads = torch.get_num_threads()
-    config = killer.config(tmp_path / "whole", max_staleness=2)
-    saves = dataclasses.replace(config.checkpoint, every=config.steps)
-    whole = funcrl.train(dataclasses.replace(config, checkpoint=saves))
-    torch.set_num_threads(threads)
-    state, _ = funcrl.restore(tmp_path / "killed" / "checkpoints", like=whole.state)
-    assert equal(state, whole.state)
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        killed, kept = (runs.read_lines(tmp_path / each / name) for each in ("killed", "whole"))
-        assert untimed(killed) == untimed(kept)
+    assert_kills_end_in_the_same_bits(tmp_path, kills=10, max_staleness=2)
 
 
 @pytest.mark.slow

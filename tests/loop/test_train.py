@@ -142,18 +142,18 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, stop):
     ]
 
 
-@pytest.mark.slow
-def test_twenty_kills_end_in_the_same_bits(tmp_path):
-    """SIGKILL at random moments, in saves and in the warm start too."""
-    script = Path(killer.__file__)
+def assert_kills_end_in_the_same_bits(tmp_path, kills, max_staleness=0):
+    """Kill the run of `killer` so often, and compare it with one that nothing stops."""
     run = subprocess.run(
-        [sys.executable, script, tmp_path / "killed", "22"],
+        [sys.executable, Path(killer.__file__), tmp_path / "killed", str(kills),
+         str(max_staleness)],
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "killed 22" in run.stdout
+    assert f"killed {kills}" in run.stdout
     threads = torch.get_num_threads()
-    config = killer.config(tmp_path / "whole")  # which is not taken up again: it saves once
+    # It is not taken up again: it saves once.
+    config = killer.config(tmp_path / "whole", max_staleness=max_staleness)
     saves = dataclasses.replace(config.checkpoint, every=config.steps)
     whole = funcrl.train(dataclasses.replace(config, checkpoint=saves))
     torch.set_num_threads(threads)
@@ -162,6 +162,12 @@ def test_twenty_kills_end_in_the_same_bits(tmp_path):
     for name in ("metrics.jsonl", "completions.jsonl"):
         killed, kept = (runs.read_lines(tmp_path / run / name) for run in ("killed", "whole"))
         assert untimed(killed) == untimed(kept)
+
+
+@pytest.mark.slow
+def test_twenty_kills_end_in_the_same_bits(tmp_path):
+    """SIGKILL at random moments, in saves and in the warm start too."""
+    assert_kills_end_in_the_same_bits(tmp_path, kills=22)
 
 
 @pytest.mark.slow

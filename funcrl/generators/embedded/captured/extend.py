@@ -1,8 +1,8 @@
 """The forward pass on a cache of pages: prompts at once, then one token of each sample.
 
 A page holds the keys and values of `SIZE` places for all heads. Each row has a table of pages, in
-which place p is at `table[p // SIZE]`. A place of -1 belongs to no sample: it is written to the
-page `SCRAP`, which no sample has, and sees nothing.
+which place p is at `table[p // SIZE]`. A place of -1 belongs to no sample and sees nothing; where a
+prompt's padding has one, it is written to the page `SCRAP`, which no sample has.
 """
 
 import torch
