@@ -14,57 +14,30 @@ and orbax's own rename commits its arrays alone, with neither their metadata nor
 import contextlib
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
-import torch
-
-from funcrl.core import checks, tree
+from funcrl.core import checks
 from funcrl.core.arguments import TensorTree, checked
-from funcrl.core.arrays import to_array, to_tensor
-from funcrl.core.files import sync
-from funcrl.core.reading import read_text
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import Tree
-from funcrl.run.manifest import (
-    Manifest,
-    array_checksum,
-    check_like,
-    decode,
-    describe,
-    encode,
-    file_checksums,
-    outline,
-    trees_beside,
+from funcrl.run.manifest import MANIFEST, Manifest, describe
+from funcrl.run.restoring import (
+    CheckpointError,
+    OnSkip,
+    Restored,
+    numbered,
+    read,
+    read_manifest,
+    read_newest,
 )
-from funcrl.run.storage import read_arrays, write_arrays
+from funcrl.run.writing import clean_up, to_arrays, write
 
 Extra: TypeAlias = Mapping[str, Any] | None
-OnSkip: TypeAlias = Callable[[str], None] | None
-
-_STATE, _MANIFEST = "state", "manifest.json"
-_MOST_BYTES = 1 << 30  # of a manifest, with whatever facts its maker put there
-# What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
-_LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is torn, changed, not of funcrl, or missing."""
-
-
-class Restored(NamedTuple):
-    """A checkpoint that has been read."""
-
-    step: int
-    state: Tree
-    extra: dict[str, Any]
-    beside: tuple[Tree, ...] = ()  # further trees, where they were asked for
 
 
 @checked
@@ -83,7 +56,7 @@ def save(path: Path | str, state: TensorTree, extra: Extra = None) -> None:
         >>> funcrl.restore(path, like={"w": torch.zeros(2)})
         ({'w': tensor([1., 1.])}, {'step': 5})
     """
-    _write(Path(path), describe(state, extra, None), _to_arrays(state))
+    write(Path(path), describe(state, extra, None), to_arrays(state))
 
 
 @checked
@@ -102,7 +75,7 @@ def restore(path: Path | str, like: Tree) -> tuple[Tree, dict[str, Any]]:
         >>> import funcrl
         >>> funcrl.restore("no/such/folder", like={})
         Traceback (most recent call last):
-        funcrl.run.checkpoint.CheckpointError: restore expects a checkpoint, got none at \
+        funcrl.run.restoring.CheckpointError: restore expects a checkpoint, got none at \
 no/such/folder.
     """
     return _restored(Path(path), like, of_field="")
@@ -132,11 +105,11 @@ def restore_field(path: Path | str, field: str, like: Tree) -> tuple[Tree, dict[
 
 
 def _restored(path: Path, like: Tree, of_field: str) -> tuple[Tree, dict[str, Any]]:
-    if not (path / _MANIFEST).exists() and _numbered(path):
+    if not (path / MANIFEST).exists() and numbered(path):
         warn = partial(warn_safely, stacklevel=7)
-        found = _newest(path, like, on_skip=warn, of_field=of_field)
+        found = read_newest(path, like, on_skip=warn, of_field=of_field)
         return found.state, found.extra
-    state, extra, _ = _read(path, like, of_field)
+    state, extra, _ = read(path, like, of_field)
     return state, extra
 
 
@@ -148,9 +121,9 @@ def restore_newest(folder: Path, like: Tree, beside: Tree) -> Restored:
         like: as of `restore`.
         beside: a tree of the structure of each that was saved beside the state.
     """
-    if not _numbered(folder):
+    if not numbered(folder):
         raise CheckpointError(f"restore expects a checkpoint, got none at {folder}.")
-    return _newest(folder, like, on_skip=warn_safely, beside=beside)
+    return read_newest(folder, like, on_skip=warn_safely, beside=beside)
 
 
 class Checkpoints:
@@ -200,7 +173,7 @@ class Checkpoints:
             raise ValueError(f"Checkpoints.save expects step to be an integer >= 0, got {step!r}.")
         self.wait()
         manifest = describe(state, extra, score, beside)
-        arrays = _to_arrays((state, *beside))
+        arrays = to_arrays((state, *beside))
         self._pending = self._writer.submit(self._write, step, manifest, arrays)
 
     def wait(self) -> None:
@@ -216,8 +189,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the numbers of the checkpoints on disk, lowest first."""
-        found = _numbered(self.folder).items()
-        return [step for step, path in found if (path / _MANIFEST).is_file()]
+        found = numbered(self.folder).items()
+        return [step for step, path in found if (path / MANIFEST).is_file()]
 
     def restore_latest(
         self, like: Tree, on_skip: OnSkip = None, beside: Tree = None
@@ -229,15 +202,15 @@ class Checkpoints:
             on_skip: called with a reason for each broken one; it is an error if all are broken.
             beside: a tree like those that were saved beside the state; without it they are left.
         """
-        if not _numbered(self.folder):
+        if not numbered(self.folder):
             return None
-        found = _newest(self.folder, like, on_skip, beside=beside)
+        found = read_newest(self.folder, like, on_skip, beside=beside)
         self.newest = found.step
         return found
 
     def _write(self, step: int, manifest: Manifest, arrays: dict[str, Any]) -> int:
-        _clean_up(self.folder)
-        _write(self.folder / str(step), manifest, arrays)
+        clean_up(self.folder)
+        write(self.folder / str(step), manifest, arrays)
         self._thin_out(step)
         return step
 
@@ -247,10 +220,10 @@ class Checkpoints:
         Higher numbers are of an earlier attempt that could not be resumed; they will be replaced.
         """
         scores: dict[int, float | None] = {}
-        for step, path in _numbered(self.folder).items():
+        for step, path in numbered(self.folder).items():
             # A checkpoint whose manifest is broken is left for a person to look at.
             with contextlib.suppress(CheckpointError):
-                scores[step] = _read_manifest(path)["score"]
+                scores[step] = read_manifest(path)["score"]
         mine = [step for step in scores if step <= newest]
         scored = sorted((s for s in mine if scores[s] is not None), key=lambda s: (scores[s], s))
         kept = {*mine[-self._keep_last :], *scored[max(0, len(scored) - self._keep_best) :]}
@@ -259,170 +232,3 @@ class Checkpoints:
             gone = self.folder / f".{step}.gone"
             (self.folder / str(step)).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def _numbered(folder: Path) -> dict[int, Path]:
-    """Return where each numbered checkpoint is, good or not, lowest first."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    numbers = {name.removeprefix(".").removesuffix(".old") for name in names}
-    found = sorted(int(name) for name in numbers if re.fullmatch(r"0|[1-9][0-9]*", name))
-    paths = ((step, _unreplaced(folder / str(step))) for step in found)
-    return {step: path for step, path in paths if path.exists()}
-
-
-def _newest(
-    folder: Path, like: Tree, on_skip: OnSkip, of_field: str = "", beside: Tree = None
-) -> Restored:
-    reasons = []
-    for step, path in reversed(_numbered(folder).items()):
-        try:
-            return Restored(step, *_read(path, like, of_field, beside))
-        except CheckpointError as error:
-            reasons.append(str(error))
-            if on_skip is not None:
-                on_skip(str(error))
-    raise CheckpointError(f"restore expects a good checkpoint in {folder}: " + " ".join(reasons))
-
-
-def _to_arrays(state: Tree) -> dict[str, Any]:
-    """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
-    return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
-
-
-def _write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        # Replacing a folder deletes it, so it must be one that a save has written.
-        if path.exists() and not {each.name for each in path.iterdir()} <= {_STATE, _MANIFEST}:
-            raise FileExistsError("a folder with other things in it is there")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        # Before orbax writes, so that the checksum reveals a tensor that changes meanwhile.
-        sums = [array_checksum(array) for array in arrays.values()]
-        # An array without elements is not stored; the manifest alone brings it back.
-        filled = {name: array for name, array in arrays.items() if array.size}
-        if filled:
-            write_arrays(draft / _STATE, filled)
-        text = encode(manifest | {"checksums": sums, "files": file_checksums(draft, _STATE)})
-        (draft / _MANIFEST).write_text(text, encoding="utf-8")
-        # orbax syncs the data that it writes, but neither its metadata nor its folders.
-        for written in [*draft.rglob("*"), draft]:
-            sync(written)
-        _replace(path, draft)
-    except Exception as error:
-        raise OSError(
-            f"save could not write {path}: {_reason(error)}; older ones are whole."
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _replace(path: Path, draft: Path) -> None:
-    """Rename the draft; an old checkpoint of that name can be restored until then."""
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    draft.rename(path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _unreplaced(path: Path) -> Path:
-    """Return where the checkpoint is, if a process was killed while it replaced it."""
-    old = path.with_name(f".{path.name}.old")
-    return old if not path.exists() and old.exists() else path
-
-
-def _clean_up(folder: Path) -> None:
-    """Remove the drafts of killed processes, and rename back what they were replacing."""
-    for path in folder.iterdir():
-        if _LEFT_OVER.fullmatch(path.name):
-            named = folder / path.name.split(".")[1]
-            if path.suffix == ".old" and not named.exists():
-                path.rename(named)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _read(
-    path: Path, like: Tree, of_field: str = "", beside: Tree = None
-) -> tuple[Tree, dict[str, Any], tuple[Tree, ...]]:
-    """Return the state of a checkpoint, its facts and the trees beside it.
-
-    Args:
-        path: of the checkpoint.
-        like: a tree like the state, or one like its field.
-        of_field: the field's name; "" for the whole state.
-        beside: a tree like each of those beside the state; without it they are not read.
-    """
-    path = _unreplaced(path)
-    manifest = _read_manifest(path)
-    numbered = enumerate(manifest["leaves"])
-    of_state = [
-        each for each in numbered if not of_field or each[1]["path"].partition(".")[0] == of_field
-    ]
-    wanted = [(of_state, like)]
-    if beside is not None:
-        start = len(manifest["leaves"])
-        for leaves in trees_beside(manifest):
-            wanted.append(([*enumerate(leaves, start)], beside))
-            start += len(leaves)
-    for described, tree_like in wanted:
-        check_like(path, [leaf for _, leaf in described], outline("restore", tree_like))
-    arrays = _read_arrays(path, manifest["files"]) if manifest["files"] else {}
-    state, *others = (_filled(path, manifest, arrays, *each) for each in wanted)
-    return state, manifest["extra"], tuple(others)
-
-
-def _filled(
-    path: Path,
-    manifest: Manifest,
-    arrays: Mapping[str, Any],
-    described: Sequence[tuple[int, Mapping[str, Any]]],
-    like: Tree,
-) -> Tree:
-    """Return a tree like `like` with the arrays of these numbers, after checking their sums."""
-    wanted, unflatten = tree.flatten(like)
-    leaves = []
-    for (index, leaf_of), leaf in zip(described, wanted, strict=True):
-        array = arrays.get(str(index), np.zeros(0))
-        if array_checksum(array) != manifest["checksums"][index]:
-            raise _broken(path, f"whose {leaf_of['path']!r} is not what was saved")
-        leaves.append(to_tensor(array, leaf) if leaf.numel() else torch.empty_like(leaf))
-    return unflatten(leaves)
-
-
-def _read_arrays(path: Path, files: dict[str, int]) -> dict[str, Any]:
-    # The files are checked first: a changed length would make orbax reserve any amount of memory.
-    try:
-        changed = sorted(files.items() - file_checksums(path, _STATE).items())
-        if not changed:
-            return read_arrays(path / _STATE)
-    except Exception as error:
-        raise _broken(path, f"whose {_STATE} cannot be read, {error!r}") from error
-    raise _broken(path, f"whose {changed[0][0]} is torn, changed or missing")
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if not path.exists():
-        raise CheckpointError(f"restore expects a checkpoint, got none at {path}.")
-    try:
-        text = read_text("restore", path / _MANIFEST, _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise _broken(path, f"whose {_MANIFEST} is missing or no text") from error
-    try:
-        return decode(text)
-    except ValueError as error:
-        raise _broken(path, f"whose {_MANIFEST} {error}") from error
-
-
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"restore expects a whole checkpoint, got {path}, {what}.")

@@ -20,6 +20,7 @@ from funcrl.core.types import Tree
 
 Manifest: TypeAlias = dict[str, Any]
 
+STATE, MANIFEST = "state", "manifest.json"  # what a checkpoint's folder has
 _FORMAT = "funcrl checkpoint 2"
 _FIELDS = {"leaves": list, "checksums": list, "files": dict, "extra": dict}
 _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
