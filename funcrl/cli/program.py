@@ -12,7 +12,7 @@ from funcrl.cli.commands import run_command
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
 from funcrl.loop.rewarded import RewardError
-from funcrl.run.checkpoint import CheckpointError
+from funcrl.run.restoring import CheckpointError
 from funcrl.tasks.watch import ForkedError
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
