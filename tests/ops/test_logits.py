@@ -313,7 +313,7 @@ def test_on_a_gpu_kept_logits_have_the_bits_of_those_computed_anew(numerics, nam
 
 
 @ON_GPU
-@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # Inductor's choice of a kernel
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # a choice of Inductor
 @pytest.mark.parametrize("chunk", [8, "all"])
 def test_on_a_gpu_compiled_steps_are_as_near_the_oracle_as_eager_ones(chunk):
     """By Inductor in a CUDA graph, three in a row, with clipped gradients of samples.
