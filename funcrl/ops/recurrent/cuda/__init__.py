@@ -4,25 +4,13 @@ import torch
 import triton
 from torch import Tensor
 
-from funcrl.ops.recurrent.cuda import gru, lstm
-from funcrl.ops.recurrent.cuda.lstm_kernels import forward_kernel
-from funcrl.ops.recurrent.cuda.plans import PlanFn, plan_of
-from funcrl.ops.recurrent.kernels import Cell, Precision, ScanKernels
+from funcrl.ops.recurrent.cuda.scan import scan_kernels
+from funcrl.ops.recurrent.cuda.piece_kernels import forward_kernel
+from funcrl.ops.recurrent.kernels import Cell
 
 __all__ = ["scan_kernels", "why_not"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) -> ScanKernels:
-    """Return the kernels of a cell.
-
-    Args:
-        cell: "lstm" or "gru".
-        precision: of float32 products.
-        plan_fn: how the work is cut.
-    """
-    return (lstm if cell == "lstm" else gru).kernels(precision, plan_fn)
 
 
 def why_not(cell: Cell, x: Tensor, width: int) -> str:
