@@ -9,7 +9,7 @@ which r multiplies. The state of an LSTM is its cell state c, that of a GRU is h
 import triton
 import triton.language as tl
 
-from funcrl.ops.recurrent.cuda.step_kernels import tile_of
+from funcrl.ops.recurrent.cuda.step_kernels import gate_products
 
 
 @triton.jit
@@ -19,25 +19,45 @@ def tanh(x):
 
 
 @triton.jit
-def activated(
-    first, second, third, fourth, pre, bias_n, rows, columns, seen,
-    H: tl.constexpr, CELL: tl.constexpr, BIAS: tl.constexpr,
+def bias_of(bias, columns, H: tl.constexpr):
+    """Return the part [1, BH] of a bias [H]."""
+    return tl.load(bias + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def step_gates(
+    x, x_row, weight_ih, bias, h, h_row, weight_hh, bias_n, rows, alive, columns, N,
+    D: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, CELL: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the four gates, of the products with h and of what x and the biases add, `pre`."""
-    row: tl.constexpr = (4 if CELL == "lstm" else 3) * H
-    first = tl.sigmoid(first + tile_of(pre, row, rows, columns, seen))
-    second = tl.sigmoid(second + tile_of(pre + H, row, rows, columns, seen))
-    added = tile_of(pre + 2 * H, row, rows, columns, seen)
+    """Return the four gates of a step; with three GATES of an LSTM the last is not computed."""
+    a = tl.zeros((BM, BH), tl.float32)
+    b, c, d = a, a, a
+    a, b, c, d = gate_products(
+        a, b, c, d, x, x_row, weight_ih, rows, rows < N, columns, D, H, GATES,
+        BM, BH, BK, PRECISION,
+    )  # fmt: skip
+    if CELL == "gru":  # r is between the two products of n
+        d, c = c, d
+    a, b, c, d = gate_products(
+        a, b, c, d, h, h_row, weight_hh, rows, alive, columns, H, H, GATES, BM, BH, BK, PRECISION
+    )
+    if BIAS:
+        a += bias_of(bias, columns, H)
+        b += bias_of(bias + H, columns, H)
+        if CELL == "lstm":
+            c += bias_of(bias + 2 * H, columns, H)
+            if GATES == 4:
+                d += bias_of(bias + 3 * H, columns, H)
+        else:
+            d += bias_of(bias + 2 * H, columns, H)
+            c += bias_of(bias_n, columns, H)
+    a, b = tl.sigmoid(a), tl.sigmoid(b)
     if CELL == "lstm":
-        fourth = tl.sigmoid(fourth + tile_of(pre + 3 * H, row, rows, columns, seen))
-        third = tanh(third + added)
+        c, d = tanh(c), tl.sigmoid(d)
     else:
-        fourth = third
-        if BIAS:
-            bias = tl.load(bias_n + columns, mask=columns < H, other=0.0)
-            fourth += bias.to(tl.float32)[None, :]
-        third = tanh(tl.fma(first, fourth, added))
-    return first, second, third, fourth
+        c, d = tanh(tl.fma(a, c, d)), c
+    return a, b, c, d
 
 
 @triton.jit

@@ -9,9 +9,8 @@ may be any number. `replay` has all steps in one launch.
 import triton
 import triton.language as tl
 
-from funcrl.ops.recurrent.cuda.cell_kernels import activated, advanced, gradients
+from funcrl.ops.recurrent.cuda.cell_kernels import advanced, gradients, step_gates
 from funcrl.ops.recurrent.cuda.step_kernels import (
-    gate_products,
     gates_of,
     rows_with_state,
     state_before,
@@ -24,10 +23,10 @@ from funcrl.ops.recurrent.cuda.step_kernels import (
 
 @triton.jit(do_not_specialize=["N", "first", "last"])
 def forward_kernel(
-    pre, weight, bias_n, h0, cell, resets, outputs, gates, cells, N, first, last,
-    o_step, o_row, g_step, g_row, c_step, c_row, r_step, r_row,
-    H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, CELL: tl.constexpr,
-    BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight_ih, bias, weight_hh, bias_n, h0, cell, resets, outputs, gates, cells, N, first, last,
+    x_step, x_row, o_step, o_row, g_step, g_row, c_step, c_row, r_step, r_row,
+    D: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of steps first..last, and the cell state [N, H] of an LSTM in place."""
     G: tl.constexpr = 4 if CELL == "lstm" else 3
@@ -39,12 +38,10 @@ def forward_kernel(
         for start in range(tl.program_id(1) * BH, H, tl.num_programs(1) * BH):
             columns = start + tl.arange(0, BH)
             seen = (rows < N)[:, None] & (columns < H)[None, :]
-            a, b, c, d = gate_products(
-                h, h_row, weight, rows, alive, columns, H, G, BM, BH, BK, PRECISION
-            )
-            a, b, c, d = activated(
-                a, b, c, d, pre + t * N * (G * H), bias_n, rows, columns, seen, H, CELL, BIAS
-            )
+            a, b, c, d = step_gates(
+                x + t * x_step, x_row, weight_ih, bias, h, h_row, weight_hh, bias_n, rows, alive,
+                columns, N, D, H, G, CELL, BIAS, BM, BH, BK, PRECISION,
+            )  # fmt: skip
             if CELL == "lstm":
                 state = tile_of(cell, H, rows, columns, seen & alive[:, None])
             else:
@@ -62,13 +59,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["N", "steps"])
 def replay_kernel(
-    pre, weight, bias_n, before, cell, resets, gates, cells, N, steps,
-    g_step, g_row, c_step, c_row, r_step, r_row,
-    H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, CELL: tl.constexpr,
-    BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight_ih, bias, weight_hh, bias_n, before, cell, resets, gates, cells, N, steps,
+    x_step, x_row, g_step, g_row, c_step, c_row, r_step, r_row,
+    D: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what `forward_kernel` writes but the outputs, of steps before which h is known."""
-    G: tl.constexpr = 4 if CELL == "lstm" else 3
+    G: tl.constexpr = 4 if CELL == "lstm" and KEEP else 3  # without o the state is known
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BH + tl.arange(0, BH)
     seen = (rows < N)[:, None] & (columns < H)[None, :]
@@ -78,12 +75,10 @@ def replay_kernel(
     for step in range(steps):
         t = tl.cast(step, tl.int64)
         alive = rows_with_state(resets, r_step, r_row, rows, t, N, RESETS)
-        a, b, c, d = gate_products(
-            before + t * N * H, H, weight, rows, alive, columns, H, G, BM, BH, BK, PRECISION
-        )
-        a, b, c, d = activated(
-            a, b, c, d, pre + t * N * (G * H), bias_n, rows, columns, seen, H, CELL, BIAS
-        )
+        a, b, c, d = step_gates(
+            x + t * x_step, x_row, weight_ih, bias, before + t * N * H, H, weight_hh, bias_n,
+            rows, alive, columns, N, D, H, G, CELL, BIAS, BM, BH, BK, PRECISION,
+        )  # fmt: skip
         if KEEP:
             store_gates(gates + t * g_step, g_row, rows, columns, seen, a, b, c, d, H)
         if CELL == "lstm":

@@ -66,33 +66,31 @@ def store_gates(at, row, rows, columns, seen, first, second, third, fourth, H: t
 
 @triton.jit
 def gate_products(
-    h, row, weight, rows, alive, columns, H: tl.constexpr, GATES: tl.constexpr,
+    first, second, third, fourth, x, row, weight, rows, alive, columns,
+    D: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr,
     BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return h W^T [BM, BH] for three or four gates (else the last is zero), K in order."""
+    """Add x W^T [BM, BH] to the first three or four gates; x is [N, D], W is [G, D]. D in order."""
     inner = tl.arange(0, BK)
-    h_at = h + rows[:, None] * row + inner[None, :]
-    w_at = weight + columns[None, :] * H + inner[:, None]
-    first = tl.zeros((BM, BH), tl.float32)
-    second = tl.zeros((BM, BH), tl.float32)
-    third = tl.zeros((BM, BH), tl.float32)
-    fourth = tl.zeros((BM, BH), tl.float32)
-    for k in range(0, H, BK):
+    x_at = x + rows[:, None] * row + inner[None, :]
+    w_at = weight + columns[None, :] * D + inner[:, None]
+    WHOLE: tl.constexpr = D % BK == 0 and H % BH == 0
+    for k in range(0, D, BK):
         left_seen, right_seen = alive[:, None], (columns < H)[None, :]
-        if H % BK != 0:
-            left_seen = left_seen & (k + inner < H)[None, :]
-            right_seen = right_seen & (k + inner < H)[:, None]
-        left = tl.load(h_at, mask=left_seen, other=0.0)
-        right = weights_of(w_at, right_seen, H % BK == 0 and H % BH == 0)
+        if D % BK != 0:
+            left_seen = left_seen & (k + inner < D)[None, :]
+            right_seen = right_seen & (k + inner < D)[:, None]
+        left = tl.load(x_at, mask=left_seen, other=0.0)
+        right = weights_of(w_at, right_seen, WHOLE)
         first = tl.dot(left, right, first, input_precision=PRECISION)
-        right = weights_of(w_at + H * H, right_seen, H % BK == 0 and H % BH == 0)
+        right = weights_of(w_at + H * D, right_seen, WHOLE)
         second = tl.dot(left, right, second, input_precision=PRECISION)
-        right = weights_of(w_at + 2 * H * H, right_seen, H % BK == 0 and H % BH == 0)
+        right = weights_of(w_at + 2 * H * D, right_seen, WHOLE)
         third = tl.dot(left, right, third, input_precision=PRECISION)
         if GATES == 4:
-            right = weights_of(w_at + 3 * H * H, right_seen, H % BK == 0 and H % BH == 0)
+            right = weights_of(w_at + 3 * H * D, right_seen, WHOLE)
             fourth = tl.dot(left, right, fourth, input_precision=PRECISION)
-        h_at += BK
+        x_at += BK
         w_at += BK
     return first, second, third, fourth
 
