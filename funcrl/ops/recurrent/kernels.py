@@ -22,8 +22,9 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Cell = Literal["lstm", "gru"]
@@ -33,12 +34,26 @@ Precision = Literal["ieee", "tf32"]
 Kept = Literal["gates", "starts", "nothing"]
 
 
+class ProjectFn(Protocol):
+    """The product of a piece's x with W_ih."""
+
+    def __call__(
+        self,
+        x: Tensor,  # [k, N, D]
+        weight_ih: Tensor,  # [G, D]
+        bias: Tensor | None,  # [G], all that is added
+        /,
+    ) -> Any:
+        """Return what the kernels take as `pre`: the product, or what they compute it from."""
+        ...
+
+
 class ForwardFn(Protocol):
     """The forward pass of k steps."""
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,  # [G, H]
         bias_n: Tensor | None,  # [H], of a GRU
         h0: Tensor,  # [N, H], the state before the first step
@@ -47,6 +62,7 @@ class ForwardFn(Protocol):
         outputs: Tensor,  # [k, N, H], written: the state h after each step
         gates: Tensor | None,  # [k, N, 4 H], written, or None: nobody wants them
         cells: Tensor | None,  # [k, N, C], written: the cell state after each step; None with gates
+        /,
     ) -> Tensor:
         """Run k steps; return the cell state after the last one, [N, C]."""
         ...
@@ -61,14 +77,15 @@ class ReplayFn(Protocol):
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous; it may be overwritten
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,
         bias_n: Tensor | None,
         before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
         c0: Tensor,  # [N, C]
         resets: Tensor | None,  # [k, N]
-        gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
+        gates: Tensor | None,  # [k, N, 4 H], written, or None
         cells: Tensor | None,  # [k, N, C], written; None with gates
+        /,
     ) -> Tensor:
         """Find gates and cell states; return the cell state after the last step, [N, C]."""
         ...
@@ -89,6 +106,7 @@ class BackwardFn(Protocol):
         grad_h: Tensor,  # [N, H], at least float32: of the state after the last step
         grad_c: Tensor,  # [N, C]
         grads: Tensor,  # [k, N, 4 H], written; it may be `gates` itself
+        /,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the states before the piece, [N, H] and [N, C]."""
         ...
@@ -97,9 +115,15 @@ class BackwardFn(Protocol):
 class ScanKernels(NamedTuple):
     """The kernels of one cell on one kind of device; plain functions of tensors."""
 
+    project: ProjectFn
     forward: ForwardFn
     replay: ReplayFn
     backward: BackwardFn
+
+
+def project(x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W_ih^T and the bias, [k, N, G]."""
+    return torch.nn.functional.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])
 
 
 def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
@@ -109,7 +133,7 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
-    return min(max(16384 // max(num_sequences, 1), 4), 64)
+    return min(max(32768 // max(num_sequences, 1), 8), 64)
 
 
 def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:

@@ -1,6 +1,7 @@
 """The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def forward_pass(
         if kept == "starts":
             cells[:, index] = c
         c = kernels.forward(
-            given.project(given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
+            _projected(given, kernels, piece), given.weight_hh, given.bias_n, h, c,
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
@@ -60,12 +61,12 @@ def backward_pass(
     grad_outputs, grad_h, grad_c = grads
     starts = _starts(given, kernels, kept, outputs, cells)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
-        inputs, before = given.inputs(piece), given.before(outputs, piece)
+        before = given.before(outputs, piece)
         if kept == "gates":
             found = of_piece(gates, piece), of_piece(cells, piece)
             of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
         else:
-            found = _replayed(given, kernels, inputs, before, start, piece)
+            found = _replayed(given, kernels, before, start, piece)
             of_gates = found[0]  # in the same memory
         grad_h, grad_c = kernels.backward(
             of_piece(grad_outputs, piece), *found, before, start, given.weight_hh,
@@ -77,7 +78,7 @@ def backward_pass(
         if of_weights is not None:
             is_gru = len(given.weight_hh) < of_gates.shape[-1]
             of_mixed = of_hidden(of_gates) if is_gru else of_gates
-            _add_products(of_weights[0], of_weights[2], of_pre, inputs)
+            _add_products(of_weights[0], of_weights[2], of_pre, of_piece(given.x, piece))
             _add_products(of_weights[1], of_weights[3], of_mixed, before)
     return grad_h, grad_c
 
@@ -96,25 +97,27 @@ def _starts(
             start = cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
-                given.project(given.inputs(piece)), given.weight_hh, given.bias_n,
+                _projected(given, kernels, piece), given.weight_hh, given.bias_n,
                 given.before(outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
     return starts
 
 
+def _projected(given: Sequences, kernels: ScanKernels, piece: slice) -> Any:
+    return kernels.project(of_piece(given.x, piece), given.weight_ih, given.bias)
+
+
 def _replayed(
-    given: Sequences, kernels: ScanKernels, inputs: Tensor, before: Tensor, start: Tensor,
-    piece: slice,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given: Sequences, kernels: ScanKernels, before: Tensor, start: Tensor, piece: slice
+) -> tuple[Tensor, Tensor]:
     """Return the gates and the cell states of a piece."""
-    pre = given.project(inputs)
-    shape = (*before.shape[:2], 4 * before.shape[2])
-    gates = pre if pre.shape == shape else pre.new_empty(shape)
+    gates = before.new_empty(*before.shape[:2], 4 * before.shape[2])
     cells = start.new_empty(len(before), *start.shape)
     kernels.replay(
-        pre, given.weight_hh, given.bias_n, before, start, given.resets_of(piece), gates, cells
-    )
+        _projected(given, kernels, piece), given.weight_hh, given.bias_n, before, start,
+        given.resets_of(piece), gates, cells,
+    )  # fmt: skip
     return gates, cells
 
 

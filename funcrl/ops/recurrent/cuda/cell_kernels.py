@@ -1,6 +1,6 @@
 """The functions of LSTM and GRU on tiles in float32, forward and backward.
 
-CELL is "lstm", with gates i, f, g, o in torch's order, or "gru": r, z, n, and then m = W_hn h + b_hn,
+CELL is "lstm", with gates i, f, g, o in torch's order, or "gru": r, z, n, and m = W_hn h + b_hn,
 which r multiplies. The state of an LSTM is its cell state c, that of a GRU is h.
 """
 # Triton has no types, and its kernels take pointers.
@@ -34,13 +34,12 @@ def step_gates(
     a = tl.zeros((BM, BH), tl.float32)
     b, c, d = a, a, a
     a, b, c, d = gate_products(
-        a, b, c, d, x, x_row, weight_ih, rows, rows < N, columns, D, H, GATES,
-        BM, BH, BK, PRECISION,
-    )  # fmt: skip
+        a, b, c, d, x, x_row, weight_ih, rows, rows < N, columns, D, H, GATES, BH, BK, PRECISION
+    )
     if CELL == "gru":  # r is between the two products of n
         d, c = c, d
     a, b, c, d = gate_products(
-        a, b, c, d, h, h_row, weight_hh, rows, alive, columns, H, H, GATES, BM, BH, BK, PRECISION
+        a, b, c, d, h, h_row, weight_hh, rows, alive, columns, H, H, GATES, BH, BK, PRECISION
     )
     if BIAS:
         a += bias_of(bias, columns, H)

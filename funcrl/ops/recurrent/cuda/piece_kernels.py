@@ -1,7 +1,7 @@
 """Kernels of a scan over some steps: a program owns a tile of rows, or of rows and columns.
 
-With several programs for a tile of rows a launch is one step of `forward` or `backward`; with one it
-may be any number. `replay` has all steps in one launch.
+With several programs for a tile of rows a launch is one step of `forward` or `backward`; with one
+it may be any number. `replay` has all steps in one launch.
 """
 # Triton has no types, and its kernels take pointers.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -23,10 +23,11 @@ from funcrl.ops.recurrent.cuda.step_kernels import (
 
 @triton.jit(do_not_specialize=["N", "first", "last"])
 def forward_kernel(
-    x, weight_ih, bias, weight_hh, bias_n, h0, cell, resets, outputs, gates, cells, N, first, last,
+    first, last, x, weight_ih, bias, weight_hh, bias_n, h0, cell, resets, outputs, gates, cells, N,
     x_step, x_row, o_step, o_row, g_step, g_row, c_step, c_row, r_step, r_row,
     D: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
+    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of steps first..last, and the cell state [N, H] of an LSTM in place."""
     G: tl.constexpr = 4 if CELL == "lstm" else 3
@@ -62,7 +63,8 @@ def replay_kernel(
     x, weight_ih, bias, weight_hh, bias_n, before, cell, resets, gates, cells, N, steps,
     x_step, x_row, g_step, g_row, c_step, c_row, r_step, r_row,
     D: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr, PRECISION: tl.constexpr,
+    CELL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, RESETS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what `forward_kernel` writes but the outputs, of steps before which h is known."""
     G: tl.constexpr = 4 if CELL == "lstm" and KEEP else 3  # without o the state is known
@@ -92,8 +94,8 @@ def replay_kernel(
 
 @triton.jit(do_not_specialize=["N", "steps", "first", "last"])
 def backward_kernel(
-    grad_outputs, gates, cells, before, c0, weight, resets, grad_h, carry, grads,
-    N, steps, first, last,
+    first, last, grad_outputs, gates, cells, before, c0, weight, resets, grad_h, carry, grads,
+    N, steps,
     o_step, o_row, g_step, g_row, c_step, c_row, r_step, r_row, d_step, d_row,
     H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, CELL: tl.constexpr,
     RESETS: tl.constexpr, PRECISION: tl.constexpr,

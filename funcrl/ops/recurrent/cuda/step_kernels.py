@@ -68,9 +68,9 @@ def store_gates(at, row, rows, columns, seen, first, second, third, fourth, H: t
 def gate_products(
     first, second, third, fourth, x, row, weight, rows, alive, columns,
     D: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr,
-    BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add x W^T [BM, BH] to the first three or four gates; x is [N, D], W is [G, D]. D in order."""
+    """Add x W^T [BM, BH] to the first three or four gates; x is [N, D], W is [G, D], D in order."""
     inner = tl.arange(0, BK)
     x_at = x + rows[:, None] * row + inner[None, :]
     w_at = weight + columns[None, :] * D + inner[:, None]
@@ -98,11 +98,7 @@ def gate_products(
 @triton.jit
 def weights_of(at, seen, WHOLE: tl.constexpr):
     """Return a tile of a weight, which with WHOLE is seen everywhere."""
-    if WHOLE:
-        found = tl.load(at)
-    else:
-        found = tl.load(at, mask=seen, other=0.0)
-    return found
+    return tl.load(at) if WHOLE else tl.load(at, mask=seen, other=0.0)
 
 
 @triton.jit
