@@ -22,16 +22,13 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
-# What the forward pass keeps: gates and cell states of every step, the cell state before each
-# piece, or nothing beyond the outputs.
-Kept = Literal["gates", "starts", "nothing"]
 
 
 class ProjectFn(Protocol):
@@ -136,7 +133,7 @@ def steps_of_piece(num_sequences: int) -> int:
     return min(max(32768 // max(num_sequences, 1), 8), 64)
 
 
-def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:
+def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
     """Return the kernels of the backend "op" or "triton".
 
     `funcrl.ops.recurrent.cuda` has `scan_kernels(cell, precision) -> ScanKernels`, and
@@ -147,7 +144,7 @@ def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:
         # Imported here, because it needs triton.
         from funcrl.ops.recurrent import cuda
 
-        return cuda.scan_kernels(cell, precision)
+        return cuda.scan_kernels(cast(Cell, cell), cast(Precision, precision))
     from funcrl.ops.recurrent import gru, lstm
 
     return lstm.KERNELS if cell == "lstm" else gru.KERNELS
