@@ -109,6 +109,42 @@ class BackwardFn(Protocol):
         ...
 
 
+class LinearFn(Protocol):
+    """The product of all rows of a piece with a weight; that of torch by default."""
+
+    def __call__(
+        self,
+        rows: Tensor,  # [M, D], contiguous along its last axis
+        weight: Tensor,  # [G, D]; it may be a transposed view
+        bias: Tensor | None,  # [G]
+        /,
+    ) -> Tensor:
+        """Return rows W^T + bias, [M, G], contiguous."""
+        ...
+
+
+class AddOuterFn(Protocol):
+    """A piece's part of a weight's gradient; by torch's product by default."""
+
+    def __call__(
+        self,
+        total: Tensor,  # [groups, P, Q], in at least float32
+        left: Tensor,  # [groups, M, P]
+        right: Tensor,  # [groups, M, Q]
+        /,
+    ) -> None:
+        """Add left^T right of each group to the total, in place."""
+        ...
+
+
+def add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right of each group to the total, in place."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.mT, right)
+    else:
+        total += torch.bmm(left.mT, right)
+
+
 class ScanKernels(NamedTuple):
     """The kernels of one cell on one kind of device; plain functions of tensors."""
 
@@ -116,6 +152,8 @@ class ScanKernels(NamedTuple):
     forward: ForwardFn
     replay: ReplayFn
     backward: BackwardFn
+    linear: LinearFn = torch.nn.functional.linear
+    add_outer: AddOuterFn = add_outer
 
 
 def project(x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
