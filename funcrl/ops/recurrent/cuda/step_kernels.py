@@ -1,0 +1,133 @@
+"""Parts of the kernels that are the same for each cell: tiles in memory, and a step's products.
+
+A program works on tiles of BM sequences (rows) and BH numbers of their states (columns). `X_step`
+and `X_row` are the distances of two steps and of two rows of X in memory.
+"""
+# Triton has no types, and its kernels take pointers.
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_with_state(resets, r_step, r_row, rows, t, N, RESETS: tl.constexpr):
+    """Return which rows exist and go on at step t with the state of the step before."""
+    known = rows < N
+    if RESETS:
+        known = known & (tl.load(resets + t * r_step + rows * r_row, mask=known, other=1) == 0)
+    return known
+
+
+@triton.jit
+def state_before(initial, states, s_step, s_row, t, H: tl.constexpr):
+    """Return where the states before step t lie, and the distance of two rows."""
+    at = initial
+    row = tl.full((), H, tl.int64)
+    if t > 0:
+        at = states + (t - 1) * s_step
+        row = tl.cast(s_row, tl.int64)
+    return at, row
+
+
+@triton.jit
+def tile_of(at, row, rows, columns, seen):
+    """Return a tile [BM, BH] in float32, zero where it is not seen."""
+    found = tl.load(at + rows[:, None] * row + columns[None, :], mask=seen, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def store_tile(at, row, rows, columns, seen, value):
+    """Write a tile [BM, BH], rounded to the dtype of the memory."""
+    tl.store(at + rows[:, None] * row + columns[None, :], value, mask=seen)
+
+
+@triton.jit
+def gates_of(at, row, rows, columns, seen, H: tl.constexpr):
+    """Return four tiles that lie H apart."""
+    return (
+        tile_of(at, row, rows, columns, seen),
+        tile_of(at + H, row, rows, columns, seen),
+        tile_of(at + 2 * H, row, rows, columns, seen),
+        tile_of(at + 3 * H, row, rows, columns, seen),
+    )
+
+
+@triton.jit
+def store_gates(at, row, rows, columns, seen, first, second, third, fourth, H: tl.constexpr):
+    """Write four tiles that lie H apart, after all threads have read what was there."""
+    tl.debug_barrier()
+    store_tile(at, row, rows, columns, seen, first)
+    store_tile(at + H, row, rows, columns, seen, second)
+    store_tile(at + 2 * H, row, rows, columns, seen, third)
+    store_tile(at + 3 * H, row, rows, columns, seen, fourth)
+
+
+@triton.jit
+def gate_products(
+    first, second, third, fourth, x, row, weight, rows, alive, columns,
+    D: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr,
+    BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add x W^T [BM, BH] to the first three or four gates; x is [N, D], W is [G, D], D in order."""
+    inner = tl.arange(0, BK)
+    x_at = x + rows[:, None] * row + inner[None, :]
+    w_at = weight + columns[None, :] * D + inner[:, None]
+    WHOLE: tl.constexpr = D % BK == 0 and H % BH == 0
+    for k in range(0, D, BK):
+        left_seen, right_seen = alive[:, None], (columns < H)[None, :]
+        if D % BK != 0:
+            left_seen = left_seen & (k + inner < D)[None, :]
+            right_seen = right_seen & (k + inner < D)[:, None]
+        left = tl.load(x_at, mask=left_seen, other=0.0)
+        right = weights_of(w_at, right_seen, WHOLE)
+        first = tl.dot(left, right, first, input_precision=PRECISION)
+        right = weights_of(w_at + H * D, right_seen, WHOLE)
+        second = tl.dot(left, right, second, input_precision=PRECISION)
+        right = weights_of(w_at + 2 * H * D, right_seen, WHOLE)
+        third = tl.dot(left, right, third, input_precision=PRECISION)
+        if GATES == 4:
+            right = weights_of(w_at + 3 * H * D, right_seen, WHOLE)
+            fourth = tl.dot(left, right, fourth, input_precision=PRECISION)
+        x_at += BK
+        w_at += BK
+    return first, second, third, fourth
+
+
+@triton.jit
+def weights_of(at, seen, WHOLE: tl.constexpr):
+    """Return a tile of a weight, which with WHOLE is seen everywhere."""
+    return tl.load(at) if WHOLE else tl.load(at, mask=seen, other=0.0)
+
+
+@triton.jit
+def state_product(
+    grads, row, weight, rows, alive, columns, H: tl.constexpr, GATES: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return grads W [BM, BH], the gradient of h; `weight` [H, GATES H] is W transposed.
+
+    Of three gates the last one's numbers lie at 3 H, after the gradients of r, z, and n.
+    """
+    G: tl.constexpr = GATES * H
+    shift: tl.constexpr = (4 - GATES) * H
+    inner = tl.arange(0, BK)
+    g_at = grads + rows[:, None] * row
+    w_at = weight + columns[None, :] * G + inner[:, None]
+    total = tl.zeros((BM, BH), tl.float32)
+    for k in range(0, G, BK):
+        places = k + inner
+        if 2 * H % BK == 0:
+            moved = places + tl.where(k >= 2 * H, shift, 0)
+        else:
+            moved = places + tl.where(places >= 2 * H, shift, 0)
+        left_seen, right_seen = alive[:, None], (columns < H)[None, :]
+        if G % BK != 0:
+            left_seen = left_seen & (places < G)[None, :]
+            right_seen = right_seen & (places < G)[:, None]
+        left = tl.load(g_at + moved[None, :], mask=left_seen, other=0.0)
+        right = weights_of(w_at, right_seen, G % BK == 0 and H % BH == 0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        w_at += BK
+    return total
