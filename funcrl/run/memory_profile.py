@@ -57,11 +57,15 @@ class MemoryProfiler(contextlib.ContextDecorator):
     """Records the memory of each block of code that it encloses, or call that it decorates."""
 
     def __init__(
-        self, label: str, device: torch.device, report: Callable[[MemoryProfile], object] | None
+        self,
+        label: str,
+        device: torch.device,
+        report: Callable[[MemoryProfile], object] | None,
+        stacks: bool,
     ) -> None:
         self.label = label
         self.profiles: list[MemoryProfile] = []  # one for each block or call that has ended
-        self._device, self._report = device, report
+        self._device, self._report, self._stacks = device, report, stacks
         self._before: dict[int, MemoryBlock] = {}
         self._recorder: profile | None = None
 
@@ -85,7 +89,10 @@ class MemoryProfiler(contextlib.ContextDecorator):
         self._before = _alive(self._device)
         reset_peak(self._device)
         self._recorder = profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True, acc_events=True
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            with_stack=self._stacks,
+            acc_events=True,  # torch warns without it
         )
         self._recorder.__enter__()
         return self
@@ -113,14 +120,14 @@ def memory_profile(
     label: str,
     device: str | torch.device | None = None,
     report: Callable[[MemoryProfile], object] | None = None,
+    stacks: bool = True,
 ) -> MemoryProfiler:
     """Return a context manager, and decorator, that finds a block's peak and what was alive then.
 
     Every allocation that torch makes is counted, by its profiler: also what an operator needs for
     itself, and what autograd keeps. On a GPU `peak_allocated` is the allocator's own. On a CPU
     tensors from before the block are those that Python can see. It resets the peak of
-    `memory_stats`, and makes the block slower, as Python's calls are recorded as well; only one
-    can be running at a time.
+    `memory_stats`. Only one can be running at a time.
 
     Args:
         label: of the block, in what it returns and prints.
@@ -128,6 +135,8 @@ def memory_profile(
             is not there needs nothing.
         report: is called with the `MemoryProfile` of each block, or of each decorated call, such as
             `print`.
+        stacks: whether Python's calls are recorded, so that each tensor has the place of its
+            allocation. Without them the block is about as fast as it is by itself.
 
     Returns:
         A `MemoryProfiler`, whose `result` is the last `MemoryProfile`, and `profiles` all of them.
@@ -141,7 +150,7 @@ def memory_profile(
         >>> [block.operator for block in found.live if block.num_bytes == 4000 and block.operator]
         ['aten::zeros', 'aten::add']
     """
-    return MemoryProfiler(label, as_device("memory_profile", device), report)
+    return MemoryProfiler(label, as_device("memory_profile", device), report, stacks)
 
 
 def _alive(device: torch.device) -> dict[int, MemoryBlock]:
