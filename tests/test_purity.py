@@ -227,6 +227,13 @@ def vector(fn):
     return fn, (T[0],)
 
 
+def added_at_peak(params):
+    with funcrl.memory_profile("sum", "cpu", stacks=False) as memory:
+        total = tree.add(params, params)
+    found = memory.result
+    return total, found.peak_allocated - found.start_allocated
+
+
 def remat_twice(x):
     again = funcrl.remat(FLAT.gm, lambda node: node.name in ("exp", "sin"))
     return again(x), FLAT.gm(x), graph.live_bytes(FLAT.gm)
@@ -355,6 +362,8 @@ TABLE_OF_CALLS = {
     "tree.paths": (tree.paths, (MATRICES,)),
     "tree.flatten": (lambda a: tree.flatten(a)[0], (MATRICES,)),
     "tree.structure": (lambda a: str(tree.structure(a)), (MATRICES,)),
+    "tree.contiguous": (
+        lambda a: tree.contiguous(tree.map(torch.t, a), ["a"]), (MATRICES,)),
     "tree.zeros_like": (tree.zeros_like, (MATRICES,)),
     "tree.add": (tree.add, (MATRICES, GRADS)),
     "tree.scale": (lambda a: tree.scale(a, 0.5), (MATRICES,)),
@@ -411,6 +420,9 @@ TABLE_OF_CALLS = {
     "memory.num_params": (lambda: memory.num_params(MICRO.config), ()),
     "memory.estimate_memory": (
         lambda: tuple(memory.estimate_memory(TRAIN, MICRO.config, 6)), ()),
+    "memory_stats": (lambda: funcrl.memory_stats("cpu").device, ()),
+    "reset_peak": (lambda: funcrl.reset_peak("cpu").device, ()),
+    "memory_profile": (added_at_peak, (MATRICES,)),
     "ops.attend_hidden": (
         lambda x, h: ops.attend_hidden(x, x, x, h), (torch.randn(2, 4, 3), torch.eye(4) > 0)),
     "ops.ops_of": (lambda: ops.ops_of(torch.nn.Identity()) is ops.NATIVE, ()),

@@ -126,8 +126,9 @@ def memory_profile(
 
     Every allocation that torch makes is counted, by its profiler: also what an operator needs for
     itself, and what autograd keeps. On a GPU `peak_allocated` is the allocator's own. On a CPU
-    tensors from before the block are those that Python can see. It resets the peak of
-    `memory_stats`. Only one can be running at a time.
+    tensors from before the block are those that Python can see; one that the block frees counts
+    until its memory is used again, because torch does not record that it is freed. It resets the
+    peak of `memory_stats`. Only one can be running at a time.
 
     Args:
         label: of the block, in what it returns and prints.
@@ -228,8 +229,8 @@ def _at_peak(
     origins: dict[int, Any] = dict(before)
     sizes = {address: block.num_bytes for address, block in before.items()}
     for event in events[: place + 1]:
-        if _change(sizes, event.extra_fields) > 0:
-            origins[event.extra_fields.ptr] = event
+        _change(sizes, event.extra_fields)
+        origins[event.extra_fields.ptr] = event
     blocks = [_block(size, origins[address]) for address, size in sizes.items()]
     return MemoryProfile(
         label=label,
@@ -243,10 +244,12 @@ def _at_peak(
 
 def _change(sizes: dict[int, int], change: Any) -> int:
     """Note an allocation or its end, and return by how much the bytes that are alive grow."""
-    if change.alloc_size > 0:
-        sizes[change.ptr] = change.alloc_size
-        return change.alloc_size
-    return -sizes.pop(change.ptr, 0)  # what nobody saw being allocated was not counted
+    # What was at an address before has been freed, perhaps unseen; what nobody saw is not counted.
+    freed = sizes.pop(change.ptr, 0)
+    if change.alloc_size <= 0:
+        return -freed
+    sizes[change.ptr] = change.alloc_size
+    return change.alloc_size - freed
 
 
 def _block(size: int, origin: Any) -> MemoryBlock:
