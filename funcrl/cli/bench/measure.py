@@ -70,6 +70,15 @@ def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
     return memory.result.peak_allocated - memory.result.start_allocated
 
 
+def held_bytes(device: str) -> int:
+    """Return the bytes that torch holds of the GPU after giving back what is free; 0 of a CPU."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return memory_stats(device).reserved
+
+
 def timed(fn: Callable[[], Any], device: str) -> tuple[Any, float]:
     """Return a call's result and the seconds that it takes, its work on the device included."""
     if device == "cuda":
