@@ -44,7 +44,7 @@ def bench_recurrent(config: RecurrentBenchConfig) -> Found:
 
 
 def format_recurrent(found: Sequence[Row | Refused]) -> str:
-    """Return the rows as tables, and below them each reason to refuse variants, with their names."""
+    """Return the rows as tables, and below them why variants are refused, with their names."""
     rows, refused = _apart(found)
     variants: dict[str, dict[str, None]] = {}
     for each in refused:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from funcrl.core import rng
 from funcrl.core.arguments import Count, Fraction, check_fields
 from funcrl.core.types import Params
 from funcrl.ops import gru_scan, lstm_scan
@@ -138,12 +137,12 @@ class Case(NamedTuple):
 
 
 def make_case(config: RecurrentBenchConfig, cell: Cell, steps: int) -> Case:
-    """Return random sequences and parameters, the same ones on every device."""
-    generator, dtype = rng.generator(0), getattr(torch, config.dtype)
+    """Return random sequences and parameters, drawn on the device."""
+    device, dtype = config.device, getattr(torch, config.dtype)
+    generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        return values.to(config.device, dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     scale = config.width**-0.5
     names = {name: leaf.shape for name, leaf in _module(config, cell).named_parameters()}
@@ -151,8 +150,7 @@ def make_case(config: RecurrentBenchConfig, cell: Cell, steps: int) -> Case:
     x, grad_outputs = (normal(config.batch, steps, config.width) for _ in range(2))
     resets = None
     if config.resets:
-        drawn = torch.rand(x.shape[:2], generator=generator, dtype=torch.float32, device="cpu")
-        resets = (drawn < config.resets).to(config.device)
+        resets = torch.rand(x.shape[:2], generator=generator, device=device) < config.resets
     return Case(config, cell, _words(config, cell, steps), Inputs(x, resets, grad_outputs), params)
 
 
