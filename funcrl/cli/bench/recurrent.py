@@ -1,7 +1,6 @@
 """Peak memory and time of recurrent scans, over cells, backends and what is computed again."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +11,7 @@ from funcrl.cli.bench.measure import held_bytes, measure
 from funcrl.cli.bench.rows import Row, compare, format_rows, write_rows
 from funcrl.cli.bench.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
 from funcrl.graph.compile.capture import capture
+from funcrl.ops.recurrent.precision import float32_products
 
 
 class Refused(NamedTuple):
@@ -31,7 +31,7 @@ def bench_recurrent(config: RecurrentBenchConfig) -> Found:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     found: Found = []
-    with _float32_products(config.precision == "tf32"):
+    with float32_products(torch.backends.cudnn.rnn, config.precision):  # of torch's modules
         for cell in config.cells:
             for steps in config.steps:
                 case = make_case(config, cell, steps)
@@ -89,17 +89,3 @@ def _recorded(case: Case, part: Part, way: Way) -> Row:
     call = {way.name: partial(replay, case.inputs.x)}
     (row,) = measure(part, case.shape, call, case.config.repeats, device)
     return row._replace(peak_bytes=held + (row.peak_bytes or 0))
-
-
-@contextmanager
-def _float32_products(allow_tf32: bool) -> Iterator[None]:
-    """Let torch and cuDNN multiply float32 numbers as TF32, or not, and then as before."""
-    places = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [each.allow_tf32 for each in places]
-    try:
-        for each in places:
-            each.allow_tf32 = allow_tf32
-        yield
-    finally:
-        for each, value in zip(places, before, strict=True):
-            each.allow_tf32 = value

@@ -49,7 +49,7 @@ class RecurrentBenchConfig:
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """The dtype of the input and the parameters."""
     precision: Literal["ieee", "tf32"] = "ieee"
-    """How a GPU multiplies float32 numbers, in torch and in the triton backend."""
+    """How a GPU multiplies float32 numbers; tf32 rounds factors to 10 bits first."""
     cudagraph: Literal["none", "full"] = "none"
     """full records the kernels of a call once and replays them together; it needs a GPU. The peak
     is then what the recording holds, copies of its input and results included."""
