@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._profiler import _EventType as EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from funcrl.core.arguments import checked
 from funcrl.run.memory import MemoryStats, as_device, memory_stats, reset_peak
@@ -88,12 +88,7 @@ class MemoryProfiler(contextlib.ContextDecorator):
             )
         self._before = _alive(self._device)
         reset_peak(self._device)
-        self._recorder = profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=True,
-            with_stack=self._stacks,
-            acc_events=True,  # torch warns without it
-        )
+        self._recorder = profile(profile_memory=True, with_stack=self._stacks)
         self._recorder.__enter__()
         return self
 
@@ -156,7 +151,6 @@ def memory_profile(
 
 def _alive(device: torch.device) -> dict[int, MemoryBlock]:
     """Return, by address, the memory of tensors that are alive on a device."""
-    gc.collect()
     if device.type == "cpu":
         return {
             storage.data_ptr(): MemoryBlock(storage.nbytes(), "", "")
@@ -189,9 +183,8 @@ def _tensors_on_cpu() -> Iterator[Tensor]:
 
 def _memory_events(recorder: profile, device: torch.device) -> list[Any]:
     """Return what was allocated and freed on a device, in order."""
-    assert recorder.profiler is not None
-    assert recorder.profiler.kineto_results is not None
-    roots = recorder.profiler.kineto_results.experimental_event_tree()
+    assert recorder.kineto_results is not None
+    roots = recorder.kineto_results.experimental_event_tree()
     events = [
         event
         for event in _flat(roots)

@@ -82,7 +82,7 @@ def test_resets_are_given_to_scans_and_refused_by_torchs_modules():
 
 def test_recomputing_needs_less_memory():
     config = RecurrentBenchConfig(
-        cells=("lstm",), backends=("op",), parts=("gradient",), batch=16, steps=(128,), width=32,
+        cells=("lstm",), backends=("op",), parts=("gradient",), batch=16, steps=(192,), width=16,
         repeats=1,
     )  # fmt: skip
     none, _, full = bench_recurrent(config)
