@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl.cli.bench.measure import held_bytes, measure
+from funcrl.cli.bench.measure import Variants, held_bytes, measure
 from funcrl.cli.bench.rows import Row, compare, format_rows, write_rows
 from funcrl.cli.bench.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
 from funcrl.graph.compile.capture import capture
@@ -71,7 +71,7 @@ def _measure(case: Case, part: Part) -> Found:
             ways.append(way)
     if case.config.cudagraph == "full":
         return [*(_recorded(case, part, way) for way in ways), *refused]
-    variants = {way.name: partial(run, way, case.inputs) for way in ways}
+    variants: Variants = {way.name: partial(run, way, case.inputs) for way in ways}
     repeats, device = case.config.repeats, case.config.device
     return [*measure(part, case.shape, variants, repeats, device), *refused]
 
@@ -86,6 +86,6 @@ def _recorded(case: Case, part: Part, way: Way) -> Row:
 
     replay = capture(program, [case.inputs.x], written=())
     held = held_bytes(device) - before
-    call = {way.name: partial(replay, case.inputs.x)}
+    call: Variants = {way.name: partial(replay, case.inputs.x)}
     (row,) = measure(part, case.shape, call, case.config.repeats, device)
     return row._replace(peak_bytes=held + (row.peak_bytes or 0))
