@@ -1,36 +1,35 @@
 """The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrl.ops.recurrent.gru import of_hidden
-from funcrl.ops.recurrent.kernels import Kept, ScanKernels
+from funcrl.ops.recurrent.kernels import ScanKernels
 from funcrl.ops.recurrent.sequences import Sequences, of_piece
 
 
-def forward_pass(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
-    cells: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write the outputs, and what is kept; return the states after the last step.
+class Saved(NamedTuple):
+    """What the forward pass writes, and the backward pass reads."""
 
-    Args:
-        given: the inputs.
-        kernels: of the cell.
-        kept: for the backward pass.
-        outputs: [N, T, H].
-        gates: [N, T, 4 H], if they are kept.
-        cells: the cell states [N, T, C], or those before each piece, [N, pieces, C], if kept.
-    """
+    kept: str  # "gates", "starts" or "nothing"
+    outputs: Tensor  # [N, T, H]
+    gates: Tensor  # [N, T, 4 H], or empty
+    cells: Tensor  # the cell states [N, T, C]; those before each piece, [N, pieces, C]; or empty
+
+
+def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[Tensor, Tensor]:
+    """Write the outputs, and what is kept; return the states after the last step."""
     h, c = given.h0, given.c0
+    kept, outputs, gates, cells = saved
     every = kept == "gates"
     for index, piece in enumerate(given.pieces()):
         if kept == "starts":
             cells[:, index] = c
         c = kernels.forward(
-            given.project(given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
+            _project(given, kernels, given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
@@ -38,66 +37,97 @@ def forward_pass(
     return h, c
 
 
+def _project(given: Sequences, kernels: ScanKernels, inputs: Tensor) -> Tensor:
+    """Return the product of a piece's x [k, N, D] with W_ih and the biases, [k, N, G]."""
+    rows = kernels.linear(inputs.flatten(0, 1), given.weight_ih, given.bias)
+    return rows.unflatten(0, inputs.shape[:2])
+
+
 def backward_pass(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
-    cells: Tensor, grads: tuple[Tensor, Tensor, Tensor], of_x: Tensor | None,
+    given: Sequences,
+    kernels: ScanKernels,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_x: Tensor | None,
     of_weights: Sequence[Tensor] | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Write the gradients of x and of the weights; return those of the states at the start.
 
     Args:
         given: the inputs.
         kernels: of the cell.
-        kept: what the forward pass kept.
-        outputs: [N, T, H].
-        gates: as the forward pass wrote them.
-        cells: as the forward pass wrote them.
+        saved: by the forward pass.
         grads: the gradients of the outputs [N, T, H] and of the last states.
         of_x: [N, T, D], written; None if it is not wanted.
         of_weights: zeros, to which the gradients of W_ih, W_hh, b_ih and b_hh of each group of
             sequences are added; None if they are not wanted.
     """
-    grad_outputs, grad_h, grad_c = grads
-    starts = _starts(given, kernels, kept, outputs, cells)
+    grad_outputs, *of_states = grads
+    starts = _starts(given, kernels, saved)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
-        inputs, before = given.inputs(piece), given.before(outputs, piece)
-        if kept == "gates":
-            found = of_piece(gates, piece), of_piece(cells, piece)
-            of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
-        else:
-            found = _replayed(given, kernels, inputs, before, start, piece)
-            of_gates = found[0]  # in the same memory
-        grad_h, grad_c = kernels.backward(
-            of_piece(grad_outputs, piece), *found, before, start, given.weight_hh,
-            given.resets_of(piece), grad_h, grad_c, of_gates,
+        inputs, before = given.inputs(piece), given.before(saved.outputs, piece)
+        of_gates, *of_states = _gate_gradients(
+            given, kernels, saved, (inputs, before, start), of_piece(grad_outputs, piece),
+            of_states, piece,
         )  # fmt: skip
         of_pre = of_gates[..., : len(given.weight_ih)]
         if of_x is not None:
-            of_x[:, piece] = (of_pre @ given.weight_ih).transpose(0, 1)
+            rows = kernels.linear(of_pre.flatten(0, 1), given.weight_ih.mT, None)
+            of_x[:, piece] = rows.unflatten(0, inputs.shape[:2]).transpose(0, 1)
         if of_weights is not None:
             is_gru = len(given.weight_hh) < of_gates.shape[-1]
             of_mixed = of_hidden(of_gates) if is_gru else of_gates
-            _add_products(of_weights[0], of_weights[2], of_pre, inputs)
-            _add_products(of_weights[1], of_weights[3], of_mixed, before)
+            _add_rows(kernels, of_weights[0], of_weights[2], of_pre, inputs)
+            _add_rows(kernels, of_weights[1], of_weights[3], of_mixed, before)
+            del of_mixed
+        del inputs, before, of_gates, of_pre  # or they are in memory beside the next piece
+    grad_h, grad_c = of_states
     return grad_h, grad_c
 
 
-def _starts(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, cells: Tensor
-) -> list[Tensor]:
+def _gate_gradients(
+    given: Sequences, kernels: ScanKernels, saved: Saved, known: tuple[Tensor, Tensor, Tensor],
+    grad_outputs: Tensor, of_states: Sequence[Tensor], piece: slice,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of a piece's gates [k, N, 4 H], and of the states before it.
+
+    Args:
+        given: the inputs.
+        kernels: of the cell.
+        saved: by the forward pass.
+        known: x of the piece, the state h before each of its steps, and c before the first.
+        grad_outputs: [k, N, H].
+        of_states: the gradients of the states after the piece.
+        piece: its steps.
+    """
+    inputs, before, start = known
+    if saved.kept == "gates":
+        found = of_piece(saved.gates, piece), of_piece(saved.cells, piece)
+        of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
+    else:
+        found = _replayed(given, kernels, inputs, before, start, piece)
+        of_gates = found[0]  # in the same memory
+    grad_h, grad_c = kernels.backward(
+        grad_outputs, *found, before, start, given.weight_hh, given.resets_of(piece), *of_states,
+        of_gates,
+    )  # fmt: skip
+    return of_gates, grad_h, grad_c
+
+
+def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor]:
     """Return the cell state before each piece, [N, C]."""
-    if kept == "starts":
-        return [each.contiguous() for each in cells.unbind(1)]
+    if saved.kept == "starts":
+        return [each.contiguous() for each in saved.cells.unbind(1)]
     starts, pieces = [given.c0], given.pieces()
     if not given.c0.shape[1]:  # a GRU has none
         return starts * len(pieces)
     for piece in pieces[:-1]:
-        if kept == "gates":
-            start = cells[:, piece.stop - 1].contiguous()
+        if saved.kept == "gates":
+            start = saved.cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
-                given.project(given.inputs(piece)), given.weight_hh, given.bias_n,
-                given.before(outputs, piece), starts[-1], given.resets_of(piece), None, None,
+                _project(given, kernels, given.inputs(piece)), given.weight_hh, given.bias_n,
+                given.before(saved.outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
     return starts
@@ -108,7 +138,7 @@ def _replayed(
     piece: slice,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gates and the cell states of a piece."""
-    pre = given.project(inputs)
+    pre = _project(given, kernels, inputs)
     shape = (*before.shape[:2], 4 * before.shape[2])
     gates = pre if pre.shape == shape else pre.new_empty(shape)
     cells = start.new_empty(len(before), *start.shape)
@@ -118,13 +148,12 @@ def _replayed(
     return gates, cells
 
 
-def _add_products(total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor) -> None:
+def _add_rows(
+    kernels: ScanKernels, total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor
+) -> None:
     """Add a piece [k, N, ...] to the gradients of a weight and its bias, [groups, ...] each."""
-    rows, factors = _by_group(grad, len(total)), _by_group(factor, len(total))
-    if total.dtype == rows.dtype:
-        total.baddbmm_(rows.mT, factors)
-    else:
-        total += torch.bmm(rows.mT, factors)
+    rows = _by_group(grad, len(total))
+    kernels.add_outer(total, rows, _by_group(factor, len(total)))
     if bias_total.shape[1]:
         bias_total += rows.sum(dim=1, dtype=bias_total.dtype)
 

@@ -49,7 +49,8 @@ def test_what_does_not_fit_is_refused(cell, change, message):
      "with backend='cudnn' expects recompute='none', got 'chunk'"),
     ({"backend": "cudnn"}, "with backend='cudnn' expects resets=None, got a tensor"),
     ({"backend": "cudnn", "resets": None},
-     "with backend='cudnn' expects floats on a GPU that has cuDNN, got torch.float64 on cpu"),
+     "with backend='cudnn' expects float64, 32 or 16 on a GPU that has cuDNN, "
+     "got torch.float64 on cpu"),
     ({"backend": "op", "precision": "tf32"},
      "with backend='op' expects precision='ieee', got 'tf32'"),
     ({"backend": "loop", "precision": "tf32"},
