@@ -1,6 +1,7 @@
 """Peak memory and time of recurrent scans, over cells, backends and what is computed again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +12,6 @@ from funcrl.cli.bench.measure import Variants, held_bytes, measure
 from funcrl.cli.bench.rows import Row, compare, format_rows, write_rows
 from funcrl.cli.bench.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
 from funcrl.graph.compile.capture import capture
-from funcrl.ops.recurrent.precision import float32_products
 
 
 class Refused(NamedTuple):
@@ -31,7 +31,7 @@ def bench_recurrent(config: RecurrentBenchConfig) -> Found:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     found: Found = []
-    with float32_products(torch.backends.cudnn.rnn, config.precision):  # of torch's modules
+    with _float32_products(config.precision):
         for cell in config.cells:
             for steps in config.steps:
                 case = make_case(config, cell, steps)
@@ -89,3 +89,17 @@ def _recorded(case: Case, part: Part, way: Way) -> Row:
     call: Variants = {way.name: partial(replay, case.inputs.x)}
     (row,) = measure(part, case.shape, call, case.config.repeats, device)
     return row._replace(peak_bytes=held + (row.peak_bytes or 0))
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    """Let cuBLAS and cuDNN multiply float32 numbers so, and then as before."""
+    libraries = (torch.backends.cuda.matmul, torch.backends.cudnn.rnn)
+    before = [each.fp32_precision for each in libraries]
+    try:
+        for each in libraries:
+            each.fp32_precision = precision
+        yield
+    finally:
+        for each, value in zip(libraries, before, strict=True):
+            each.fp32_precision = value
