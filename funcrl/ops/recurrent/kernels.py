@@ -22,7 +22,7 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,12 +31,26 @@ Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
 
 
+class ProjectFn(Protocol):
+    """The product of a piece's x with W_ih."""
+
+    def __call__(
+        self,
+        x: Tensor,  # [k, N, D]
+        weight_ih: Tensor,  # [G, D]
+        bias: Tensor | None,  # [G], all that is added
+        /,
+    ) -> Any:
+        """Return what the kernels take as `pre`: the product, or what they compute it from."""
+        ...
+
+
 class ForwardFn(Protocol):
     """The forward pass of k steps."""
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,  # [G, H]
         bias_n: Tensor | None,  # [H], of a GRU
         h0: Tensor,  # [N, H], the state before the first step
@@ -60,13 +74,13 @@ class ReplayFn(Protocol):
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous; it may be overwritten
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,
         bias_n: Tensor | None,
         before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
         c0: Tensor,  # [N, C]
         resets: Tensor | None,  # [k, N]
-        gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
+        gates: Tensor | None,  # [k, N, 4 H], written, or None
         cells: Tensor | None,  # [k, N, C], written; None with gates
         /,
     ) -> Tensor:
@@ -134,11 +148,17 @@ def add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
 class ScanKernels(NamedTuple):
     """The kernels of one cell on one kind of device; plain functions of tensors."""
 
+    project: ProjectFn
     forward: ForwardFn
     replay: ReplayFn
     backward: BackwardFn
     linear: LinearFn = torch.nn.functional.linear
     add_outer: AddOuterFn = add_outer
+
+
+def project(x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W_ih^T and the bias, [k, N, G]."""
+    return torch.nn.functional.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])
 
 
 def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
@@ -148,7 +168,7 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
-    return min(max(16384 // max(num_sequences, 1), 4), 64)
+    return min(max(32768 // max(num_sequences, 1), 8), 64)
 
 
 def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:

@@ -1,7 +1,7 @@
 """The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
         if kept == "starts":
             cells[:, index] = c
         c = kernels.forward(
-            _project(given, kernels, given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
+            _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n, h, c,
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
@@ -37,10 +37,9 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
     return h, c
 
 
-def _project(given: Sequences, kernels: ScanKernels, inputs: Tensor) -> Tensor:
-    """Return the product of a piece's x [k, N, D] with W_ih and the biases, [k, N, G]."""
-    rows = kernels.linear(inputs.flatten(0, 1), given.weight_ih, given.bias)
-    return rows.unflatten(0, inputs.shape[:2])
+def _project(given: Sequences, kernels: ScanKernels, x: Tensor) -> Any:
+    """Return what the kernels take for the product of a piece's x [k, N, D] with W_ih."""
+    return kernels.project(x, given.weight_ih, given.bias)
 
 
 def backward_pass(
@@ -126,7 +125,7 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
             start = saved.cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
-                _project(given, kernels, given.inputs(piece)), given.weight_hh, given.bias_n,
+                _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n,
                 given.before(saved.outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
@@ -134,17 +133,20 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
 
 
 def _replayed(
-    given: Sequences, kernels: ScanKernels, inputs: Tensor, before: Tensor, start: Tensor,
+    given: Sequences,
+    kernels: ScanKernels,
+    inputs: Tensor,
+    before: Tensor,
+    start: Tensor,
     piece: slice,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return the gates and the cell states of a piece."""
-    pre = _project(given, kernels, inputs)
-    shape = (*before.shape[:2], 4 * before.shape[2])
-    gates = pre if pre.shape == shape else pre.new_empty(shape)
+    gates = before.new_empty(*before.shape[:2], 4 * before.shape[2])
     cells = start.new_empty(len(before), *start.shape)
     kernels.replay(
-        pre, given.weight_hh, given.bias_n, before, start, given.resets_of(piece), gates, cells
-    )
+        _project(given, kernels, inputs), given.weight_hh, given.bias_n, before, start,
+        given.resets_of(piece), gates, cells,
+    )  # fmt: skip
     return gates, cells
 
 
