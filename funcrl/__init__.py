@@ -65,6 +65,8 @@ from funcrl.rl.prepare import recenter, top_entropy
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore, save
+from funcrl.run.memory import MemoryStats, memory_stats, reset_peak
+from funcrl.run.memory_profile import MemoryBlock, MemoryProfile, memory_profile
 from funcrl.weights import load_params, save_params
 
 __version__ = VERSION
@@ -77,6 +79,9 @@ __all__ = [
     "GradientTransformation",
     "LoadedRun",
     "Lora",
+    "MemoryBlock",
+    "MemoryProfile",
+    "MemoryStats",
     "Metrics",
     "NoiseScale",
     "PackedBatch",
@@ -118,6 +123,8 @@ __all__ = [
     "losses",
     "mask_truncated",
     "memory",
+    "memory_profile",
+    "memory_stats",
     "metrics",
     "minibatches",
     "models",
@@ -137,6 +144,7 @@ __all__ = [
     "recenter",
     "reinforce",
     "remat",
+    "reset_peak",
     "restore",
     "rewards",
     "rloo",

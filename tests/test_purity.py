@@ -228,6 +228,13 @@ def vector(fn):
     return fn, (T[0],)
 
 
+def added_at_peak(params):
+    with funcrl.memory_profile("sum", "cpu", stacks=False) as memory:
+        total = tree.add(params, params)
+    found = memory.result
+    return total, found.peak_allocated - found.start_allocated
+
+
 def remat_twice(x):
     again = funcrl.remat(FLAT.gm, lambda node: node.name in ("exp", "sin"))
     return again(x), FLAT.gm(x), graph.live_bytes(FLAT.gm)
@@ -358,6 +365,8 @@ TABLE_OF_CALLS = {
     "tree.paths": (tree.paths, (MATRICES,)),
     "tree.flatten": (lambda a: tree.flatten(a)[0], (MATRICES,)),
     "tree.structure": (lambda a: str(tree.structure(a)), (MATRICES,)),
+    "tree.contiguous": (
+        lambda a: tree.contiguous(tree.map(torch.t, a), ["a"]), (MATRICES,)),
     "tree.zeros_like": (tree.zeros_like, (MATRICES,)),
     "tree.add": (tree.add, (MATRICES, GRADS)),
     "tree.scale": (lambda a: tree.scale(a, 0.5), (MATRICES,)),
@@ -414,6 +423,9 @@ TABLE_OF_CALLS = {
     "memory.num_params": (lambda: memory.num_params(MICRO.config), ()),
     "memory.estimate_memory": (
         lambda: tuple(memory.estimate_memory(TRAIN, MICRO.config, 6)), ()),
+    "memory_stats": (lambda: funcrl.memory_stats("cpu").device, ()),
+    "reset_peak": (lambda: funcrl.reset_peak("cpu").device, ()),
+    "memory_profile": (added_at_peak, (MATRICES,)),
     "ops.attend_hidden": (
         lambda x, h: ops.attend_hidden(x, x, x, h), (torch.randn(2, 4, 3), torch.eye(4) > 0)),
     "ops.ops_of": (lambda: ops.ops_of(torch.nn.Identity()) is ops.NATIVE, ()),
@@ -425,6 +437,15 @@ TABLE_OF_CALLS = {
         lambda x, w: ops.project(x, [(w, None)]), (torch.randn(4, 3), torch.randn(2, 3))),
     "ops.rms_norm": (lambda x: ops.rms_norm(x, x[0], 1e-6), (torch.randn(4, 3),)),
     "ops.swiglu": (ops.swiglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.geglu": (ops.geglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.sigmoid_gate": (ops.sigmoid_gate, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.delta_gates": (ops.delta_gates, (*torch.randn(2, 4, 3), *torch.randn(2, 3))),
+    "ops.short_conv": (
+        ops.short_conv, (torch.randn(4, 3), torch.randn(3, 2), torch.randn(1, 3), MASK[:4])),
+    "ops.gated_delta_scan": (
+        lambda *given: ops.gated_delta_scan(*given, backend="recurrent"),
+        (*torch.randn(3, 2, 4, 3), -torch.rand(2, 4), torch.rand(2, 4), torch.randn(2, 3, 3),
+         MASK[:4])),
     "rng.permutation": (lambda: rng.permutation(5, 3), ()),
     "rng.uniform": (lambda s: rng.uniform(s, 3), (TOKENS,)),
     "rollouts.complete": (lambda: roll()[0].texts, ()),

@@ -21,7 +21,13 @@ from wrong_types import WRONG, calls, outcome, takes
 
 import funcrl
 from funcrl import cli, config
-from funcrl.cli.bench import GenerateBenchConfig, LoopBenchConfig, StepBenchConfig, VLLMBenchConfig
+from funcrl.cli.bench import (
+    GenerateBenchConfig,
+    LoopBenchConfig,
+    RecurrentBenchConfig,
+    StepBenchConfig,
+    VLLMBenchConfig,
+)
 from funcrl.cli.command_line import UsageError, options_of, read_line
 from funcrl.loop.parity import ParityConfig
 
@@ -137,7 +143,7 @@ TEXTS = ("", "x", "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "
          "9" * 5000, "0x10", " 3", "1.5", "True", "None")  # fmt: skip
 CONFIGS = (
     config.TrainConfig, config.EvalConfig, ParityConfig, StepBenchConfig, GenerateBenchConfig,
-    VLLMBenchConfig, LoopBenchConfig,
+    VLLMBenchConfig, LoopBenchConfig, RecurrentBenchConfig,
 )  # fmt: skip
 # What an option may be besides the texts of its type, and why.
 LEGITIMATE = {

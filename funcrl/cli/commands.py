@@ -12,15 +12,17 @@ from funcrl.cli.bench import (
     GenerateBenchConfig,
     LoopBenchConfig,
     NumericsBenchConfig,
-    Row,
+    RecurrentBenchConfig,
     StepBenchConfig,
     VLLMBenchConfig,
     bench_generate,
     bench_loop,
     bench_numerics,
+    bench_recurrent,
     bench_step,
     bench_vllm,
     format_columns,
+    format_recurrent,
     format_rows,
 )
 from funcrl.cli.command_line import (
@@ -166,10 +168,10 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
 
 
 def _bench(
-    bench: Callable[[Any], Sequence[Row]],
+    bench: Callable[[Any], Sequence[Any]],
     config: Any,
     line: Line,
-    to_text: Callable[[Sequence[Row]], str] = format_rows,
+    to_text: Callable[[Sequence[Any]], str] = format_rows,
 ) -> None:
     print_safely(to_text(bench(with_values(config, line.values))))
 
@@ -226,6 +228,16 @@ COMMANDS = {
         "Print what exact numerics cost: each part of a step beside native ones.",
         partial(_bench, lambda config: bench_numerics(config), NumericsBenchConfig()),
         ((NumericsBenchConfig(), ""), (CompileSwitch(), "")),
+    ),
+    "bench recurrent": Command(
+        "Print peak memory and time of recurrent scans: each cell, backend and recomputation.",
+        partial(
+            _bench,
+            lambda config: bench_recurrent(config),
+            RecurrentBenchConfig(),
+            to_text=format_recurrent,
+        ),
+        ((RecurrentBenchConfig(), ""),),
     ),
     "bench loop": Command(
         "Print the time of a training step, of its parts and of the start, a column a variant.",

@@ -1,6 +1,6 @@
 """Operations on pytrees of tensors, by optree, with errors that name the leaf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import optree
@@ -143,6 +143,36 @@ def cast(tree: TensorTree, dtype: torch.dtype) -> Tree:
         {'w': tensor([1.], dtype=torch.bfloat16), 'n': tensor([1])}
     """
     return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+@checked
+def contiguous(tree: Tree, keys: Collection[str]) -> Tree:
+    """Return the tree with the named leaves contiguous, and every other leaf the very same tensor.
+
+    A leaf that is contiguous already is not copied.
+
+    Args:
+        tree: a tree of tensors, such as parameters.
+        keys: the paths of the leaves to lay out, as `paths` gives them.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import tree
+        >>> params = {"a": torch.ones(3, 2).T, "b": torch.ones(3, 2).T}
+        >>> laid = tree.contiguous(params, ["a"])
+        >>> laid["a"].is_contiguous(), laid["b"] is params["b"]
+        (True, True)
+    """
+    known = paths(tree)
+    for key in keys:
+        if key not in known:
+            raise ValueError(
+                f"tree.contiguous expects keys to be paths of leaves, such as {known[:3]}, got "
+                f"{key!r}."
+            )
+    named = {path: leaf for path, leaf in zip(known, leaves(tree), strict=True) if path in keys}
+    check_tensors("tree.contiguous", "the leaves that keys name", named)
+    return map_with_path(lambda path, leaf: leaf.contiguous() if path in named else leaf, tree)
 
 
 @checked

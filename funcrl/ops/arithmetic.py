@@ -37,6 +37,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @checked
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up`, by the GELU with tanh (arXiv:2002.05202).
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.ops.geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]))
+        tensor([0.0000, 1.9546])
+    """
+    return nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@checked
+def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
+    """Return `sigmoid(gate) * x`: as much of `x` as the gate lets through.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.ops.sigmoid_gate(torch.tensor([0.0, 9.0]), torch.tensor([4.0, 4.0]))
+        tensor([2.0000, 3.9995])
+    """
+    return torch.sigmoid(gate) * x
+
+
+@checked
 def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
     """Return several linear maps of one input, one for each (weight, bias).
 

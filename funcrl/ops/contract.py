@@ -15,6 +15,12 @@ AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (segment_ids [..., T], prefix_ids [..., T] or () for none) -> attention of packed rows
 AttendSegmentsFn: TypeAlias = Callable[[Tensor, Tensor | Absent], AttendFn]
 
+# (q, k [..., H, T, Ck], v [..., H, T, Cv], decay, beta [..., H, T], state [..., H, Ck, Cv] or None,
+# resets [..., T] or None) -> outputs [..., H, T, Cv], state
+GatedDeltaFn: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
+]
+
 
 class Ops(NamedTuple):
     """The operations of a `Transformer`; each takes any leading axes.
@@ -31,6 +37,8 @@ class Ops(NamedTuple):
     # (x, delta, weight, eps) -> (x + delta, its norm), at once; None for a sum and a norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None
     swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
+    geglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> gelu(gate) * up, by tanh
+    sigmoid_gate: Callable[[Tensor, Tensor], Tensor]  # (gate, x) -> sigmoid(gate) * x
     # (positions [..., T], head width, theta) -> the factors that `rotate` takes
     rotation: Callable[[Tensor, int, float], Tensor]
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
@@ -42,6 +50,12 @@ class Ops(NamedTuple):
         ]
         | None
     )
+    # (x [..., T, E], weight [E, K], history [..., K - 1, E] or None, resets [..., T] or None)
+    # -> silu of the causal convolution, and the new history
+    short_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+    # (a, b [..., T, H], log_rate, step_bias [H]) -> decay, beta of the gated delta rule
+    delta_gates: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated_delta: GatedDeltaFn
     attend_causal: AttendFn
     attend_segments: AttendSegmentsFn
     # (hidden [T, D], weight [V, D], targets [T], temperature, chunk or "all") -> log-probs,

@@ -49,6 +49,49 @@ def test_norms_of_low_precision_are_summed_in_float32():
         tree.global_norm({})
 
 
+def test_contiguous_lays_out_the_named_leaves_and_leaves_the_others_storage_alone():
+    table = torch.arange(24.0).view(4, 6)
+    params = {"a": {"w": table.T, "v": table[:, ::2]}, "b": [table.T, table], "c": table[:, 1:].T}
+    laid = tree.contiguous(params, {"a.w", "b.1"})
+    assert laid["a"]["w"].is_contiguous()
+    assert torch.equal(laid["a"]["w"], table.T)
+    for path, before, after in zip(
+        tree.paths(params), tree.leaves(params), tree.leaves(laid), strict=True
+    ):
+        same_place = after.data_ptr() == before.data_ptr()
+        assert (after is before, same_place) == ((path != "a.w"),) * 2
+        assert torch.equal(before, after)
+        assert after.stride() == before.stride() or path == "a.w"
+    assert laid["b"][1].untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+    assert tree.leaves(tree.contiguous(params, []))[0] is tree.leaves(params)[0]
+
+
+@pytest.mark.parametrize("key", ["a", "a.x", "", "a.w.", 3])
+def test_contiguous_names_a_key_that_is_no_leafs_path(key):
+    params = {"a": {"w": torch.ones(2, 3).T}}
+    with pytest.raises(ValueError, match=rf"such as \['a.w'\], got {key!r}\."):
+        tree.contiguous(params, [key])
+
+
+def test_contiguous_wants_paths_of_tensors():
+    with pytest.raises(TypeError, match="contiguous expects keys to be a collection, got 'w'"):
+        tree.contiguous({"w": torch.ones(2)}, "w")
+    with pytest.raises(TypeError, match="tree.contiguous expects tensors alone in .* int at 'n'"):
+        tree.contiguous({"n": 3}, ["n"])
+
+
+def test_contiguous_is_traced_and_differentiated():
+    x = torch.randn(3, 4)
+
+    def f(x):
+        return tree.contiguous({"a": x.T, "b": x.T}, ["a"])["a"].view(12).square().sum()
+
+    assert torch.equal(torch.func.grad(f)(x), 2 * x)
+    assert torch.equal(
+        torch.func.vmap(torch.func.grad(f))(x.expand(2, 3, 4)), 2 * x.expand(2, 3, 4)
+    )
+
+
 def test_seeds_are_integers_from_integers_and_tensors():
     assert rng.fold_in(torch.tensor(3), 4) == rng.fold_in(3, torch.tensor(4))
     with pytest.raises(TypeError, match=r"fold_in .*data\[0\].* 0.5"):

@@ -15,6 +15,7 @@ import torch
 from funcrl.cli.bench.rows import describe_machine
 from funcrl.config import TrainConfig
 from funcrl.loop.train import train
+from funcrl.run.memory import memory_stats
 from funcrl.run.runs import Completion, Row
 from funcrl.run.views import SilentView
 from funcrl.tasks.contracts import Task
@@ -74,7 +75,7 @@ def _time(config: TrainConfig, task: Task | None, started: float) -> Timed:
     return Timed(
         ends=[end - started for end in clock.ends],
         history=[row for row in history if row["step"]],
-        peak_bytes=max(clock.most_used, _own_peak(config.device)),
+        peak_bytes=max(clock.most_used, memory_stats(config.device).peak_reserved),
         machine=describe_machine(config.device) | _engine_version(config.generator),
     )
 
@@ -86,12 +87,3 @@ def _engine_version(generator: str) -> dict[str, str]:
     import vllm
 
     return {"vllm": vllm.__version__}
-
-
-def _own_peak(device: str) -> int:
-    """Return the most memory that this process has held."""
-    if device == "cuda":
-        return torch.cuda.max_memory_reserved()
-    status = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = [line.split()[1] for line in status if line.startswith("VmHWM:")]
-    return int(peak) * 1024

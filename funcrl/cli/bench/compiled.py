@@ -3,14 +3,13 @@
 One variant after another, each freed before the next: a compiled step holds memory of its own.
 """
 
-import gc
 import time
 from dataclasses import replace
 
 import torch
 
 from funcrl.cli.bench.inputs import Case, VariantName, gradient_of, keep
-from funcrl.cli.bench.measure import seconds_of
+from funcrl.cli.bench.measure import held_bytes, seconds_of
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import tree
@@ -113,7 +112,7 @@ def compiled_row(
 ) -> Row:
     """Return the row of a step on a batch, from its trace to its last measured call."""
     device, state = case.config.device, step.init(case.params)
-    reserved = _reserved(device)
+    before = held_bytes(device)
     start = time.perf_counter()
     graph = step_graph(step, state, batch, config)
     fast = compile_step(step, state, batch, config, graph)
@@ -125,7 +124,7 @@ def compiled_row(
 
     first_call_s = seconds_of(call, device)
     # A CUDA graph's memory stays with it: a replay allocates its copied results alone.
-    held = _reserved(device) - reserved if config.cudagraph == "full" else 0
+    held = held_bytes(device) - before if config.cudagraph == "full" else 0
     (row,) = case.measure(what, {name: call})
     start_up = {
         "trace_s": trace_s,
@@ -138,12 +137,3 @@ def compiled_row(
 def _ordinary_rows(case: Case, checkpointed: bool) -> list[Row]:
     name = "torch.autograd, each block checkpointed" if checkpointed else "torch.autograd, batched"
     return case.measure("gradient, compiled", {name: case.ordinary_gradient(checkpointed)})
-
-
-def _reserved(device: str) -> int:
-    """Return the bytes that torch holds of the GPU, after it has given back what is free."""
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()

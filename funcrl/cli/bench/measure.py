@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from funcrl.cli.bench.rows import Row, describe_machine
 from funcrl.core import tree
 from funcrl.core.types import Tree
+from funcrl.run.memory import memory_stats, reset_peak
+from funcrl.run.memory_profile import memory_profile
 
 Variants = dict[str, Callable[[], Any]]
 
@@ -55,32 +56,27 @@ def summarize(
 
 
 def peak_bytes(fn: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the most bytes alive during the call beyond those alive before it.
-
-    On the CPU from the allocator's own record of every allocation, so that it is exact.
-    """
+    """Return the most bytes of tensors alive during the call beyond those alive before it."""
     fn()
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = reset_peak(device).allocated
         fn()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as recorded:
-        result = fn()
-    del result
-    events = [
-        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+        return memory_stats(device).peak_allocated - before
+    with memory_profile("peak_bytes", device, stacks=False) as memory:
+        fn()
+    return memory.result.peak_allocated - memory.result.start_allocated
+
+
+def held_bytes(device: str) -> int:
+    """Return the bytes that torch holds of the GPU after giving back what is free; 0 of a CPU."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return memory_stats(device).reserved
 
 
 def timed(fn: Callable[[], Any], device: str) -> tuple[Any, float]:

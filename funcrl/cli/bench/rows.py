@@ -139,15 +139,15 @@ def finish(rows: Sequence[Row], path: Path | None, **versions: str) -> list[Row]
     return rows
 
 
-def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
+def write_rows(path: Path | None, rows: Sequence[NamedTuple]) -> None:
     """Write the rows as a JSON list of flat objects, if there is a path to write to."""
     if path is not None:
         path.write_text(json.dumps([_flat(row) for row in rows], indent=1) + "\n")
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: NamedTuple) -> dict[str, Any]:
     values = row._asdict()
-    numbers, machine = values.pop("numbers"), values.pop("machine")
+    numbers, machine = values.pop("numbers", {}), values.pop("machine", {})
     return values | numbers | machine
 
 
