@@ -10,6 +10,7 @@ from funcrl.ops.delta.cuda.solve_kernels import (
     kept_between,
     last_of,
     load_decays,
+    product,
 )
 
 
@@ -47,11 +48,11 @@ def gradient_kernel(
         new = tl.load(learned + of_values, mask=filled, other=0.0)
         given = tl.load(grad_outputs + of_values, mask=filled, other=0.0)
         right = tl.load(grad_right + of_values, mask=filled, other=0.0)
-        of_scores += tl.dot(given, tl.trans(new), input_precision="ieee")
-        of_similar -= tl.dot(right, tl.trans(new), input_precision="ieee")
-        read_q += tl.dot(given, tl.trans(memory), input_precision="ieee")
-        read_k -= tl.dot(right, tl.trans(memory), input_precision="ieee")
-        written += tl.dot(new, tl.trans(grad), input_precision="ieee")
+        of_scores += product(given, tl.trans(new))
+        of_similar -= product(right, tl.trans(new))
+        read_q += product(given, tl.trans(memory))
+        read_k -= product(right, tl.trans(memory))
+        written += product(new, tl.trans(grad))
         of_beta += tl.sum(right.to(tl.float32) * values, 1)
         of_state_kept += tl.sum(memory.to(tl.float32) * grad.to(tl.float32))
     keys = tl.load(k + of_keys, mask=narrow, other=0.0)
@@ -67,11 +68,11 @@ def gradient_kernel(
     # Each sum of decays is in an exponent: of a pair, of a read of the state, of a write.
     of_scores = of_scores * kept
     of_similar = tl.where(places[:, None] > places[None, :], of_similar * kept, 0.0)
-    pairs = of_similar * tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    pairs = of_similar * product(keys, tl.trans(keys))
     of_reads = tl.sum(read_k * keys.to(tl.float32), 1)
     of_beta += of_reads + tl.sum(pairs, 1)
     pairs = share[:, None] * pairs
-    pairs += of_scores * tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    pairs += of_scores * product(queries, tl.trans(keys))
     of_writes = tl.sum(written * keys.to(tl.float32), 1)
     of_total = tl.sum(pairs, 1) - tl.sum(pairs, 0) - of_writes + share * of_reads
     of_total += tl.sum(read_q * queries.to(tl.float32), 1)
@@ -84,9 +85,9 @@ def gradient_kernel(
     scores = of_scores.to(keys.dtype)
     similar = share[:, None] * of_similar
     similar = (similar + tl.trans(similar)).to(keys.dtype)
-    read_q += tl.dot(scores, keys, input_precision="ieee")
+    read_q += product(scores, keys)
     tl.store(grad_q + of_keys, read_q, mask=narrow)
     read_k = share[:, None] * read_k + written
-    read_k += tl.dot(similar, keys, input_precision="ieee")
-    read_k += tl.dot(tl.trans(scores), queries, input_precision="ieee")
+    read_k += product(similar, keys)
+    read_k += product(tl.trans(scores), queries)
     tl.store(grad_k + of_keys, read_k, mask=narrow)

@@ -14,6 +14,7 @@ from funcrl.ops.delta.cuda.solve_kernels import (
     kept_between,
     last_of,
     load_decays,
+    product,
 )
 
 
@@ -51,21 +52,21 @@ def scan_kernel(
         if REPLAY:
             at = states + (n * CHUNKS + chunk) * (CK * CV) + of_state
             tl.store(at, held, mask=within)
-        missing = values - start[:, None] * tl.dot(keys, held, input_precision="ieee")
+        missing = values - start[:, None] * product(keys, held)
         right = (share[:, None] * missing).to(keys.dtype)
-        new = tl.dot(tl.load(solved), right, input_precision="ieee")
+        new = product(tl.load(solved), right)
         if REPLAY:
             tl.store(learned + of_values, new, mask=filled)
         else:
             queries = tl.load(q + of_keys, mask=narrow, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            scores = product(queries, tl.trans(keys))
             scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
-            read = start[:, None] * tl.dot(queries, held, input_precision="ieee")
-            read += tl.dot(scores, new.to(keys.dtype), input_precision="ieee")
+            read = start[:, None] * product(queries, held)
+            read += product(scores, new.to(keys.dtype))
             tl.store(outputs + of_values, read, mask=filled)
         written = (kept_at_end(total, sequence, C)[:, None] * new).to(keys.dtype)
         memory = memory * last_of(start, C)
-        memory += tl.dot(tl.trans(keys), written, input_precision="ieee")
+        memory += product(tl.trans(keys), written)
     if not REPLAY:
         tl.store(last + n * (CK * CV) + of_state, memory, mask=within)
 
@@ -101,18 +102,18 @@ def reverse_kernel(
         solved = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
         held = grad.to(keys.dtype)
         tl.store(grad_states + (n * CHUNKS + chunk) * (CK * CV) + of_state, held, mask=within)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = product(queries, tl.trans(keys))
         scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
-        new = tl.dot(keys, held, input_precision="ieee")
+        new = product(keys, held)
         new = kept_at_end(total, sequence, C)[:, None] * new
-        new += tl.dot(tl.trans(scores), given, input_precision="ieee")
-        right = tl.dot(tl.trans(tl.load(solved)), new.to(keys.dtype), input_precision="ieee")
+        new += product(tl.trans(scores), given)
+        right = product(tl.trans(tl.load(solved)), new.to(keys.dtype))
         tl.store(grad_right + of_values, right, mask=filled)
         missing = share[:, None] * right
         tl.store(grad_v + of_values, missing, mask=filled)
         read_q = (start[:, None] * given.to(tl.float32)).to(keys.dtype)
         read_k = (start[:, None] * missing).to(keys.dtype)
         grad = grad * last_of(start, C)
-        grad += tl.dot(tl.trans(queries), read_q, input_precision="ieee")
-        grad -= tl.dot(tl.trans(keys), read_k, input_precision="ieee")
+        grad += product(tl.trans(queries), read_q)
+        grad -= product(tl.trans(keys), read_k)
     tl.store(grad_state + n * (CK * CV) + of_state, grad, mask=within)
