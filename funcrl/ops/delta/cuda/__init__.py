@@ -13,7 +13,7 @@ from funcrl.ops.streams import token_major
 __all__ = ["scan", "scan_gradients"]
 
 _COLUMNS = 64  # of a state in half precision, that a program holds
-# How kernels are launched: one stage leaves memory for two programs at a time, which took less time.
+# One stage leaves memory for two programs at a time.
 _ONE_HEAD = {"num_warps": 4, "num_stages": 1}
 _ONE_CHUNK = {"num_warps": 8, "num_stages": 1}
 _LEAST = 16  # rows and columns of a product of Triton

@@ -54,15 +54,17 @@ def solve_kernel(
     chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens, columns, places = chunk * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, C)
     inside = tokens < T
-    rows = ((n // H) * T + tokens) * H + n % H
+    first = ((n // H) * T + chunk * C) * H + n % H
+    rows = places * H
     seen = inside[:, None] & (columns < CK)[None, :]
-    keys = tl.load(k + rows[:, None] * CK + columns[None, :], mask=seen, other=0.0)
-    total, sequence = load_decays(decay, resets, rows, inside)
-    share = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+    keys = tl.load(k + first * CK + rows[:, None] * CK + columns[None, :], mask=seen, other=0.0)
+    total, sequence = load_decays(decay + first, resets + first, rows, inside)
+    share = tl.load(beta + first + rows, mask=inside, other=0.0).to(tl.float32)
     system = share[:, None] * product(keys, tl.trans(keys)) * kept_between(total, sequence, C)
     system = tl.where(places[:, None] > places[None, :], system, 0.0)
-    at = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
-    tl.store(at, inverse_of(system, C))
+    of_chunk = inverse + (n * CHUNKS + chunk) * (C * C)
+    at = places[:, None] * C + places[None, :]
+    tl.store(of_chunk + at, inverse_of(system, C))
 
 
 @triton.jit
