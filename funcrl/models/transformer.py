@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from funcrl.core import checks
 from funcrl.models.config import Kind, TransformerConfig
 from funcrl.models.delta import GatedDelta, RecurFn, recur_causal
-from funcrl.models.layers import MLP, Attention, Linear, stream_norm
+from funcrl.models.layers import MLP, Attention, Linear, add_and_norm, stream_norm
 from funcrl.ops import AttendFn, Ops, choose_ops
 
 # (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.mlp_norm = stream_norm(config, ops)
         self.mlp = MLP(config, ops)
         self.mlp_post_norm = stream_norm(config, ops) if post else nn.Identity()
+        self.ops = ops
         self.kind = kind
 
     def forward(self, x: Tensor, rotation: Tensor | None, layer_fn: LayerFn) -> Tensor:
@@ -57,7 +58,9 @@ class Block(nn.Module):
             mixed = self.delta(normalised, layer_fn)
         else:
             mixed = self.attention(normalised, rotation, layer_fn)
-        x, normalised = self.mlp_norm.of_sum(x, self.attention_post_norm(mixed))
+        x, normalised = add_and_norm(
+            x, self.attention_post_norm(mixed), self.mlp_norm, self.ops
+        )
         out: Tensor = x + self.mlp_post_norm(self.mlp(normalised))
         return out
 
