@@ -44,8 +44,8 @@ def attend(
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, first, last, spans, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
-        *first.stride(), *last.stride(), *span_strides, SIZE=0, PREFIX=shared is not None, WINDOW=window or 0,
-        **tile.options, **STRICT,
+        *first.stride(), *last.stride(), *span_strides,
+        SIZE=0, PREFIX=shared is not None, WINDOW=window or 0, **tile.options, **STRICT,
     )  # fmt: skip
     return out, normaliser
 
