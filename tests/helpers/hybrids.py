@@ -132,7 +132,7 @@ def _heads(
 ) -> list[Tensor]:
     """Return each head's query or key of one token, normed and rotated."""
     width = c.head_width if c.rotary_width is None else c.rotary_width
-    theta, position = c.rope_theta, torch.tensor(place * (1.0 / c.rope_factor))
+    theta, position = c.rope_theta, torch.tensor(place) * (1.0 / c.rope_factor)
     if kind == "sliding":
         theta, position = c.local_rope_theta or c.rope_theta, torch.tensor(place)
     angles = rotary_angles(position, width, theta)
