@@ -11,8 +11,11 @@ from funcrl.ops.contract import Weights
 
 
 @checked
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight`, the mean in at least float32.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Return `x / sqrt(mean(x^2) + eps) * (offset + weight)`, the mean in at least float32.
+
+    With an offset the product is in at least float32, too: the sum of a weight near 0 and 1 has
+    more digits than half precision.
 
     Example:
         >>> import torch, funcrl
@@ -21,6 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = x.to(numerics.at_least_float32(x.dtype))
     scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if offset:
+        return (scaled * (offset + weight.to(wide.dtype))).to(x.dtype)
     return scaled.to(x.dtype) * weight
 
 

@@ -27,6 +27,7 @@ class Tokens(NamedTuple):
 class _Learned(NamedTuple):
     """What the tokens of a chunk learn, and what it is made of."""
 
+    alike: Tensor  # [B, 1, C, C] bool, where a token and one before it are of one sample
     kept: Tensor  # G [B, H, C, C]
     start: Tensor  # s [B, H, C, 1]
     missing: Tensor  # V - s K S [B, H, C, Cv]
@@ -78,12 +79,12 @@ def _split(tokens: Tokens, chunk: int) -> list[Tokens]:
 
 
 def _learn(part: Tokens, state: Tensor) -> _Learned:
-    kept, start = _decays(part.decay, part.resets)
+    alike, kept, start = _decays(part.decay, part.resets)
     missing = part.v - start * (part.k @ state)
     beta = part.beta[..., None]
     system = beta * (part.k @ part.k.mT) * kept
     learned = torch.linalg.solve_triangular(system, beta * missing, upper=False, unitriangular=True)
-    return _Learned(kept, start, missing, system, learned)
+    return _Learned(alike, kept, start, missing, system, learned)
 
 
 def _next_state(part: Tokens, found: _Learned, state: Tensor) -> Tensor:
@@ -91,18 +92,26 @@ def _next_state(part: Tokens, found: _Learned, state: Tensor) -> Tensor:
     return found.start[..., -1:, :] * state + written.mT @ found.learned
 
 
-def _decays(decay: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each token still has of what others wrote, and of the state before the chunk.
+def _decays(decay: Tensor, resets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens are of one sample, and what each still has of what others wrote, and of
+    the state before the chunk.
 
-    They are [B, H, C, C] and [B, H, C, 1], and 0 for all that was before a reset.
+    The last two are [B, H, C, C] and [B, H, C, 1], and 0 for all that was before a reset.
     """
-    # No sum of decays goes over a reset, so that none has its size.
-    total = decay.masked_fill(resets[:, None], 0.0).cumsum(dim=-1)
     sequence = resets.cumsum(dim=-1)[:, None]
     alike = (sequence[..., :, None] == sequence[..., None, :]).tril()
+    total = _sums(alike, decay.masked_fill(resets[:, None], 0.0))
     kept = (total[..., :, None] - total[..., None, :]).masked_fill(~alike, -torch.inf).exp()
     start = total.exp().masked_fill(sequence > 0, 0.0)
-    return kept, start[..., None]
+    return alike, kept, start[..., None]
+
+
+def _sums(alike: Tensor, x: Tensor) -> Tensor:
+    """Return the sum of x [B, H, C] up to each token, since the last reset.
+
+    A sum over a reset would have the size, and the rounding, of other samples.
+    """
+    return (alike.to(x.dtype) @ x[..., None]).squeeze(-1)
 
 
 def _chunk_gradients(
@@ -138,6 +147,5 @@ def _chunk_gradients(
     grad_total = grad_total + (grad_read_q * (part.q @ state)).sum(-1)
     grad_total = grad_total + (grad_read_k * (part.k @ state)).sum(-1)
     grad_total[..., -1] += of_writes.sum(-1) + (before * state).sum((-2, -1))
-    grad_decay = grad_total.flip(-1).cumsum(dim=-1).flip(-1)
-    grad_decay = grad_decay.masked_fill(part.resets[:, None], 0.0)
+    grad_decay = _sums(found.alike.mT, grad_total).masked_fill(part.resets[:, None], 0.0)
     return grad_q, grad_k, grad_missing, grad_decay, grad_beta, grad_before

@@ -25,11 +25,11 @@ def _wide(x: Tensor) -> Tensor:
 
 def _shifted(a: Tensor, step_bias: Tensor) -> Tensor:
     wide = _wide(a)
-    return wide + step_bias.to(wide.dtype)
+    return wide + step_bias.to(a.dtype).to(wide.dtype)  # as a generator, which casts weights
 
 
 def _rate(a: Tensor, log_rate: Tensor) -> Tensor:
-    return log_rate.to(numerics.at_least_float32(a.dtype)).contiguous().exp()
+    return _wide(log_rate.to(a.dtype)).exp()
 
 
 def _sigmoid(x: Tensor) -> Tensor:
