@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.models.transformer import TransformerConfig
+from funcrl.models.config import TransformerConfig
 
 SHAPES: dict[str, TransformerConfig] = {
     "micro": TransformerConfig(

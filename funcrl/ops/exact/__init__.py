@@ -9,6 +9,7 @@ from typing import Any
 
 from funcrl.ops import arithmetic
 from funcrl.ops.contract import Ops
+from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
 from funcrl.ops.exact import attention, embedding, gate, linear, norm, norm_rotate, rotary, scores
 
 EXACT = Ops(
@@ -18,9 +19,14 @@ EXACT = Ops(
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     swiglu=gate.swiglu,
+    geglu=arithmetic.geglu,
+    sigmoid_gate=arithmetic.sigmoid_gate,
     rotation=rotary.rotation,
     rotate=rotary.rotate,
     norm_rotate=norm_rotate.norm_rotate,
+    short_conv=short_conv,
+    delta_gates=delta_gates,
+    gated_delta=gated_delta_scan,
     attend_causal=attention.attend_causal,
     attend_segments=attention.attend_segments,
     scores=scores.linear_scores,
