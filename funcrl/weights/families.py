@@ -236,9 +236,7 @@ FAMILIES = (
         model_type="qwen2",
         options={"qk_norm": False, "qkv_bias": True},
     ),
-    _LLAMA._replace(
-        architecture="Qwen3ForCausalLM", model_type="qwen3", options={"qk_norm": True}
-    ),
+    _LLAMA._replace(architecture="Qwen3ForCausalLM", model_type="qwen3", options={"qk_norm": True}),
     _QWEN3_5,
     _GEMMA3,
 )

@@ -20,16 +20,19 @@ class Held(NamedTuple):
     split: Callable[[Tensor], Sequence[Tensor]]  # the parameters of the tensor
 
 
-def held_by(names: Iterable[str], config: TransformerConfig) -> list[Held]:
+def held_by(
+    names: Iterable[str], config: TransformerConfig, vocabulary: str = "hugging_face"
+) -> list[Held]:
     """Return the tensors that hold parameters.
 
     Args:
         names: of the parameters; those that share a tensor are all there.
         config: of their network.
+        vocabulary: of the tensors, a field of `Name`.
     """
     parts: dict[str, list[str]] = {}
     for name in names:
-        parts.setdefault(translate(name, config).hugging_face, []).append(name)
+        parts.setdefault(getattr(translate(name, config), vocabulary), []).append(name)
     return [_held(name, each, config) for name, each in parts.items()]
 
 

@@ -41,7 +41,7 @@ Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
 Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module \
 of transformers.
     """
-    family, is_outer = _family_in(values, place)
+    family, is_outer = family_in(values, place)
     described = _text_part(family, Metadata(values, place), is_outer)
     described.check({**_PLAIN, **family.plain, "model_type": (family.model_type,)})
     return described.shape(
@@ -78,10 +78,10 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
 
 def family_of(config: TransformerConfig) -> Family:
     """Return the family of a network: what its config.json says of it reads as the same."""
-    differing = {family: _differing(config, family) for family in FAMILIES}
-    nearest = min(FAMILIES, key=lambda family: len(differing[family]))
-    if differing[nearest]:
-        others = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing[nearest])
+    candidates = [(_differing(config, family), family) for family in FAMILIES]
+    names, nearest = min(candidates, key=lambda each: len(each[0]))
+    if names:
+        others = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
         raise ValueError(
             f"save_params expects a network of {', '.join(each.architecture for each in FAMILIES)},"
             f" got one that is no {nearest.architecture}, the nearest, because of {others}."
@@ -118,7 +118,7 @@ def _differing(config: TransformerConfig, family: Family) -> list[str]:
     return [name for name in names if getattr(found, name) != getattr(wanted, name)]
 
 
-def _family_in(values: Mapping[str, Any], place: str) -> tuple[Family, bool]:
+def family_in(values: Mapping[str, Any], place: str) -> tuple[Family, bool]:
     """Return the family that a config.json names, and whether as a part of a larger model."""
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else names

@@ -1,8 +1,10 @@
 """Parameters from files: `load_params`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +15,20 @@ from funcrl.core.reading import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
-from funcrl.weights.hugging_face import from_hugging_face
-from funcrl.weights.names import translate
+from funcrl.weights.held import Held, held_by
+from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.safetensors import NAMES, read_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# What the names of the first layer's parameters begin with.
-_FIRST = "blocks.0."
+# What the names of a text model's parameters begin with in a larger one, and in one alone.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 # The parameters whose rows are stored in another order where rotation pairs neighbours.
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
@@ -140,7 +146,7 @@ def _find_parameters(path: Path) -> tuple[TransformerConfig, list[tuple[Held, St
                 f"load_params supports plain rotary positions, got rope_freqs.weight with factors "
                 f"other than 1 in {path}."
             )
-        return config, _with_parameters(config, tensors, path, _gguf_name), by_neighbours
+        return config, _with_parameters(config, tensors, "gguf", path), by_neighbours
     raise FileNotFoundError(
         f"load_params expects a folder with {CONFIG} or a .gguf file, got {path}"
         f"{'' if path.exists() else ', which does not exist'}."
@@ -160,20 +166,26 @@ def _from_folder(path: Path) -> tuple[TransformerConfig, list[tuple[Held, Stored
                 f"them."
             )
         del found["lm_head.weight"]
-    return config, _with_parameters(config, found, path)
+    return config, _with_parameters(config, found, "hugging_face", path)
 
 
 def _of_text(
     found: Mapping[str, Stored], described: Mapping[str, Any], path: Path
 ) -> dict[str, Stored]:
-    """Return the tensors of the text model, under the names of a text model alone."""
+    """Return the tensors of a text model, under the names that they have in one alone."""
     family, _ = family_in(described, str(path / CONFIG))
-    renamed = {}
+    if not family.outer:
+        return dict(found)
+    text = {}
     for name, stored in found.items():
         if name.startswith(family.others):
             continue
-        for outer, inner in family.prefixes: ...
-    return renamed
+        prefix = next((each for each in _TEXT_PREFIXES if name.startswith(each)), "")
+        alone = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if alone in text:
+            raise ValueError(f"load_params expects one {alone!r} in {path}, got {name!r} besides.")
+        text[alone] = stored
+    return text
 
 
 def _stored_in(path: Path) -> dict[str, Stored]:
@@ -213,12 +225,50 @@ def _read(file: Path) -> dict[str, Stored]:
 
 
 def _with_parameters(
-    config: TransformerConfig,
-    found: Mapping[str, Stored],
-    path: Path,
+    config: TransformerConfig, found: Mapping[str, Stored], vocabulary: str, path: Path
 ) -> list[tuple[Held, Stored]]:
-    """Return the tensors that hold the parameters; all must be there, and nothing else.
+    """Return the tensors that hold the parameters; all must be there, and nothing else."""
+    left, tensors = dict(found), []
+    for held, shape in _expected(config, vocabulary):
+        if held.name not in left:
+            raise ValueError(
+                f"load_params expects {held.name!r} in {path}, as a model of "
+                f"{config.num_layers} layers has it, got none."
+            )
+        stored = left.pop(held.name)
+        if stored.shape != shape:
+            raise ValueError(
+                f"load_params expects {held.name!r} of shape {list(shape)} in {path}, got "
+                f"{list(stored.shape)}."
+            )
+        tensors.append((held, stored))
+    if left:
+        raise ValueError(
+            f"load_params expects the parameters of a {config.num_layers}-layer model in {path}, "
+            f"got {min(left)!r} besides."
+        )
+    return tensors
+
+
+def _expected(config: TransformerConfig, vocabulary: str) -> Iterator[tuple[Held, tuple[int, ...]]]:
+    """Yield the tensors that hold a network's parameters, and their shapes.
 
     Only one layer of each kind is made, whatever number the description has: the file holds the
     rest, or fails.
     """
+    kinds = tuple(sorted(set(config.kinds)))
+    small = Transformer(replace(config, num_layers=len(kinds), layers=kinds))
+    small.requires_grad_(False)
+    inside = {
+        kind: dict(block.named_parameters())
+        for kind, block in zip(kinds, small.blocks, strict=True)
+    }
+    named = small.named_parameters()
+    outside = {name: leaf for name, leaf in named if not name.startswith("blocks.")}
+    blocks = (
+        {f"blocks.{layer}.{name}": leaf for name, leaf in inside[kind].items()}
+        for layer, kind in enumerate(config.kinds)
+    )
+    for leaves in chain([outside], blocks):
+        for held in held_by(leaves, config, vocabulary):
+            yield held, tuple(held.join([leaves[part] for part in held.parts]).shape)
