@@ -1,4 +1,4 @@
-"""The shape of a `Transformer`: its sizes, the kinds of its layers, and what they leave out or add."""
+"""The shape of a `Transformer`: its sizes, the kinds of its layers, and its options."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -122,9 +122,8 @@ class GatedDelta(nn.Module):
         def mix(past: Past) -> tuple[Tensor, Memory]:
             return self._mixed(qkv, gates, past)
 
-        mixed = recur(mix).transpose(-2, -3)  # [..., T, H, Cv]
-        gate = z.unflatten(-1, mixed.shape[-2:])
-        out: Tensor = self.o(self.ops.swiglu(gate, self.norm(mixed)).flatten(-2))
+        normed = self.norm(recur(mix).transpose(-2, -3)).flatten(-2)
+        out: Tensor = self.o(self.ops.swiglu(z, normed))
         return out
 
     def _mixed(

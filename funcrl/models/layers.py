@@ -24,19 +24,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` normalised over its last axis."""
-        return self.ops.rms_norm(x, self.weight, self.eps, *self._shift())
+        return self.ops.rms_norm(x, self.weight, *self.constants())
 
-    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x + delta` and its norm."""
-        fused = self.ops.add_rms_norm
-        if fused is None:
-            total = x + delta
-            return total, self(total)
-        return fused(x, delta, self.weight, self.eps, *self._shift())
-
-    def _shift(self) -> tuple[float, ...]:
-        # Operations of one's own may know of no offset where there is none.
-        return (self.offset,) if self.offset else ()
+    def constants(self) -> tuple[float, ...]:
+        """Return what `ops.rms_norm` takes after the weight: operations of one's own may know of
+        no offset, which is left out where there is none."""
+        return (self.eps, self.offset) if self.offset else (self.eps,)
 
 
 class Linear(nn.Linear):
@@ -138,6 +131,14 @@ class MLP(nn.Module):
         gated = {"silu": self.ops.swiglu, "gelu_tanh": self.ops.geglu}[self.activation]
         out: Tensor = self.down(gated(*self.ops.project(x, maps)))
         return out
+
+
+def add_and_norm(x: Tensor, delta: Tensor, norm: nn.Module, ops: Ops) -> tuple[Tensor, Tensor]:
+    """Return `x + delta` and its norm, at once where the operations have that."""
+    if ops.add_rms_norm is None or type(norm) is not RMSNorm:
+        total = x + delta
+        return total, norm(total)
+    return ops.add_rms_norm(x, delta, norm.weight, *norm.constants())
 
 
 def stream_norm(config: TransformerConfig, ops: Ops) -> RMSNorm:

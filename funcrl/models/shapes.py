@@ -10,6 +10,11 @@ SHAPES: dict[str, TransformerConfig] = {
     "micro": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
     ),
+    "micro-hybrid": TransformerConfig(
+        width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192,
+        layers=("delta", "full"), delta_heads=4, delta_key_heads=4, delta_key_width=16,
+        delta_value_width=16,
+    ),
     "tiny": TransformerConfig(),
     "small": TransformerConfig(
         width=384, num_layers=8, num_heads=6, num_kv_heads=2, head_width=64, mlp_width=1024

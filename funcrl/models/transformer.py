@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from funcrl.core import checks
 from funcrl.models.config import Kind, TransformerConfig
 from funcrl.models.delta import GatedDelta, RecurFn, recur_causal
-from funcrl.models.layers import MLP, Attention, Linear, stream_norm
+from funcrl.models.layers import MLP, Attention, Linear, add_and_norm, stream_norm
 from funcrl.ops import AttendFn, Ops, choose_ops
+from funcrl.ops.caps import cap_logits
 
 # (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -42,6 +43,7 @@ class Block(nn.Module):
         self.mlp_norm = stream_norm(config, ops)
         self.mlp = MLP(config, ops)
         self.mlp_post_norm = stream_norm(config, ops) if post else nn.Identity()
+        self.ops = ops
         self.kind = kind
 
     def forward(self, x: Tensor, rotation: Tensor | None, layer_fn: LayerFn) -> Tensor:
@@ -57,7 +59,7 @@ class Block(nn.Module):
             mixed = self.delta(normalised, layer_fn)
         else:
             mixed = self.attention(normalised, rotation, layer_fn)
-        x, normalised = self.mlp_norm.of_sum(x, self.attention_post_norm(mixed))
+        x, normalised = add_and_norm(x, self.attention_post_norm(mixed), self.mlp_norm, self.ops)
         out: Tensor = x + self.mlp_post_norm(self.mlp(normalised))
         return out
 
@@ -132,7 +134,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of the last layer's output [..., D]."""
-        return capped(self.unembed(hidden), self.config.logit_cap)
+        return cap_logits(self.unembed(hidden), self.config.logit_cap)
 
     def each_layer(self, attend: AttendFn, recur: RecurFn) -> list[LayerFn]:
         """Return the function of each layer: `recur` for a delta layer, `attend` for others."""
@@ -178,9 +180,9 @@ class Transformer(nn.Module):
         return attend
 
 
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return `cap * tanh(logits / cap)`, or the logits themselves without a cap."""
-    return logits if cap is None else torch.tanh(logits * (1.0 / cap)) * cap
+def has_delta(model: nn.Module) -> bool:
+    """Return whether a network is a `Transformer` with gated delta layers."""
+    return isinstance(model, Transformer) and "delta" in model.config.kinds
 
 
 def _takes_window(attend: LayerFn) -> bool:

@@ -1,7 +1,7 @@
 """What a `Transformer` computes with, as a value whose fields may be replaced."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,9 +61,9 @@ class Ops(NamedTuple):
     gated_delta: GatedDeltaFn
     attend_causal: AttendFn
     attend_segments: AttendSegmentsFn
-    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk or "all") -> log-probs,
-    # entropies
-    scores: Callable[[Tensor, Tensor, Tensor, float, int | Literal["all"]], tuple[Tensor, Tensor]]
+    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk or "all"), and a cap of logits
+    # where there is one -> log-probs, entropies
+    scores: Callable[..., tuple[Tensor, Tensor]]
     log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
     attend_prompts: AttendFn  # causal
     # (positions [n] of one token a sample, a layer of the cache [n, K, S, 2 C], the number of

@@ -5,11 +5,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrl.core import checks, numerics
+from funcrl.core import checks
 from funcrl.core.arguments import Count, checked
 from funcrl.ops.delta import loop
+from funcrl.ops.delta.operators import chunked_scan
+from funcrl.ops.exact.delta import recurrent_scan
+from funcrl.ops.streams import complete_scan
 
 Backend = Literal["auto", "loop", "recurrent", "chunked", "triton"]
+# What the kernels of a GPU take.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST = 128
+_CHUNKS = (16, 32, 64)
 
 
 @checked
@@ -54,39 +61,41 @@ def gated_delta_scan(
         (tensor([[[2.],
                  [3.]]]), tensor([[[3.]]]))
     """
-    state, resets = _complete(q, k, v, decay, beta, state, resets)
-    return loop.scan(q, k, v, decay, beta, state, resets)
+    state, resets = complete_scan(q, k, v, decay, beta, state, resets)
+    given = (q, k, v, decay, beta, state, resets)
+    if backend == "auto":
+        backend = _fastest(q, v)
+    if backend == "triton":
+        _check_kernels(q, v, chunk)
+    if backend == "loop":
+        return loop.scan(*given)
+    if backend == "recurrent":
+        outputs, last = recurrent_scan(*given)
+    else:
+        outputs, last = chunked_scan(*given, chunk, "triton" if backend == "triton" else "torch")
+    return outputs, last
 
 
-def _complete(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the state and the resets, zeros and False where left out, once all are checked."""
-    function = "gated_delta_scan"
-    if q.ndim < 3 or v.ndim < 3 or not q.shape[-2]:
-        raise ValueError(
-            f"{function} expects q [..., H, T, Ck] and v [..., H, T, Cv] with T > 0, got "
-            f"{list(q.shape)} and {list(v.shape)}."
-        )
-    checks.check_floating(function, "q", q)
-    wide, leading = numerics.at_least_float32(q.dtype), q.shape[:-3]
-    learned = torch.Size((*q.shape[:-2], q.shape[-1], v.shape[-1]))
-    if state is None:
-        state = q.new_zeros(learned, dtype=wide)
-    if resets is None:
-        resets = torch.zeros((*leading, q.shape[-2]), dtype=torch.bool, device=q.device)
-    expected = torch.Size((*q.shape[:-1], v.shape[-1]))
-    checks.check_shape(function, "k", k, "q", q.shape)
-    checks.check_shape(function, "v", v, "q (with Cv numbers)", expected)
-    checks.check_shape(function, "decay", decay, "q (without Ck)", q.shape[:-1])
-    checks.check_shape(function, "beta", beta, "q (without Ck)", q.shape[:-1])
-    checks.check_shape(function, "state", state, "q and v [..., H, Ck, Cv]", learned)
-    checks.check_shape(
-        function, "resets", resets, "q [..., T]", torch.Size((*leading, q.shape[-2]))
+def _fastest(q: Tensor, v: Tensor) -> Backend:
+    """Return the backend for these inputs; a single token, as of a generator, needs no chunk."""
+    if q.shape[-2] == 1:
+        return "recurrent"
+    return "triton" if _has_kernels(q, v) else "chunked"
+
+
+def _has_kernels(q: Tensor, v: Tensor) -> bool:
+    """Return whether the kernels of a GPU take inputs of this kind."""
+    small = max(q.shape[-1], v.shape[-1]) <= _LARGEST
+    return q.device.type == "cuda" and q.dtype in _DTYPES and small
+
+
+def _check_kernels(q: Tensor, v: Tensor, chunk: int) -> None:
+    """Raise, in the name of `gated_delta_scan`, for inputs that the kernels do not take."""
+    checks.check_choice("gated_delta_scan", "chunk", chunk, _CHUNKS)
+    if q.device.type == "meta" or _has_kernels(q, v):
+        return
+    raise ValueError(
+        f'gated_delta_scan expects for backend="triton" bfloat16, float16 or float32 on cuda and '
+        f"heads of at most {_LARGEST} numbers, got {q.dtype} on {q.device.type} and heads of "
+        f'{q.shape[-1]} and {v.shape[-1]}; backend="chunked" takes all.'
     )
-    checks.check_dtype(function, "k", k, q.dtype)
-    checks.check_dtype(function, "v", v, q.dtype)
-    checks.check_dtype(function, "state", state, wide)
-    checks.check_dtype(function, "resets", resets, torch.bool)
-    return state, resets
