@@ -1,10 +1,9 @@
 """Qwen3.5's and Gemma 3's text models: transformers' folders, read and written back."""
 
-import json
 
 import pytest
 import torch
-from test_weights import TOKENS, close, logits, logits_of
+from test_weights import logits, logits_of
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -35,7 +34,9 @@ KINDS = {
     "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, DELTA | {"tie_word_embeddings": False}),
     "qwen3.5-tied": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, DELTA | {"tie_word_embeddings": True}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING | {"tie_word_embeddings": False}),
-    "gemma3-capped": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING | {"final_logit_softcapping": 3.0}),
+    "gemma3-capped": (
+        Gemma3ForCausalLM, Gemma3TextConfig, SLIDING | {"final_logit_softcapping": 3.0}
+    ),
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import funcrl
 from funcrl import weights
-from funcrl.weights import gguf as gguf_module
 from funcrl.weights import families, hugging_face
+from funcrl.weights import gguf as gguf_module
 from funcrl.weights.rotation import PLAIN_ROPE
 
 THETA = {"rope_type": "default", "rope_theta": 5000.0}

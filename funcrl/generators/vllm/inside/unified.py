@@ -82,7 +82,7 @@ class FuncrlForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [n, V] of some of the tokens; log-probabilities with exact numerics."""
-        out: Tensor = self.body.network.unembed(hidden_states)
+        out: Tensor = self.body.network.logits(hidden_states)
         return out if self._finish is None else self._finish(out)
 
     def get_model_state_cls(self) -> type[Any]:
@@ -125,7 +125,8 @@ class Body(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         hf_config = vllm_config.model_config.hf_config
-        c = TransformerConfig(**hf_config.funcrl_shape)
+        described = hf_config.funcrl_shape  # whose tuple a server gets as a list
+        c = TransformerConfig(**described | {"layers": tuple(described["layers"])})
         is_exact = c.numerics == "exact"
         self.skeleton = Transformer(c, EXACT_FORWARD if is_exact else None)
         own = ExactBackend if is_exact else FuncrlBackend
