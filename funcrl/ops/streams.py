@@ -86,3 +86,21 @@ def complete_scan(
     checks.check_dtype(function, "state", state, wide)
     checks.check_dtype(function, "resets", resets, torch.bool)
     return state, resets
+
+
+def token_major(x: Tensor, tokens: int) -> Tensor:
+    """Return x [..., H, T, ...] in memory in which the heads of a token lie together.
+
+    Args:
+        x: of any strides.
+        tokens: the axis T, counted from the end.
+    """
+    return x.transpose(tokens, tokens - 1).contiguous().transpose(tokens, tokens - 1)
+
+
+def as_samples(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> list[Tensor]:
+    """Return the inputs of a scan with one leading axis B: q [B, H, T, Ck] ..., resets [B, T]."""
+    parts, ends = (q, k, v, decay, beta, state, resets), (3, 3, 3, 2, 2, 3, 1)
+    return [part.reshape(-1, *part.shape[-end:]) for part, end in zip(parts, ends, strict=True)]

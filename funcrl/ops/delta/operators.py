@@ -8,11 +8,18 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from funcrl.ops.delta import chunked
-from funcrl.ops.exact.delta import as_heads, backward_of, like_gradients, like_scan
+from funcrl.ops.exact.delta import (
+    Pair,
+    Six,
+    backward_of,
+    in_order,
+    like_gradients,
+    like_scan,
+)
 from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.streams import as_samples, token_major
 
 Shape: TypeAlias = Sequence[int]
-Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 def _count(q: Shape, _k: Shape, v: Shape, *rest: Any) -> int:
@@ -31,26 +38,22 @@ def chunked_op(
     chunk: int, kernels: str,
 ) -> Pair:  # fmt: skip
     """Return the outputs and the last state, by the kernels of that name."""
-    heads = as_heads(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(kernels).scan(chunked.Tokens(*heads[:5], heads[6]), heads[5], chunk)
-    return outputs.view(v.shape), last.view(state.shape)
+    *parts, before, begins = as_samples(q, k, v, decay, beta, state, resets)
+    outputs, last = _kernels(kernels).scan(chunked.Tokens(*parts, begins), before, chunk)
+    return token_major(outputs, -2).view(v.shape), last.view(state.shape)
 
 
 @operator("gated_delta_chunked_gradients", like_gradients, rows=range(9), flops=_count_gradients)
 def chunked_gradients_op(
     grad_outputs: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     beta: Tensor, state: Tensor, resets: Tensor, chunk: int, kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Six:  # fmt: skip
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
-    grads = (part.reshape(-1, *part.shape[-2:]) for part in (grad_outputs, grad_state))
-    heads = as_heads(*given, resets)
-    tokens = chunked.Tokens(*heads[:5], heads[6])
-    found = _kernels(kernels).scan_gradients(*grads, tokens, heads[5], chunk)
-    g_q, g_k, g_v, g_decay, g_beta, g_state = (
-        grad.view(part.shape) for grad, part in zip(found, given, strict=True)
-    )
-    return g_q, g_k, g_v, g_decay, g_beta, g_state
+    grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
+    *parts, before, begins = as_samples(*given, resets)
+    tokens = chunked.Tokens(*parts, begins)
+    return in_order(_kernels(kernels).scan_gradients(*grads, tokens, before, chunk), given)
 
 
 def _kernels(name: str) -> ModuleType:

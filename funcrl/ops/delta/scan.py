@@ -92,7 +92,7 @@ def _has_kernels(q: Tensor, v: Tensor) -> bool:
 def _check_kernels(q: Tensor, v: Tensor, chunk: int) -> None:
     """Raise, in the name of `gated_delta_scan`, for inputs that the kernels do not take."""
     checks.check_choice("gated_delta_scan", "chunk", chunk, _CHUNKS)
-    if q.device.type == "meta" or _has_kernels(q, v):
+    if _has_kernels(q, v):
         return
     raise ValueError(
         f'gated_delta_scan expects for backend="triton" bfloat16, float16 or float32 on cuda and '

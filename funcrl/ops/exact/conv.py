@@ -79,7 +79,7 @@ def short_conv_gradients_op(
         given = grad_total.masked_fill(since < taps - 1 - tap, 0.0).mul_(column)
         stream[..., tap : tap + x.shape[-2], :].add_(given)
     grad_history, grad_x = stream.to(x.dtype).split([taps - 1, x.shape[-2]], dim=-2)
-    return grad_x.contiguous(), grad_history.contiguous(), grad_total
+    return grad_x.clone(), grad_history.clone(), grad_total
 
 
 def _like_weight(_grad: Tensor, x: Tensor, taps: int, *_: Any) -> Tensor:

@@ -10,32 +10,23 @@ from torch import Tensor
 from funcrl.ops.exact import cpu
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
-from funcrl.ops.streams import complete_scan
+from funcrl.ops.streams import as_samples, complete_scan, token_major
 
 Shape: TypeAlias = Sequence[int]
 Pair: TypeAlias = tuple[Tensor, Tensor]
-
-
-def as_heads(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
-) -> list[Tensor]:
-    """Return the inputs of a scan with one leading axis N of all heads of all samples."""
-    resets = resets[..., None, :].expand(decay.shape)
-    ends = (2, 2, 2, 1, 1, 2, 1)
-    parts = (q, k, v, decay, beta, state, resets)
-    return [part.reshape(-1, *part.shape[-end:]) for part, end in zip(parts, ends, strict=True)]
+Six: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def like_scan(
-    q: Tensor, _k: Tensor, v: Tensor, _decay: Tensor, _beta: Tensor, state: Tensor, *_: Any
+    _q: Tensor, _k: Tensor, v: Tensor, _decay: Tensor, _beta: Tensor, state: Tensor, *_: Any
 ) -> Pair:
     """Return results of a scan's shapes."""
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+    return token_major(v.new_empty(v.shape), -2), state.new_empty(state.shape)
 
 
 def like_gradients(_grad: Tensor, _grad_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Return gradients of a scan's shapes."""
-    return tuple(part.new_empty(part.shape) for part in inputs[:6])
+    return in_order([part.new_empty(part.shape) for part in inputs[:6]], inputs)
 
 
 def _count(q: Shape, _k: Shape, v: Shape, *_: Shape) -> int:
@@ -44,6 +35,26 @@ def _count(q: Shape, _k: Shape, v: Shape, *_: Shape) -> int:
 
 def _count_gradients(_grad: Shape, _grad_state: Shape, *inputs: Shape) -> int:
     return 3 * _count(*inputs)  # the replay, and two gradients of each product
+
+
+def in_order(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Six:
+    """Return gradients in the shapes of the inputs, those of tokens as `token_major` has them."""
+    q, k, v, decay, beta, state = (
+        grad if tokens is None else token_major(grad, tokens)
+        for grad, tokens in zip(grads, (-2, -2, -2, -1, -1, None), strict=True)
+    )
+    shaped = zip((q, k, v, decay, beta, state), inputs, strict=False)
+    q, k, v, decay, beta, state = (grad.view(part.shape) for grad, part in shaped)
+    return q, k, v, decay, beta, state
+
+
+def plain_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> Pair:
+    """Return the outputs, in memory as `token_major` has them, and the last state."""
+    samples = as_samples(q, k, v, decay, beta, state, resets)
+    outputs, last = _kernels(q).gated_delta(*samples)
+    return token_major(outputs, -2).view(v.shape), last.view(state.shape)
 
 
 def _kernels(q: Tensor) -> Any:
@@ -55,24 +66,19 @@ def gated_delta_op(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
 ) -> Pair:
     """Return the outputs and the last state."""
-    heads = as_heads(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(q).gated_delta(*heads)
-    return outputs.view(v.shape), last.view(state.shape)
+    return plain_scan(q, k, v, decay, beta, state, resets)
 
 
 @operator("gated_delta_gradients", like_gradients, rows=range(9), flops=_count_gradients)
 def gated_delta_gradients_op(
     grad_outputs: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     beta: Tensor, state: Tensor, resets: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Six:  # fmt: skip
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
-    grads = (part.reshape(-1, *part.shape[-2:]) for part in (grad_outputs, grad_state))
-    found = _kernels(q).gated_delta_gradients(*grads, *as_heads(*given, resets))
-    g_q, g_k, g_v, g_decay, g_beta, g_state = (
-        grad.view(part.shape) for grad, part in zip(found, given, strict=True)
-    )
-    return g_q, g_k, g_v, g_decay, g_beta, g_state
+    grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
+    found = _kernels(q).gated_delta_gradients(*grads, *as_samples(*given, resets))
+    return in_order(found, given)
 
 
 def backward_of(gradients: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -118,5 +124,4 @@ def plain_gated_delta(
 ) -> Pair:  # fmt: skip
     """Return `gated_delta`, without a derivative."""
     state, resets = complete_scan(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(q).gated_delta(*as_heads(q, k, v, decay, beta, state, resets))
-    return outputs.view(v.shape), last.view(state.shape)
+    return plain_scan(q, k, v, decay, beta, state, resets)
