@@ -30,11 +30,11 @@ def network_arguments(
 
 def _unified(shape: TransformerConfig, config: VLLMConfig) -> dict[str, Any]:
     """Return the arguments for funcrl's network on vLLM's cache."""
-    if others := sorted(set(shape.kinds) - {"full"}):
+    if "delta" in shape.kinds:
         raise ValueError(
-            f"VLLM expects a network of full attention alone for form 'unified', got "
-            f"{' and '.join(others)} layers; form 'native' is vLLM's own class for Qwen3.5 and "
-            f"Gemma 3, and --generator sampler takes any."
+            "VLLM expects a network without delta layers for form 'unified', which has no place "
+            "for their states in vLLM's cache, got some; form 'native' is vLLM's own class for "
+            "Qwen3.5, and --generator sampler takes any."
         )
     from funcrl.generators.vllm.inside.unified import overrides
 
@@ -43,6 +43,13 @@ def _unified(shape: TransformerConfig, config: VLLMConfig) -> dict[str, Any]:
         _check_exact(config)
     has_kernel = _has_kernel(shape.head_width)
     own = config.attention == "funcrl" or (config.attention == "auto" and not has_kernel)
+    if (own or is_exact) and "sliding" in shape.kinds:
+        raise ValueError(
+            f"VLLM expects vLLM's own attention for sliding layers, and so native numerics, a "
+            f"head_width that it has a kernel for and --vllm.attention auto or vllm, got "
+            f"{shape.numerics}, {shape.head_width} and {config.attention}; --generator sampler "
+            f"takes any."
+        )
     return overrides(shape, own or is_exact)
 
 
@@ -65,7 +72,7 @@ def _native(shape: TransformerConfig, dtype: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"VLLM expects a network that vLLM has a class for, got another ({error}); form "
-            f"'unified' takes any of full attention, and --generator sampler any."
+            f"'unified' takes any without delta layers, and --generator sampler any."
         ) from error
     from vllm import ModelRegistry
 

@@ -135,9 +135,9 @@ class Body(nn.Module):
             Attention(
                 c.num_heads, c.head_width, c.head_width**-0.5, num_kv_heads=c.num_kv_heads,
                 cache_config=vllm_config.cache_config, prefix=f"{prefix}layers.{index}.attention",
-                **backend,
+                per_layer_sliding_window=c.window if kind == "sliding" else None, **backend,
             )
-            for index in range(c.num_layers)
+            for index, kind in enumerate(c.kinds)
         )  # fmt: skip
         # Compiled code and graphs hold on to addresses: there parameters are copied into these.
         self.fixed = not vllm_config.model_config.enforce_eager
@@ -175,7 +175,8 @@ class Body(nn.Module):
 def _on(layer: nn.Module, shape: TransformerConfig) -> AttendFn:
     """Return attention on a layer's cache: vLLM's axes are [N, H C], ours [H, N, C]."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        del window  # which the layer has
         flat = [part.transpose(0, 1).flatten(1) for part in (q, k, v)]
         out: Tensor = layer(*flat)
         return out.unflatten(-1, (shape.num_heads, shape.head_width)).transpose(0, 1)
