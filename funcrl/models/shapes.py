@@ -19,7 +19,7 @@ SHAPES: dict[str, TransformerConfig] = {
     "micro-hybrid": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192,
         layers=("delta", "full"), delta_heads=4, delta_key_heads=4, delta_key_width=16,
-        delta_value_width=16,
+        delta_value_width=16, attention_gate=True, norm_offset=1.0,
     ),
     "tiny": TransformerConfig(),
     "small": TransformerConfig(
