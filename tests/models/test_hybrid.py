@@ -74,9 +74,7 @@ def packed_row(lengths, padding, seed=0):
         segments[places[-1]] = segment
         start += size
     zeros = torch.zeros(length)
-    row = PackedBatch(
-        tokens, positions, segments >= 0, zeros, zeros, zeros, segment_ids=segments
-    )
+    row = PackedBatch(tokens, positions, segments >= 0, zeros, zeros, zeros, segment_ids=segments)
     return row, places
 
 

@@ -78,8 +78,12 @@ def short_conv_gradients_op(
     for tap, column in enumerate(_columns(x, weight)):
         given = grad_total.masked_fill(since < taps - 1 - tap, 0.0).mul_(column)
         stream[..., tap : tap + x.shape[-2], :].add_(given)
-    grad_history, grad_x = stream.to(x.dtype).split([taps - 1, x.shape[-2]], dim=-2)
-    return grad_x.clone(), grad_history.clone(), grad_total
+    # Results of an operator have memory of their own.
+    grad_history, grad_x = (
+        part.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
+        for part in stream.split([taps - 1, x.shape[-2]], dim=-2)
+    )
+    return grad_x, grad_history, grad_total
 
 
 def _like_weight(_grad: Tensor, x: Tensor, taps: int, *_: Any) -> Tensor:
