@@ -86,25 +86,24 @@ def _native(shape: TransformerConfig, dtype: str) -> dict[str, Any]:
 
 
 def _check_delta(shape: TransformerConfig, dtype: str) -> None:
-    """Raise if vLLM's delta layers cannot be imported here, or compute nothing like these."""
+    """Raise if vLLM's delta layers compute nothing like these here, or cannot be imported."""
+    widths = shape.delta_key_width, shape.delta_value_width, shape.delta_conv
+    if not torch.cuda.is_available():
+        if dtype != "bfloat16":
+            raise ValueError(
+                f"VLLM expects dtype bfloat16 for delta layers on a CPU, got {dtype}; --generator "
+                f"sampler takes any."
+            )
+        if widths not in [(each, each, _CPU_CONV) for each in _CPU_WIDTHS]:
+            raise ValueError(
+                f"VLLM expects delta layers on a CPU with delta_key_width and delta_value_width "
+                f"both 64 or both 128, and delta_conv {_CPU_CONV}, got {widths}; --generator "
+                f"sampler takes any."
+            )
     if importlib.util.find_spec("torchvision") is None:
         raise ImportError(
             "VLLM expects torchvision, which vLLM's class for delta layers imports, got none; "
             "install the one of this torch, or use --generator sampler."
-        )
-    if torch.cuda.is_available():
-        return
-    if dtype != "bfloat16":
-        raise ValueError(
-            f"VLLM expects dtype bfloat16 for delta layers on a CPU, got {dtype}; --generator "
-            f"sampler takes any."
-        )
-    widths = shape.delta_key_width, shape.delta_value_width, shape.delta_conv
-    if widths not in [(each, each, _CPU_CONV) for each in _CPU_WIDTHS]:
-        raise ValueError(
-            f"VLLM expects delta layers on a CPU with delta_key_width and delta_value_width both "
-            f"64 or both 128, and delta_conv {_CPU_CONV}, got {widths}; --generator sampler takes "
-            f"any."
         )
 
 
