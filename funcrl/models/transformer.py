@@ -126,9 +126,9 @@ class Transformer(nn.Module):
         x = self.ops.embed(tokens, self.embed.weight, dtype)
         if self.config.embed_scale != 1.0:
             x = x * self._embed_scales[x.dtype]
-        rotations = self._rotations(positions)
-        for block, layer_fn in zip(self.blocks, layers, strict=True):
-            x = block(x, rotations.get(block.kind), layer_fn)
+        rotations = self.rotations(positions)
+        for block, kind, layer_fn in zip(self.blocks, self.config.kinds, layers, strict=True):
+            x = block(x, rotations.get(kind), layer_fn)
         x = self.norm(x)
         return self.logits(x) if head is None else head(x, self.unembed.weight)
 
@@ -140,8 +140,8 @@ class Transformer(nn.Module):
         """Return the function of each layer: `recur` for a delta layer, `attend` for others."""
         return [recur if kind == "delta" else attend for kind in self.config.kinds]
 
-    def _rotations(self, positions: Tensor) -> dict[Kind, Tensor]:
-        """Return the rotation of each kind of attention that the network has."""
+    def rotations(self, positions: Tensor) -> dict[Kind, Tensor]:
+        """Return the rotation, by `ops.rotation`, of each kind of attention in the network."""
         c = self.config
         width = c.head_width if c.rotary_width is None else c.rotary_width
         rotations: dict[Kind, Tensor] = {}

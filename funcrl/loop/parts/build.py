@@ -30,6 +30,7 @@ from funcrl.models import SHAPES, Transformer
 from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
+from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
@@ -291,6 +292,11 @@ def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> Mode
             f"{function} expects --packing none for a network whose forward does not take "
             f"attend=, and would let samples of a row see each other, got {config.packing} for "
             f"{type(model).__name__}."
+        )
+    if config.packing == "prefixes" and has_delta(model):
+        raise ValueError(
+            f"{function} expects --packing none or samples for a network with delta layers, whose "
+            f"state does not fork behind a shared prompt, got prefixes."
         )
     return logprob_fn(
         model,

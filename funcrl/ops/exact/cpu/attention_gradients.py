@@ -70,11 +70,11 @@ def _in_groups(
     for start in range(0, q.shape[0], rows):
         part = slice(start, start + rows)
         inputs = [x[part] for x in (grad, q, k, v, last, out, normaliser)]
-        values = _gradients(*inputs, window)
+        values = _gradients(*inputs, window=window)
         if not all(bool(torch.isfinite(value.sum())) for value in values):
             top = last[part].amax(dim=1)
             inputs[2:4] = [clear(x, top) for x in inputs[2:4]]
-            values = _gradients(*inputs, window)
+            values = _gradients(*inputs, window=window)
         for whole, value in zip(grads, values, strict=True):
             whole[part] = value
     return grads[0], grads[1], grads[2]
@@ -82,7 +82,7 @@ def _in_groups(
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor,
-    window: int | None,
+    *, window: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients in at least float32."""
     (batch, num_keys, count, width), wide = k.shape, at_least_float32(q.dtype)
