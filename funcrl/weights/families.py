@@ -105,6 +105,7 @@ def _write_qwen3_5(config: TransformerConfig) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",  # of the states, in vLLM too
         "layer_types": _layer_types(config),
         "rope_parameters": {
             "rope_type": "default",

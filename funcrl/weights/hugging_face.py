@@ -123,8 +123,9 @@ def family_in(values: Mapping[str, Any], place: str) -> tuple[Family, bool]:
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     for family in FAMILIES:
-        if name in (family.architecture, family.outer):
-            return family, name == family.outer
+        is_outer = bool(family.outer) and name == family.outer
+        if is_outer or name == family.architecture:
+            return family, is_outer
     known = [family.architecture for family in FAMILIES]
     known += [family.outer for family in FAMILIES if family.outer]
     raise ValueError(

@@ -51,6 +51,7 @@ CONFIGS = {
     "heads": ({"num_key_value_heads": 4}, "config.json.*TransformerConfig"),
     "architectures 5": ({"architectures": 5}, "LlamaForCausalLM, .* 5 "),
     "architectures {}": ({"architectures": [{}]}, "LlamaForCausalLM, .* {} "),
+    "architectures empty": ({"architectures": ""}, "LlamaForCausalLM, .* '' "),
     "architectures text": ({"architectures": "LlamaForCausalLM"}, None),
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ def _layers(shape: TransformerConfig, *kinds: str) -> int:
 
     Layers of one kind share blocks in groups, all as large as the smallest kind has layers.
     """
-    counts = {kind: shape.kinds.count(kind) for kind in shape.kinds}
+    counts: dict[str, int] = {kind: shape.kinds.count(kind) for kind in shape.kinds}
     size = min(counts.values())
     return sum(-(-counts.get(kind, 0) // size) * size for kind in kinds or counts)
 
