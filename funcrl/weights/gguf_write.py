@@ -11,7 +11,7 @@ from torch import Tensor
 from funcrl.core.files import whole_file
 from funcrl.models import TransformerConfig
 from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES
-from funcrl.weights.hugging_face import architecture
+from funcrl.weights.hugging_face import family_of
 from funcrl.weights.load import is_rotated, regrouped
 from funcrl.weights.names import translate
 from funcrl.weights.tensors import as_bytes
@@ -19,6 +19,17 @@ from funcrl.weights.tensors import as_bytes
 # By dtype: the number of the storage, and that of a file that is mostly of it.
 GGUF_DTYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
 _ALIGNMENT = 32  # of each tensor; what a reader assumes
+
+
+def gguf_architecture(config: TransformerConfig) -> str:
+    """Return the name of a network's architecture in GGUF files."""
+    family = family_of(config)
+    if family.model_type not in BY_NEIGHBOURS:
+        raise ValueError(
+            f"save_params supports {', '.join(BY_NEIGHBOURS)} in a .gguf file, got a network of "
+            f"{family.architecture}: save a folder, which llama.cpp's convert_hf_to_gguf.py reads."
+        )
+    return family.model_type
 
 
 def write_gguf(
@@ -40,7 +51,7 @@ def write_gguf(
     for name, leaf in params.items():
         kind = torch.float32 if leaf.ndim == 1 else dtype
         shape = leaf.shape[::-1]  # the fastest axis comes first
-        header.append(_key(translate(name).gguf) + struct.pack(
+        header.append(_key(str(translate(name).gguf)) + struct.pack(
             f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_DTYPES[kind][0], offset
         ))  # fmt: skip
         offset += _padded(leaf.numel() * kind.itemsize)
@@ -54,7 +65,7 @@ def write_gguf(
 
 
 def _metadata(path: Path, config: TransformerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    kind = architecture(config)
+    kind = gguf_architecture(config)
     described = {
         **{name: getattr(config, field) for field, name in SIZES.items()},
         "attention.value_length": config.head_width,
@@ -74,7 +85,7 @@ def _metadata(path: Path, config: TransformerConfig, dtype: torch.dtype) -> dict
 def _numbers(name: str, leaf: Tensor, config: TransformerConfig) -> Iterable[memoryview]:
     if leaf.ndim == 1:
         leaf = leaf.to(torch.float32)
-    if BY_NEIGHBOURS[architecture(config)] and is_rotated(name):
+    if BY_NEIGHBOURS[gguf_architecture(config)] and is_rotated(name):
         # Rotation shall pair (2 i, 2 i + 1), where it is (i, i + C/2).
         leaf = regrouped(leaf, (2, config.head_width // 2))
     return as_bytes(leaf)

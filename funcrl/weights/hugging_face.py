@@ -1,45 +1,32 @@
 """config.json of transformers and `TransformerConfig`: the same shapes in two vocabularies."""
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from funcrl.core.arguments import checked
 from funcrl.core.reading import brief
 from funcrl.models import TransformerConfig
+from funcrl.weights.families import FAMILIES, Family
 from funcrl.weights.metadata import Metadata
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-}  # fmt: skip
 # Fields of `TransformerConfig` and their names.
 _SIZES = {
     "vocab_size": "vocab_size", "width": "hidden_size", "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_width": "head_dim", "mlp_width": "intermediate_size",
 }  # fmt: skip
-# Options that change the network, with the values under which they do not.
+# Options of all families that change the network, with the values under which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "partial_rotary_factor": (1, None),
-    "pretraining_tp": (1, None),
     "is_causal": (True, None),
     "quantization_config": (None,),
-}
-# The same of rotary positions, in either of the two places that transformers reads.
-_PLAIN_ROPE: dict[str, tuple[Any, ...]] = {
-    "rope_type": ("default",),
-    "type": ("default",),
-    "factor": (1, None),
-    "partial_rotary_factor": (1, None),
 }
 
 
 @checked
 def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfig:
-    """Return the shape that a config.json describes.
+    """Return the shape that a config.json describes: of its text model, if it has others besides.
 
     Args:
         values: its content.
@@ -50,33 +37,20 @@ def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfi
         >>> from_hugging_face({"architectures": ["GPT2LMHeadModel"]}, "gpt2")
         Traceback (most recent call last):
         ValueError: load_params supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, \
-got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module of transformers.
+Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
+Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module \
+of transformers.
     """
-    names = values.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
-    if name not in tuple(_ARCHITECTURES):  # a list or an object is none, and has no hash
-        raise ValueError(
-            f"load_params supports {', '.join(_ARCHITECTURES)}, got {brief(name)} in {place}; "
-            f"funcrl.functional takes any module of transformers."
-        )
-    kind = _ARCHITECTURES[name]
-    # These two may be null, which says the same as nothing.
-    left_out = {"num_key_value_heads": None, "head_dim": None}.items()
-    fields = Metadata(
-        {key: each for key, each in values.items() if (key, each) not in left_out}, place
-    )
-    num_layers = fields.size(_SIZES["num_layers"], "num_layers")
-    fields.check(
-        _PLAIN | {"model_type": (kind,), "layer_types": (None, ["full_attention"] * num_layers)}
-    )
-    return fields.shape(
+    family, is_outer = family_in(values, place)
+    described = _text_part(family, Metadata(values, place), is_outer)
+    described.check({**_PLAIN, **family.plain, "model_type": (family.model_type,)})
+    return described.shape(
         _SIZES,
-        qk_norm=kind == "qwen3",
-        qkv_bias=kind == "qwen2",
-        rope_theta=_rope_theta(fields),
-        norm_eps=float(fields.get("rms_norm_eps", float, 1e-6)),
-        tied=fields.get("tie_word_embeddings", bool, False),
-        context_length=fields.size("max_position_embeddings", "context_length", 2048),
+        **family.options,
+        **family.read(described),
+        norm_eps=float(described.get("rms_norm_eps", float, 1e-6)),
+        tied=described.get("tie_word_embeddings", bool, False),
+        context_length=described.size("max_position_embeddings", "context_length", 2048),
     )
 
 
@@ -95,51 +69,98 @@ def to_hugging_face(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         >>> from_hugging_face(to_hugging_face(config, "float32"), "here") == config
         True
     """
-    kind = architecture(config)
-    name = next(name for name, each in _ARCHITECTURES.items() if each == kind)
     return {
-        "architectures": [name],
-        "model_type": kind,
-        **{name: getattr(config, field) for field, name in _SIZES.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.context_length,
+        **_described(config, family_of(config)),
         "dtype": dtype,
         "torch_dtype": dtype,  # what versions of transformers before 5 read
     }
 
 
-def architecture(config: TransformerConfig) -> str:
-    """Return the family that has this shape: llama, qwen2 or qwen3."""
-    if config.qk_norm and config.qkv_bias:
+def family_of(config: TransformerConfig) -> Family:
+    """Return the family of a network: what its config.json says of it reads as the same."""
+    candidates = [(_differing(config, family), family) for family in FAMILIES]
+    names, nearest = min(candidates, key=lambda each: len(each[0]))
+    if names:
+        others = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
         raise ValueError(
-            "save_params expects a shape that Llama, Qwen2 or Qwen3 has, got qk_norm and qkv_bias "
-            "together."
+            f"save_params expects a network of {', '.join(each.architecture for each in FAMILIES)},"
+            f" got one that is no {nearest.architecture}, the nearest, because of {others}."
         )
-    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    return nearest
 
 
-def _rope_theta(fields: Metadata) -> float:
-    """Return the base of rotary positions: transformers has kept it in three places by now.
+def same_network(config: TransformerConfig) -> TransformerConfig:
+    """Return the one config that stands for all of the same network, however they are run."""
+    plain = TransformerConfig()
+    unused = {"context_length", "numerics"}
+    if "delta" not in config.kinds:
+        unused |= {"delta_heads", "delta_key_heads", "delta_key_width", "delta_value_width",
+                   "delta_conv"}  # fmt: skip
+    sliding = "sliding" in config.kinds
+    return replace(
+        config,
+        **{name: getattr(plain, name) for name in unused},
+        layers=config.kinds,
+        window=config.window if sliding else None,
+        local_rope_theta=(config.local_rope_theta or config.rope_theta) if sliding else None,
+        rotary_width=config.rotary_width or config.head_width,
+        attention_scale=config.attention_scale or config.head_width**-0.5,
+    )
 
-    Its versions differ in which place wins, so all that are there must say the same.
-    """
-    found = [fields.get("rope_theta", float)] if "rope_theta" in fields.values else []
-    for place in ("rope_scaling", "rope_parameters"):
-        rope = fields.values.get(place) or {}
-        if not isinstance(rope, dict):
-            raise ValueError(
-                f"load_params expects an object as {place} in {fields.place}, got {brief(rope)}."
-            )
-        inside = Metadata(
-            {f"{place}.{n}": each for n, each in rope.items()}, fields.place, f"{place}."
+
+def _differing(config: TransformerConfig, family: Family) -> list[str]:
+    """Return the fields in which a network is none of a family."""
+    known = set(config.kinds) <= set(family.kinds)
+    near = config if known else replace(config, layers=("full",))
+    found = same_network(from_hugging_face(_described(near, family), "a description"))
+    wanted = same_network(config)
+    names = [field.name for field in fields(config)]
+    return [name for name in names if getattr(found, name) != getattr(wanted, name)]
+
+
+def family_in(values: Mapping[str, Any], place: str) -> tuple[Family, bool]:
+    """Return the family that a config.json names, and whether as a part of a larger model."""
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    for family in FAMILIES:
+        is_outer = bool(family.outer) and name == family.outer
+        if is_outer or name == family.architecture:
+            return family, is_outer
+    known = [family.architecture for family in FAMILIES]
+    known += [family.outer for family in FAMILIES if family.outer]
+    raise ValueError(
+        f"load_params supports {', '.join(known)}, got {brief(name)} in {place}; "
+        f"funcrl.functional takes any module of transformers."
+    )
+
+
+def _text_part(family: Family, described: Metadata, is_outer: bool) -> Metadata:
+    """Return what a config.json says of the text model, and what it leaves out."""
+    described.check(_PLAIN)
+    text = described.inside("text_config") if is_outer else described
+    found = {name.removeprefix(text.prefix): each for name, each in text.values.items()}
+    # These two may be null, which says the same as nothing.
+    left_out = {"num_key_value_heads": None, "head_dim": None}.items()
+    found = {name: each for name, each in found.items() if (name, each) not in left_out}
+    tied = described.value("tie_word_embeddings")
+    if tied is not None and found.setdefault("tie_word_embeddings", tied) != tied:
+        raise ValueError(
+            f"load_params expects one tie_word_embeddings in {described.place}, got {brief(tied)} "
+            f"and {brief(found['tie_word_embeddings'])} in text_config."
         )
-        unknown = rope.keys() - _PLAIN_ROPE.keys() - {"rope_theta"}
-        inside.check(_PLAIN_ROPE | dict.fromkeys(sorted(unknown), (None,)))
-        if "rope_theta" in rope:
-            found.append(inside.get("rope_theta", float))
-    if len(set(found)) > 1:
-        raise ValueError(f"load_params expects one rope_theta in {fields.place}, got {found}.")
-    return float(found[0]) if found else 10_000.0
+    found = {**family.defaults, **found}
+    return Metadata(
+        {text.prefix + name: each for name, each in found.items()}, text.place, text.prefix
+    )
+
+
+def _described(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{name: getattr(config, field) for field, name in _SIZES.items()},
+        **family.write(config),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.context_length,
+    }

@@ -1,8 +1,10 @@
 """Parameters from files: `load_params`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +15,20 @@ from funcrl.core.reading import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
-from funcrl.weights.hugging_face import from_hugging_face
-from funcrl.weights.names import translate
+from funcrl.weights.held import Held, held_by
+from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.safetensors import NAMES, read_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# What the names of the first layer's parameters begin with.
-_FIRST = "blocks.0."
+# What the names of a text model's parameters begin with in a larger one, and in one alone.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 # The parameters whose rows are stored in another order where rotation pairs neighbours.
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
@@ -33,8 +39,9 @@ def load_params(
 ) -> tuple[Transformer, Params]:
     """Return the model and the parameters of a Hugging Face folder or of a GGUF file.
 
-    Llama, Qwen2 and Qwen3 dense, SmolLM2 among them. Everything is checked before the first
-    number is read; numbers are cast on the way, a slice of the file at a time.
+    Llama, SmolLM2 among them, Qwen2 and Qwen3 dense; of a folder also the text models of Qwen3.5
+    and Gemma 3, whose vision is left out. Everything is checked before the first number is read;
+    numbers are cast on the way, a slice of the file at a time.
 
     Args:
         path: a folder with config.json and safetensors, or a .gguf file.
@@ -51,15 +58,16 @@ def load_params(
         (True, True)
     """
     checks.check_choice("load_params", "dtype", dtype, NAMES)
-    config, stored, by_neighbours = _find_parameters(Path(path))
+    config, found, by_neighbours = _find_parameters(Path(path))
     params = {}
-    for name, each in sorted(stored.items()):
-        leaf = read_tensor(each, dtype)
-        if by_neighbours and is_rotated(name):
-            # Rotation shall pair (i, i + C/2), where it was (2 i, 2 i + 1).
-            leaf = regrouped(leaf, (config.head_width // 2, 2))
-        params[name] = leaf.to(device)
-    return Transformer(config), params
+    for held, stored in found:
+        leaves = held.split(read_tensor(stored, dtype))
+        for name, leaf in zip(held.parts, leaves, strict=True):
+            if by_neighbours and is_rotated(name):
+                # Rotation shall pair (i, i + C/2), where it was (2 i, 2 i + 1).
+                leaf = regrouped(leaf, (config.head_width // 2, 2))
+            params[name] = leaf.to(device)
+    return Transformer(config), dict(sorted(params.items()))
 
 
 @checked
@@ -122,8 +130,8 @@ def _is_model(folder: Path) -> bool:
     return (folder / CONFIG).exists() and (weights or not list(folder.glob("*.gguf")))
 
 
-def _find_parameters(path: Path) -> tuple[TransformerConfig, dict[str, Stored], bool]:
-    """Return the shape, where each parameter lies, and whether rotation pairs neighbours there."""
+def _find_parameters(path: Path) -> tuple[TransformerConfig, list[tuple[Held, Stored]], bool]:
+    """Return the shape, the tensors with its parameters, and if rotation pairs neighbours there."""
     path = find_model(path)
     if path.is_dir():
         return *_from_folder(path), False
@@ -138,17 +146,17 @@ def _find_parameters(path: Path) -> tuple[TransformerConfig, dict[str, Stored], 
                 f"load_params supports plain rotary positions, got rope_freqs.weight with factors "
                 f"other than 1 in {path}."
             )
-        return config, _under_our_names(config, tensors, "gguf", path), by_neighbours
+        return config, _with_parameters(config, tensors, "gguf", path), by_neighbours
     raise FileNotFoundError(
         f"load_params expects a folder with {CONFIG} or a .gguf file, got {path}"
         f"{'' if path.exists() else ', which does not exist'}."
     )
 
 
-def _from_folder(path: Path) -> tuple[TransformerConfig, dict[str, Stored]]:
+def _from_folder(path: Path) -> tuple[TransformerConfig, list[tuple[Held, Stored]]]:
     described = read_json("load_params", path / CONFIG, LONGEST_HEADER)
     config = from_hugging_face(described, str(path / CONFIG))
-    found = _stored_in(path)
+    found = _of_text(_stored_in(path), described, path)
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     if config.tied and head and embedding:  # some files have it twice
         if not same_bytes(head, embedding):
@@ -158,7 +166,26 @@ def _from_folder(path: Path) -> tuple[TransformerConfig, dict[str, Stored]]:
                 f"them."
             )
         del found["lm_head.weight"]
-    return config, _under_our_names(config, found, "hugging_face", path)
+    return config, _with_parameters(config, found, "hugging_face", path)
+
+
+def _of_text(
+    found: Mapping[str, Stored], described: Mapping[str, Any], path: Path
+) -> dict[str, Stored]:
+    """Return the tensors of a text model, under the names that they have in one alone."""
+    family, _ = family_in(described, str(path / CONFIG))
+    if not family.outer:
+        return dict(found)
+    text = {}
+    for name, stored in found.items():
+        if name.startswith(family.others):
+            continue
+        prefix = next((each for each in _TEXT_PREFIXES if name.startswith(each)), "")
+        alone = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if alone in text:
+            raise ValueError(f"load_params expects one {alone!r} in {path}, got {name!r} besides.")
+        text[alone] = stored
+    return text
 
 
 def _stored_in(path: Path) -> dict[str, Stored]:
@@ -197,34 +224,51 @@ def _read(file: Path) -> dict[str, Stored]:
     return {name: stored for name, stored in tensors if not name.endswith(_FREQUENCIES)}
 
 
-def _under_our_names(
+def _with_parameters(
     config: TransformerConfig, found: Mapping[str, Stored], vocabulary: str, path: Path
-) -> dict[str, Stored]:
-    """Return each parameter's place by its name here; all must be there, and nothing else.
-
-    Only one layer is made, whatever number the description has: the file holds the rest, or fails.
-    """
-    left = dict(found)
-    stored = {}
-    for name, leaf in Transformer(replace(config, num_layers=1)).named_parameters():
-        layers = range(config.num_layers) if name.startswith(_FIRST) else (0,)
-        for layer in layers:
-            ours = name.replace(_FIRST, f"blocks.{layer}.")
-            theirs = getattr(translate(ours), vocabulary)
-            if theirs not in left:
-                raise ValueError(
-                    f"load_params expects {theirs!r} in {path}, as a model of "
-                    f"{config.num_layers} layers has it, got none."
-                )
-            stored[ours] = left.pop(theirs)
-            if stored[ours].shape != tuple(leaf.shape):
-                raise ValueError(
-                    f"load_params expects {theirs!r} of shape {list(leaf.shape)} in {path}, got "
-                    f"{list(stored[ours].shape)}."
-                )
+) -> list[tuple[Held, Stored]]:
+    """Return the tensors that hold the parameters; all must be there, and nothing else."""
+    left, tensors = dict(found), []
+    for held, shape in _expected(config, vocabulary):
+        if held.name not in left:
+            raise ValueError(
+                f"load_params expects {held.name!r} in {path}, as a model of "
+                f"{config.num_layers} layers has it, got none."
+            )
+        stored = left.pop(held.name)
+        if stored.shape != shape:
+            raise ValueError(
+                f"load_params expects {held.name!r} of shape {list(shape)} in {path}, got "
+                f"{list(stored.shape)}."
+            )
+        tensors.append((held, stored))
     if left:
         raise ValueError(
             f"load_params expects the parameters of a {config.num_layers}-layer model in {path}, "
             f"got {min(left)!r} besides."
         )
-    return stored
+    return tensors
+
+
+def _expected(config: TransformerConfig, vocabulary: str) -> Iterator[tuple[Held, tuple[int, ...]]]:
+    """Yield the tensors that hold a network's parameters, and their shapes.
+
+    Only one layer of each kind is made, whatever number the description has: the file holds the
+    rest, or fails.
+    """
+    kinds = tuple(sorted(set(config.kinds)))
+    small = Transformer(replace(config, num_layers=len(kinds), layers=kinds))
+    small.requires_grad_(False)
+    inside = {
+        kind: dict(block.named_parameters())
+        for kind, block in zip(kinds, small.blocks, strict=True)
+    }
+    named = small.named_parameters()
+    outside = {name: leaf for name, leaf in named if not name.startswith("blocks.")}
+    blocks = (
+        {f"blocks.{layer}.{name}": leaf for name, leaf in inside[kind].items()}
+        for layer, kind in enumerate(config.kinds)
+    )
+    for leaves in chain([outside], blocks):
+        for held in held_by(leaves, config, vocabulary):
+            yield held, tuple(held.join([leaves[part] for part in held.parts]).shape)

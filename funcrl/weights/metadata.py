@@ -35,6 +35,23 @@ class Metadata(NamedTuple):
             )
         return found
 
+    def value(self, name: str) -> Any:
+        """Return a value as it is, None if there is none."""
+        return self.values.get(self.prefix + name)
+
+    def inside(self, name: str) -> "Metadata":
+        """Return the values of an object among these: none if it is absent or null."""
+        found = self.value(name)
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(
+                f"load_params expects an object as {self.prefix}{name} in {self.place}, got "
+                f"{brief(found)}."
+            )
+        prefix = f"{self.prefix}{name}."
+        return Metadata(
+            {prefix + key: each for key, each in (found or {}).items()}, self.place, prefix
+        )
+
     def size(self, name: str, field: str, default: int | None = None) -> int:
         """Return a value for a field of `TransformerConfig`, no larger than such a field may be."""
         return self.at_most(LARGEST[field], name, default)

@@ -3,14 +3,15 @@
 from typing import NamedTuple
 
 from funcrl.core.arguments import checked
+from funcrl.models import TransformerConfig
 
 
 class Name(NamedTuple):
-    """One parameter in the three vocabularies; `{}` stands for the number of the block."""
+    """One parameter in the three vocabularies."""
 
     ours: str
     hugging_face: str
-    gguf: str
+    gguf: str | None = None  # None in networks that are written to no GGUF file
 
 
 _OUTSIDE = (
@@ -31,11 +32,38 @@ _MODULES = (
     Name("mlp.up", "mlp.up_proj", "ffn_up"),
     Name("mlp.down", "mlp.down_proj", "ffn_down"),
 )
+_MORE_MODULES = (
+    # The rows of each head of queries are followed by those of its gate, in one matrix.
+    Name("attention.gate", "self_attn.q_proj"),
+    Name("delta.qkv", "linear_attn.in_proj_qkv"),
+    Name("delta.z", "linear_attn.in_proj_z"),
+    Name("delta.a", "linear_attn.in_proj_a"),
+    Name("delta.b", "linear_attn.in_proj_b"),
+    Name("delta.norm", "linear_attn.norm"),
+    Name("delta.o", "linear_attn.out_proj"),
+)
+# Of networks with norms after attention and after the MLP.
+_NORMS = (
+    Name("attention_post_norm", "post_attention_layernorm"),
+    Name("mlp_norm", "pre_feedforward_layernorm"),
+    Name("mlp_post_norm", "post_feedforward_layernorm"),
+)
+# Parameters that are no module's only weight or bias.
+_LEAVES = (
+    Name("delta.conv", "linear_attn.conv1d.weight"),
+    Name("delta.log_rate", "linear_attn.A_log"),
+    Name("delta.step_bias", "linear_attn.dt_bias"),
+)
+_INSIDE = {each.ours: each for each in (*_MODULES, *_MORE_MODULES)}
 
 
 @checked
-def translate(name: str) -> Name:
+def translate(name: str, config: TransformerConfig | None = None) -> Name:
     """Return a parameter of `Transformer` in all vocabularies.
+
+    Args:
+        name: the parameter.
+        config: of the network; names of norms differ where `post_norms` are.
 
     Example:
         >>> from funcrl.weights import translate
@@ -47,11 +75,18 @@ def translate(name: str) -> Name:
     for outside in _OUTSIDE:
         if name == outside.ours:
             return outside
-    parts = name.split(".")
-    if parts[0] == "blocks" and len(parts) > 3:
-        module, leaf = ".".join(parts[2:-1]), parts[-1]
-        for inside in _MODULES:
-            if module == inside.ours:
-                there = f"{parts[1]}.{inside.hugging_face}.{leaf}"
-                return Name(name, f"model.layers.{there}", f"blk.{parts[1]}.{inside.gguf}.{leaf}")
+    block, _, inner = name.removeprefix("blocks.").partition(".")
+    module, _, leaf = inner.rpartition(".")
+    if name.startswith("blocks.") and inner:
+        for each in _LEAVES:
+            if inner == each.ours:
+                return Name(name, f"model.layers.{block}.{each.hugging_face}")
+        inside = _INSIDE
+        if config is not None and config.post_norms:
+            inside = _INSIDE | {each.ours: each for each in _NORMS}
+        if module in inside:
+            _, theirs, gguf = inside[module]
+            return Name(
+                name, f"model.layers.{block}.{theirs}.{leaf}", gguf and f"blk.{block}.{gguf}.{leaf}"
+            )
     raise ValueError(f"translate expects the name of a Transformer's parameter, got {name!r}.")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from funcrl.core.files import whole_file, write_whole
 from funcrl.core.reading import read_json
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import check_params
-from funcrl.weights.gguf_write import GGUF_DTYPES, write_gguf
-from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
+from funcrl.weights.gguf_write import GGUF_DTYPES, gguf_architecture, write_gguf
+from funcrl.weights.held import as_stored
+from funcrl.weights.hugging_face import from_hugging_face, same_network, to_hugging_face
 from funcrl.weights.load import CONFIG, INDEX, SINGLE
-from funcrl.weights.names import translate
 from funcrl.weights.safetensors import NAMES, write_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER
 from funcrl.weights.tokenizer import (
@@ -70,6 +69,7 @@ def save_params(
     hf_config = to_hugging_face(config, str(dtype).removeprefix("torch."))
     hf_config |= special_tokens(source, ends)
     if to_gguf:
+        gguf_architecture(config)
         metadata = [] if source is None else tokenizer_metadata(source, config.vocab_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(path, config, params, metadata)
@@ -79,9 +79,7 @@ def save_params(
         files[GENERATION] = (json.dumps(special_tokens(None, ends), indent=2) + "\n").encode()
     _check_same_network(path, config)
     path.mkdir(parents=True, exist_ok=True)
-    weights = _write_weights(
-        path, {translate(name).hugging_face: leaf for name, leaf in params.items()}, max_shard_bytes
-    )
+    weights = _write_weights(path, as_stored(params, config), max_shard_bytes)
     for name, content in files.items():
         with whole_file(path / name) as file:
             file.write(content)
@@ -121,7 +119,9 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
     try:
         hf_config = read_json("save_params", path / CONFIG, LONGEST_HEADER)
         there = from_hugging_face(hf_config, str(path / CONFIG))
-        if replace(there, context_length=config.context_length) != config:
+        if "text_config" in hf_config:
+            raise ValueError("it has parts besides the text model")
+        if same_network(there) != same_network(config):
             raise ValueError(f"{there} is not {config}")
     except ValueError as error:
         raise ValueError(

@@ -14,7 +14,7 @@ from funcrl.core.reading import brief
 # Of a file of safetensors, and of the JSON beside it, in bytes: of models that are supported the
 # longest have some hundreds of kilobytes.
 LONGEST_HEADER = 1 << 25
-_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS = 1 << 16, 1000, 4
+_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS = 1 << 16, 1000, 5
 # Numbers decoded at a time: what a load needs besides the parameters themselves.
 _AT_ONCE = 1 << 18
 
@@ -46,7 +46,7 @@ def check_number(path: Path, count: int) -> None:
 def check_entry(path: Path, name: str, num_dimensions: int, shape: tuple[int, ...]) -> None:
     """Raise unless a tensor has a name and dimensions that a parameter may have.
 
-    `num_dimensions` is what the file says: more than four are not read, and `shape` is then empty.
+    `num_dimensions` is what the file says: more than five are not read, and `shape` is then empty.
     """
     if len(name) > _LONGEST_NAME:
         raise ValueError(

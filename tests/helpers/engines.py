@@ -17,12 +17,23 @@ needs_vllm = [
     pytest.mark.filterwarnings("default"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_GEMMA3 = {
+    "num_layers": 3, "rope_theta": 1e6, "rope_factor": 4.0, "norm_offset": 1.0, "post_norms": True,
+    "activation": "gelu_tanh", "embed_scale": 8.0, "attention_scale": 20**-0.5, "logit_cap": 5.0,
+}  # fmt: skip
 SHAPES = {
     "llama": {"qk_norm": False},
     "qwen2": {"qk_norm": False, "qkv_bias": True, "tied": False, "width": 128},
     "qwen3": {"qk_norm": True},
     "narrow": {"qk_norm": True, "head_width": 16},  # vLLM has no CPU kernel for such heads
-}
+    "gemma3": _GEMMA3 | {"layers": ("sliding", "full"), "window": 7, "local_rope_theta": 1e3},
+    "options": _GEMMA3 | {"attention_gate": True, "rotary_width": 8},  # of full attention alone
+    "qwen3.5": {
+        "num_layers": 4, "layers": ("delta", "delta", "delta", "full"), "norm_offset": 1.0,
+        "attention_gate": True, "rotary_width": 8, "delta_heads": 4, "delta_key_heads": 2,
+        "delta_key_width": 64, "delta_value_width": 64,
+    },
+}  # fmt: skip
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], list(range(7, 30))]
 
 

@@ -87,6 +87,22 @@ def test_what_transformers_generates_ends_where_the_sampler_does(run, tmp_path):
     assert min(lengths) < 20  # some of them end by themselves
 
 
+@pytest.mark.slow
+def test_a_run_of_a_hybrid_is_exported_as_transformers_own(tmp_path):
+    config = tiny(tmp_path / "run", model="micro-hybrid")
+    state = funcrl.train(replace(config, warm_start=WarmStartConfig(steps=0))).state
+    out = funcrl.export(tmp_path / "run", tmp_path / "model")
+    network, params = funcrl.load_params(out)
+    size = SumDigits().tokenizer.vocab_size
+    assert network.config == funcrl.models.shape("micro-hybrid", vocab_size=size)
+    assert all(torch.equal(params[name], leaf) for name, leaf in state.params.items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.arange(9) % size
+    ours = funcrl.functional(network)(params, tokens, torch.arange(9))
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert (model(tokens[None]).logits[0] - ours).abs().max() <= 1e-4
+
+
 def test_a_run_from_before_is_exported_with_its_tasks_tokenizer(run, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(run, old)

@@ -128,7 +128,7 @@ def test_what_nobody_could_read_is_refused_before_anything_is_written(tmp_path):
         (model, {**params, "norm.weight": norm.double()}, "dtype.*float32.*float64"),
         (model, funcrl.tree.cast(params, torch.float8_e4m3fn), "parameters .*float8"),
         (model, {**params, "norm.weight": norm.to("meta")}, "'norm.weight'"),
-        (both, funcrl.init_params(both, seed=0), "qk_norm .*qkv_bias"),
+        (both, funcrl.init_params(both, seed=0), "Qwen2ForCausalLM, .*qk_norm=True"),
         (torch.nn.Linear(1, 1), {}, "model .*Linear"),
     ]
     for name in ("x", "x.gguf"):

@@ -88,8 +88,8 @@ GGUF = {
        for count in (10**9 + 2, 2**62)},
     "a list as a size": ({"changed": {"embedding_length": (LIST, struct.pack("<IQ", 0, 10**6)
                                                            + bytes(10**6))}}, "embedding_length"),
-    "200,000 dimensions": ({"shapes": {"x": ((2**62,) * 200_000, 0)}}, "4 dimensions"),
-    "5 dimensions": ({"shapes": {"x": ((1,) * 5, 0)}}, "4 dimensions"),
+    "200,000 dimensions": ({"shapes": {"x": ((2**62,) * 200_000, 0)}}, "5 dimensions"),
+    "6 dimensions": ({"shapes": {"x": ((1,) * 6, 0)}}, "5 dimensions"),
     "no numbers": ({"shapes": {"rope_freqs.weight": ((0, 2**63), 0)}}, "rope_freqs.weight"),
     "a huge tensor": ({"shapes": {"token_embd.weight": ((2**40, 2**40), 0)}}, "it is cut off"),
     "a far tensor": ({"shapes": {"token_embd.weight": ((11, 8), 2**63)}}, "it is cut off"),
@@ -195,8 +195,8 @@ def one(shape, begin, end):
 
 
 HEADERS = {
-    "5 dimensions": ({"x": one([1] * 5, 0, 4)}, b"1234", "4 dimensions"),
-    "200,000 dimensions": ({"x": one([2**62] * 200_000, 0, 4)}, b"1234", "4 dimensions"),
+    "6 dimensions": ({"x": one([1] * 6, 0, 4)}, b"1234", "5 dimensions"),
+    "200,000 dimensions": ({"x": one([2**62] * 200_000, 0, 4)}, b"1234", "5 dimensions"),
     "a huge shape": ({"x": one([2**62, 2**62], 0, 4)}, b"1234", "'x'"),
     "a shape of 400 digits": (b'{"x": {"dtype": "F32", "shape": [1' + b"0" * 400
                               + b'], "data_offsets": [0, 4]}}', b"1234", "broken header"),

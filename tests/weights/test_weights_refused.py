@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import funcrl
 from funcrl import weights
+from funcrl.weights import families, hugging_face
 from funcrl.weights import gguf as gguf_module
-from funcrl.weights import hugging_face
+from funcrl.weights.rotation import PLAIN_ROPE
 
 THETA = {"rope_type": "default", "rope_theta": 5000.0}
 # config.json: what is changed, and what the error says.
@@ -50,6 +51,7 @@ CONFIGS = {
     "heads": ({"num_key_value_heads": 4}, "config.json.*TransformerConfig"),
     "architectures 5": ({"architectures": 5}, "LlamaForCausalLM, .* 5 "),
     "architectures {}": ({"architectures": [{}]}, "LlamaForCausalLM, .* {} "),
+    "architectures empty": ({"architectures": ""}, "LlamaForCausalLM, .* '' "),
     "architectures text": ({"architectures": "LlamaForCausalLM"}, None),
 }  # fmt: skip
 
@@ -81,7 +83,8 @@ def test_a_config_that_says_the_same_in_other_words_is_taken(tmp_path, changes):
 
 
 def test_every_option_has_its_row():
-    assert hugging_face._PLAIN.keys() | hugging_face._PLAIN_ROPE.keys() <= CONFIGS.keys()
+    options = hugging_face._PLAIN.keys() | families._LLAMA.plain.keys() | PLAIN_ROPE.keys()
+    assert options <= CONFIGS.keys()
     assert gguf_module._PLAIN.keys() <= METADATA.keys()
 
 

@@ -164,7 +164,11 @@ class Case(NamedTuple):
 
 def with_vocabulary(name: str) -> TransformerConfig:
     """Return a named shape with the vocabulary of its published model, or one of 512 tokens."""
-    return shape(name, {"qwen3-0.6b": 151_936, "smollm2-135m": 49_152}.get(name, 512))
+    sizes = {
+        "smollm2-135m": 49_152, "qwen3-0.6b": 151_936, "qwen3.5-0.8b": 248_320,
+        "gemma3-270m": 262_144, "gemma3-1b": 262_144,
+    }  # fmt: skip
+    return shape(name, sizes.get(name, 512))
 
 
 def depths(config: StepBenchConfig) -> tuple[int, ...]:

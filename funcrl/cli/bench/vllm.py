@@ -144,7 +144,8 @@ def _plain(config: VLLMBenchConfig, mode: str) -> Row:
     """Measure `vllm.LLM` as a user would call it, with the same prompts and options."""
     from vllm import LLM, SamplingParams
 
-    from funcrl.generators.vllm.settings import cache_bytes, compile_arguments
+    from funcrl.generators.vllm.cache import cache_bytes
+    from funcrl.generators.vllm.settings import compile_arguments
 
     shape, engine_config = with_vocabulary(config.model), _engine_config(config, mode)
 

@@ -16,8 +16,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from funcrl.config import Sampling
+from funcrl.core import tree
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
@@ -45,7 +47,7 @@ class InProcess:
         self.pushed: Pushed | None = None
         self._llm = _start(setup)
         settings = self._llm.vllm_config
-        self._block = int(settings.cache_config.block_size)
+        (self._groups,) = self._llm.collective_rpc(_groups)
         self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
         self.context_length = int(settings.model_config.max_model_len)
 
@@ -61,7 +63,8 @@ class InProcess:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
         with self._lifecycle.transition_to(State.READY):
-            self._llm.apply_model(lambda model: _put(model, params))
+            named = self._setup.named(params)
+            self._llm.apply_model(lambda model: _put(model, named))
         self.pushed = pushed(params, version)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
@@ -147,7 +150,7 @@ class InProcess:
         while waiting:
             row, prompt = waiting[0], prompts[waiting[0] // sampling.num_samples]
             longest = min(len(prompt) + sampling.max_tokens, self.context_length)
-            needed = -(-longest // self._block)
+            needed = sum(1 if each is None else -(-longest // each) for each in self._groups)
             if sum(blocks.values()) + needed > self._blocks:
                 return
             request = _request(sampling, seeds[row], longest - len(prompt))
@@ -222,6 +225,15 @@ def _put(model: Any, params: Params) -> None:
         write_params(model, params)
 
 
+def _groups(worker: Any) -> list[int | None]:
+    """Return the tokens of a block, for each group of layers that has blocks of its own.
+
+    None for delta layers, to which a sample is one block however long it is.
+    """
+    specs = [group.kv_cache_spec for group in worker.model_runner.kv_cache_config.kv_cache_groups]
+    return [None if isinstance(spec, MambaSpec) else int(spec.block_size) for spec in specs]
+
+
 def _let_go(model: Any) -> None:
     if isinstance(model, FuncrlForCausalLM):  # vLLM's own classes have weights of their own
         model.let_go()
@@ -230,11 +242,11 @@ def _let_go(model: Any) -> None:
 @torch.inference_mode()
 def _clear(worker: Any) -> None:
     """Leave no NaN in the cache: vLLM multiplies what is past a sequence's end by zero."""
-    for cache in worker.model_runner.kv_caches:
+    for cache in tree.leaves(worker.model_runner.kv_caches):
         cache.zero_()
 
 
 def _release(worker: Any) -> None:
     """Give the cache back, whoever still holds on to its tensors: compiled code may."""
-    for cache in worker.model_runner.kv_caches:
+    for cache in tree.leaves(worker.model_runner.kv_caches):
         cache.untyped_storage().resize_(0)

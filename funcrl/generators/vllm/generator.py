@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Protocol, TypeVar, get_args
 
 import torch
 
@@ -16,20 +16,20 @@ from funcrl.core.types import Params, Samples
 from funcrl.generators.contracts import Engine, Lifecycle, Pushed, State
 from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
+from funcrl.generators.vllm.cache import cache_bytes
 from funcrl.generators.vllm.failures import died, out_of_memory
 from funcrl.generators.vllm.memory import with_cache
+from funcrl.generators.vllm.networks import network_arguments
 from funcrl.generators.vllm.probe import check_finite, check_probe
-from funcrl.generators.vllm.server.processes import check_plugin
 from funcrl.generators.vllm.settings import (
     EngineSetup,
-    cache_bytes,
     compile_arguments,
     sleep_arguments,
 )
 from funcrl.generators.vllm.versions import check_version
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
-from funcrl.weights import load_params, to_hugging_face
+from funcrl.weights import load_params
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LEAST_CONTEXT = 3
@@ -96,7 +96,7 @@ class VLLM:
         cache_bytes(model.config, config, _DTYPES[dtype])
         check_version()
         self._lifecycle = Lifecycle()
-        overrides, hf_config = _overrides(model, config, _DTYPES[dtype])
+        overrides, hf_config = network_arguments(model.config, config, _DTYPES[dtype])
         self._setup = EngineSetup(
             model.config, config, _DTYPES[dtype], overrides, hf_config, self._lifecycle, decode
         )
@@ -235,57 +235,3 @@ def _start(model: Transformer, setup: EngineSetup, trainer_bytes: int) -> _Start
     from funcrl.generators.vllm.engine import InProcess
 
     return InProcess(setup)
-
-
-def _overrides(
-    model: Transformer, config: VLLMConfig, dtype: str
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return an engine's arguments of its network, and the config.json that vLLM is to read.
-
-    Raise if vLLM has not what it needs for them.
-    """
-    if config.form == "server":
-        check_plugin()
-    shape = model.config
-    has_kernel = _has_kernel(shape.head_width)
-    if config.network == "unified":
-        from funcrl.generators.vllm.inside.unified import overrides
-
-        is_exact = shape.numerics == "exact"
-        if is_exact:
-            _check_exact(config)
-        own = config.attention == "funcrl" or (config.attention == "auto" and not has_kernel)
-        return overrides(shape, own or is_exact), None
-    if not has_kernel:
-        raise ValueError(
-            f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
-            f"{shape.head_width}; form 'unified' takes any."
-        )
-    if shape.qkv_bias and shape.num_heads * shape.head_width != shape.width:
-        raise ValueError(
-            f"VLLM expects head_width of width / num_heads = {shape.width // shape.num_heads} for "
-            f"vLLM's Qwen2, got {shape.head_width}; form 'unified' takes any."
-        )
-    return {"load_format": "dummy"}, to_hugging_face(shape, dtype)
-
-
-def _check_exact(config: VLLMConfig) -> None:
-    """Raise if a row's bits would not be its own."""
-    if config.attention == "vllm":
-        raise ValueError(
-            "VLLM expects --vllm.attention auto or funcrl with exact numerics, whose attention is "
-            "the trainer's kernel, got vllm."
-        )
-    if config.compile.backend == "inductor":
-        raise ValueError(
-            "VLLM expects --vllm.compile.backend eager with exact numerics, got inductor, which "
-            "fuses operations; --vllm.compile.cudagraph full needs no compiler."
-        )
-
-
-def _has_kernel(head_width: int) -> bool:
-    if torch.cuda.is_available():
-        return head_width % 8 == 0 and head_width <= 256  # FlashAttention's
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    return bool(CPUAttentionBackend.supports_head_size(head_width))

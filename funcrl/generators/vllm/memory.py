@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from funcrl.config.generation import VLLMConfig
+from funcrl.generators.vllm.cache import FLOAT_BYTES, cache_limits
 from funcrl.generators.vllm.server.transport import BUCKET_BYTES
-from funcrl.generators.vllm.settings import FLOAT_BYTES, cache_limits
 from funcrl.models import Transformer, TransformerConfig
 
 # For CUDA graphs, kernels' workspaces, and what lies between the tensors of two allocators; and the

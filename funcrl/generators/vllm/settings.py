@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrl.config.generation import Sampling, VLLMConfig
+from funcrl.core.types import Params
 from funcrl.generators.contracts import Lifecycle
 from funcrl.generators.stops import DecodeFn
+from funcrl.generators.vllm.cache import cache_bytes
 from funcrl.models import TransformerConfig
+from funcrl.weights.held import as_stored
 
-_BLOCK = 128  # tokens; the largest block of the cache that vLLM takes by itself
-_CPU_CACHE = 1 << 30
 # The cache's size is given: all that is left of this is a check that so much of the GPU is free,
 # which it need not be with a trainer beside the engine.
 _UTILISATION = 0.01
@@ -19,7 +20,6 @@ _UTILISATION = 0.01
 # that only computes; by its path it takes the same class as it is.
 _EXECUTORS = {"cuda": "uni", "cpu": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
-FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class EngineSetup(NamedTuple):
@@ -38,6 +38,10 @@ class EngineSetup(NamedTuple):
         """Whether log-probabilities are funcrl's own: of its network with exact numerics."""
         return self.config.network == "unified" and self.shape.numerics == "exact"
 
+    def named(self, params: Params) -> Params:
+        """Return parameters under the names that the engine's network has for them."""
+        return params if self.config.network == "unified" else as_stored(params, self.shape)
+
 
 def engine_settings(setup: EngineSetup) -> dict[str, Any]:
     """Return vLLM's arguments for an engine, by the names of its `EngineArgs`."""
@@ -53,7 +57,9 @@ def engine_settings(setup: EngineSetup) -> dict[str, Any]:
         "max_num_batched_tokens": max(context, config.batched_tokens),
         "kv_cache_memory_bytes": cache_bytes(shape, config, dtype),
         "gpu_memory_utilization": _UTILISATION,
-        "enable_prefix_caching": True,
+        # A delta layer's state is of the whole prompt: vLLM keeps those of parts only where it cuts
+        # prompts in pieces.
+        "enable_prefix_caching": "delta" not in shape.kinds,
         # On a CPU a seeded request whose prompt is cut in pieces crashes vLLM 0.32.
         "enable_chunked_prefill": torch.cuda.is_available(),
         "logprobs_mode": _logprobs_mode(setup),
@@ -127,42 +133,3 @@ def sleep_arguments(config: VLLMConfig) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise ValueError("VLLM expects --no-vllm.sleep on a CPU, got --vllm.sleep.")
     return {"enable_sleep_mode": True}
-
-
-def samples_at_a_time(
-    shape: TransformerConfig, config: VLLMConfig, dtype: str, longest: int
-) -> int:
-    """Return how many samples of `longest` tokens the cache has room for, at least one."""
-    blocks = cache_bytes(shape, config, dtype) // (_BLOCK * _token_bytes(shape, dtype)) - 1
-    return max(1, min(config.slots, blocks // -(-longest // _BLOCK)))
-
-
-def cache_limits(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> tuple[int, int]:
-    """Return the bytes of keys and values of one sample, and of all that can be under way."""
-    token = _token_bytes(shape, dtype)
-    context = min(config.context_length, shape.context_length)
-    sample = -(-context // _BLOCK)
-    # A block besides is vLLM's own.
-    least, most = ((count + 1) * _BLOCK * token for count in (sample, config.slots * sample))
-    return least, most
-
-
-def cache_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
-    """Return the size of the cache of keys and values: what is allowed, or all that can be filled.
-
-    On a GPU `cache_bytes` 0 allows all, until `with_cache` has seen how much is left.
-    """
-    least, most = cache_limits(shape, config, dtype)
-    allowed = config.cache_bytes or (most if torch.cuda.is_available() else _CPU_CACHE)
-    if allowed < least:
-        context = min(config.context_length, shape.context_length)
-        raise ValueError(
-            f"VLLM expects --vllm.cache-bytes of at least {least} for a sample of {context} tokens "
-            f"(--vllm.context-length), got {allowed}."
-        )
-    return min(allowed, most)
-
-
-def _token_bytes(shape: TransformerConfig, dtype: str) -> int:
-    """Return the bytes of one token's keys and values."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * FLOAT_BYTES[dtype]

@@ -64,10 +64,8 @@ def num_params(config: TransformerConfig) -> int:
     Example:
         >>> import funcrl
         >>> config = funcrl.models.shape("micro", vocab_size=13)
-        >>> model = funcrl.models.Transformer(config)
-        >>> counted = sum(leaf.numel() for leaf in model.parameters())
-        >>> funcrl.memory.num_params(config) == counted
-        True
+        >>> funcrl.memory.num_params(config)
+        99520
     """
     return sum(leaf.numel() for leaf in Transformer(config).parameters())
 

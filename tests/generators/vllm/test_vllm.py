@@ -22,13 +22,15 @@ from engines import (
 import funcrl
 from funcrl.config import Sampling, TrainConfig, VLLMCompileConfig, VLLMConfig, from_plain
 from funcrl.generators import VLLM, State
+from funcrl.generators.vllm.cache import cache_bytes, samples_at_a_time
 from funcrl.generators.vllm.inside.native import fused_name
 from funcrl.generators.vllm.probe import check_probe
-from funcrl.generators.vllm.settings import cache_bytes, compile_arguments, samples_at_a_time
+from funcrl.generators.vllm.settings import compile_arguments
 from funcrl.generators.vllm.versions import architectures, supported
 from funcrl.loop.parity import ParityConfig, compare
 from funcrl.loop.rollouts import Completed, to_rollout
 from funcrl.tasks import Prompt
+from funcrl.weights.held import as_stored
 
 VARIANTS = [
     ("native", "llama", "float32", "auto"),
@@ -327,7 +329,8 @@ class TestEngine:
             if ".attention.k." in name:
                 other = name.replace(".k.", ".v.")
                 swapped[name], swapped[other] = params[other], params[name]
-        generator._engine._llm.apply_model(lambda theirs: _put(theirs, swapped))
+        named = generator._setup.named(swapped)
+        generator._engine._llm.apply_model(lambda theirs: _put(theirs, named))
         with pytest.raises(RuntimeError, match=r"VLLM\.push .* names of parameters"):
             check_probe(model, params, generator.score, generator.context_length)
         generator._probed = False
@@ -404,8 +407,8 @@ def test_a_server_gets_as_many_samples_as_its_cache_has_room_for():
 
 
 def test_every_parameter_has_a_place_in_vllm():
-    model, _ = make("qwen2")
-    places = [fused_name(name) for name, _ in model.named_parameters()]
+    model, params = make("qwen2")
+    places = [fused_name(name) for name in as_stored(params, model.config)]
     assert len(set(places)) == len(places)
     assert ("model.layers.1.self_attn.qkv_proj.bias", 2) in places
     assert ("model.layers.0.mlp.gate_up_proj.weight", 1) in places

@@ -1,4 +1,4 @@
-"""Parameters into vLLM's own class of a model: renamed, fused, and written where they are read."""
+"""Parameters into vLLM's own class of a model: fused, and written where they are read."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,29 +7,34 @@ import torch
 from torch import Tensor, nn
 
 from funcrl.core.types import Params
-from funcrl.weights import translate
 
 # vLLM's matrices that hold several of Hugging Face's, one above the other in this order.
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 
 
 def fused_name(name: str) -> tuple[str, int]:
-    """Return the name of vLLM's tensor that holds a parameter, and the parameter's place in it."""
-    theirs = translate(name).hugging_face
+    """Return the name of vLLM's tensor that holds one of Hugging Face's, and its place in it."""
     for fused, parts in _FUSED.items():
         for place, part in enumerate(parts):
-            if f".{part}." in theirs:
-                return theirs.replace(part, fused), place
-    return theirs, 0
+            if f".{part}." in name:
+                return name.replace(part, fused), place
+    return name, 0
 
 
-def write_params(model: nn.Module, params: Params) -> None:
-    """Write parameters into vLLM's model: in place, or anew where it keeps packed copies."""
+def write_params(model: nn.Module, tensors: Params) -> None:
+    """Write parameters into vLLM's model: in place, or anew where it keeps packed copies.
+
+    Args:
+        model: vLLM's.
+        tensors: the parameters as a Hugging Face folder has them, by their names there.
+    """
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-    for name, leaf in params.items():
+    for name, leaf in tensors.items():
         where, place = fused_name(name)
         parts[where][place] = leaf
     targets, sources = [], []
@@ -39,7 +44,7 @@ def write_params(model: nn.Module, params: Params) -> None:
         module = model.get_submodule(path)
         rows = [leaves[place] for place in sorted(leaves)]
         target = getattr(module, kind).data
-        if not target.numel():
+        if target.ndim != rows[0].ndim or not target.numel():
             packed[module] = torch.cat(rows).to(target.dtype)
             continue
         # A vocabulary is padded there: its first rows are ours.
@@ -51,6 +56,6 @@ def write_params(model: nn.Module, params: Params) -> None:
         module.weight = nn.Parameter(weight, requires_grad=False)
     modules: list[Any] = list(model.modules())
     for module in modules:
-        # vLLM lays matrices out anew for a CPU's products, and drops what it was given.
-        if hasattr(module, "cpu_linear"):
+        # vLLM lays matrices and filters out anew for a CPU, and drops what it was given.
+        if hasattr(module, "cpu_linear") or module in packed:
             module.quant_method.process_weights_after_loading(module)

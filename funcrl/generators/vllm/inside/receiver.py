@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.generators.vllm.inside.native import write_params
 from funcrl.generators.vllm.server.transport import (
@@ -127,6 +128,6 @@ class Receiver(WeightTransferEngine[Any, Any]):
 def _clear(model: Any) -> None:
     """Leave no NaN in the cache: vLLM multiplies what is past a sequence's end by zero."""
     for module in model.modules():
-        cache = getattr(module, "kv_cache", None)
-        if isinstance(cache, torch.Tensor):
-            cache.zero_()
+        for cache in tree.leaves(getattr(module, "kv_cache", ())):
+            if isinstance(cache, torch.Tensor):
+                cache.zero_()

@@ -82,7 +82,7 @@ class FuncrlForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [n, V] of some of the tokens; log-probabilities with exact numerics."""
-        out: Tensor = self.body.network.unembed(hidden_states)
+        out: Tensor = self.body.network.logits(hidden_states)
         return out if self._finish is None else self._finish(out)
 
     def get_model_state_cls(self) -> type[Any]:
@@ -125,7 +125,8 @@ class Body(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         hf_config = vllm_config.model_config.hf_config
-        c = TransformerConfig(**hf_config.funcrl_shape)
+        described = hf_config.funcrl_shape  # whose tuple a server gets as a list
+        c = TransformerConfig(**described | {"layers": tuple(described["layers"])})
         is_exact = c.numerics == "exact"
         self.skeleton = Transformer(c, EXACT_FORWARD if is_exact else None)
         own = ExactBackend if is_exact else FuncrlBackend
@@ -134,9 +135,9 @@ class Body(nn.Module):
             Attention(
                 c.num_heads, c.head_width, c.head_width**-0.5, num_kv_heads=c.num_kv_heads,
                 cache_config=vllm_config.cache_config, prefix=f"{prefix}layers.{index}.attention",
-                **backend,
+                per_layer_sliding_window=c.window if kind == "sliding" else None, **backend,
             )
-            for index in range(c.num_layers)
+            for index, kind in enumerate(c.kinds)
         )  # fmt: skip
         # Compiled code and graphs hold on to addresses: there parameters are copied into these.
         self.fixed = not vllm_config.model_config.enforce_eager
@@ -174,7 +175,8 @@ class Body(nn.Module):
 def _on(layer: nn.Module, shape: TransformerConfig) -> AttendFn:
     """Return attention on a layer's cache: vLLM's axes are [N, H C], ours [H, N, C]."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        del window  # which the layer has
         flat = [part.transpose(0, 1).flatten(1) for part in (q, k, v)]
         out: Tensor = layer(*flat)
         return out.unflatten(-1, (shape.num_heads, shape.head_width)).transpose(0, 1)

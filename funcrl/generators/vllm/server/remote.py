@@ -12,6 +12,7 @@ from funcrl.core.types import Params, Samples
 from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
+from funcrl.generators.vllm.cache import samples_at_a_time
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.server.link import Link
 from funcrl.generators.vllm.server.processes import ServerError, Servers
@@ -19,7 +20,6 @@ from funcrl.generators.vllm.settings import (
     EngineSetup,
     engine_settings,
     sample_fields,
-    samples_at_a_time,
     who_draws,
 )
 
@@ -59,7 +59,7 @@ class Remote:
     def push(self, params: Params, version: int | None = None) -> None:
         """Send parameters to all servers: all have those of one push, or the engine has failed."""
         with self._lifecycle.transition_to(State.READY):
-            self._link.push(params, clear=self._nan_in_cache)
+            self._link.push(self._setup.named(params), clear=self._nan_in_cache)
         self._nan_in_cache, self.pushed = False, pushed(params, version)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:

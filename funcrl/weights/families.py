@@ -1,0 +1,243 @@
+"""The families of networks that a config.json may describe, and how each says what it is."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from funcrl.core.reading import brief
+from funcrl.models import TransformerConfig
+from funcrl.weights.metadata import Metadata
+from funcrl.weights.rotation import LINEAR_ROPE, PLAIN_ROPE, agreed, check_rope, first, rope_objects
+
+_KINDS = {"full_attention": "full", "sliding_attention": "sliding", "linear_attention": "delta"}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+# Fields of `TransformerConfig` that describe delta layers, and their names.
+_DELTA = {
+    "delta_heads": "linear_num_value_heads", "delta_key_heads": "linear_num_key_heads",
+    "delta_key_width": "linear_key_head_dim", "delta_value_width": "linear_value_head_dim",
+    "delta_conv": "linear_conv_kernel_dim",
+}  # fmt: skip
+_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+class Family(NamedTuple):
+    """The networks of one class of transformers."""
+
+    architecture: str  # its name
+    model_type: str
+    options: Mapping[str, Any]  # fields of `TransformerConfig` that all of them have in common
+    kinds: tuple[str, ...]  # of its layers
+    plain: Mapping[str, tuple[Any, ...]]  # options, with the values under which nothing changes
+    read: Callable[[Metadata], dict[str, Any]]  # the fields besides these and the sizes
+    write: Callable[[TransformerConfig], dict[str, Any]]  # the same under the names of config.json
+    defaults: Mapping[str, Any] = MappingProxyType({})  # what a config.json may leave out
+    outer: str = ""  # the class that has such a network in its text_config, beside others
+    others: tuple[str, ...] = ()  # what names of parameters begin with that are no part of it
+
+
+def _layers(fields: Metadata, interval: str, default: int, kind: str) -> list[str]:
+    """Return the kind of each layer: as listed, or `kind` but for a full one each interval."""
+    kinds = (_NAMES[kind], "full_attention")
+    num_layers = fields.size("num_hidden_layers", "num_layers")
+    listed = fields.values.get(f"{fields.prefix}layer_types")
+    if listed is None:
+        every = fields.get(interval, int, default)
+        listed = [kinds[(layer + 1) % every == 0] for layer in range(num_layers)]
+    if not isinstance(listed, list) or any(each not in kinds for each in listed):
+        raise ValueError(
+            f"load_params expects {fields.prefix}layer_types in {fields.place} to be a list of "
+            f"{' and '.join(kinds)}, got {brief(listed)}."
+        )
+    if len(listed) != num_layers:
+        raise ValueError(
+            f"load_params expects {fields.prefix}layer_types in {fields.place} to name "
+            f"{num_layers} layers, got {len(listed)}."
+        )
+    return [_KINDS[each] for each in listed]
+
+
+def _pattern(kinds: list[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that, repeated and cut off, gives these kinds of layers."""
+    lengths = range(1, len(kinds) + 1)
+    fitting = (n for n in lengths if kinds[n:] == kinds[: len(kinds) - n])
+    return tuple(kinds[: next(fitting)])
+
+
+def _layer_types(config: TransformerConfig) -> list[str]:
+    return [_NAMES[kind] for kind in config.kinds]
+
+
+def _read_plain(fields: Metadata) -> dict[str, Any]:
+    num_layers = fields.size("num_hidden_layers", "num_layers")
+    fields.check({"layer_types": (None, ["full_attention"] * num_layers)})
+    ropes = rope_objects(fields)
+    for rope in ropes:
+        check_rope(rope, PLAIN_ROPE, "rope_theta")
+    places = [(fields, "rope_theta"), *((rope, "rope_theta") for rope in ropes)]
+    return {"rope_theta": agreed(places, 10_000.0)}
+
+
+def _write_plain(config: TransformerConfig) -> dict[str, Any]:
+    return {"hidden_act": "silu", "rope_theta": config.rope_theta}
+
+
+def _read_qwen3_5(fields: Metadata) -> dict[str, Any]:
+    ropes = rope_objects(fields)
+    plain = {name: each for name, each in PLAIN_ROPE.items() if name != "partial_rotary_factor"}
+    for rope in ropes:
+        # The three positions of mrope are one for text.
+        check_rope(rope, plain, "rope_theta", "partial_rotary_factor", "mrope_section",
+                   "mrope_interleaved")  # fmt: skip
+    places = [(rope, "partial_rotary_factor") for rope in (*ropes, fields)]
+    head_width = fields.size("head_dim", "head_width")
+    rotary_width = int(head_width * first(places, 0.25))
+    return {
+        "layers": _pattern(_layers(fields, "full_attention_interval", 4, "delta")),
+        "rope_theta": agreed([(each, "rope_theta") for each in (fields, *ropes)], 10_000.0),
+        "rotary_width": None if rotary_width == head_width else rotary_width,
+        **{field: fields.size(name, field) for field, name in _DELTA.items()},
+    }
+
+
+def _write_qwen3_5(config: TransformerConfig) -> dict[str, Any]:
+    rotary_width = config.rotary_width or config.head_width
+    return {
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",  # of the states, in vLLM too
+        "layer_types": _layer_types(config),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": _factor(rotary_width, config.head_width),
+        },
+        **{name: getattr(config, field) for field, name in _DELTA.items()},
+    }
+
+
+def _factor(part: int, whole: int) -> float:
+    """Return the number whose product with `whole`, rounded down, is `part`."""
+    factor = part / whole
+    return factor if int(whole * factor) == part else math.nextafter(factor, 1.0)
+
+
+def _read_gemma3(fields: Metadata) -> dict[str, Any]:
+    kinds = _layers(fields, "sliding_window_pattern", 6, "sliding")
+    scaled, nested = rope_objects(fields)
+    full, local = nested.inside("full_attention"), nested.inside("sliding_attention")
+    check_rope(nested, {}, "full_attention", "sliding_attention")
+    check_rope(local, PLAIN_ROPE, "rope_theta")
+    for rope in (scaled, full):
+        is_linear = "linear" in (rope.value("rope_type"), rope.value("type"))
+        check_rope(rope, LINEAR_ROPE if is_linear else PLAIN_ROPE, "rope_theta", "factor")
+    scalar = fields.get("query_pre_attn_scalar", float)
+    has_cap = fields.value("final_logit_softcapping") is not None
+    found = {
+        "layers": _pattern(kinds),
+        "rope_theta": agreed(
+            [(each, "rope_theta") for each in (fields, scaled, full)], _GEMMA_THETA
+        ),
+        "rope_factor": agreed([(each, "factor") for each in (scaled, full)], 1.0),
+        "attention_scale": None if scalar == fields.value("head_dim") else scalar**-0.5,
+        "embed_scale": fields.size("hidden_size", "width") ** 0.5,
+        "logit_cap": fields.get("final_logit_softcapping", float) if has_cap else None,
+    }
+    if "sliding" in kinds:
+        places = [(fields, "rope_local_base_freq"), (local, "rope_theta")]
+        found["local_rope_theta"] = agreed(places, _GEMMA_LOCAL_THETA)
+        found["window"] = fields.get("sliding_window", int)
+    return found
+
+
+def _write_gemma3(config: TransformerConfig) -> dict[str, Any]:
+    scale = config.attention_scale
+    scaling = {"rope_type": "linear", "factor": config.rope_factor}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _layer_types(config),
+        "sliding_window": config.window,
+        # Under the names that all versions of transformers read.
+        "rope_theta": config.rope_theta,
+        "rope_local_base_freq": config.local_rope_theta or config.rope_theta,
+        "rope_scaling": None if config.rope_factor == 1 else scaling,
+        "query_pre_attn_scalar": config.head_width if scale is None else max(round(scale**-2), 1),
+        "final_logit_softcapping": config.logit_cap,
+    }
+
+
+_SILU = {"hidden_act": ("silu",)}
+_PLAIN = _SILU | {
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+}
+_QWEN3_5_SIZES = {
+    "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288,
+    "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 256, "max_position_embeddings": 32_768, "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_GEMMA3_SIZES = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "max_position_embeddings": 131_072, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    options={"qk_norm": False},
+    kinds=("full",),
+    plain=_PLAIN,
+    read=_read_plain,
+    write=_write_plain,
+)
+_QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    options={"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    kinds=("delta", "full"),
+    plain=_SILU
+    | {
+        "attn_output_gate": (True, None),
+        "mlp_only_layers": ([], None),
+        "mamba_ssm_dtype": ("float32", None),
+    },
+    read=_read_qwen3_5,
+    write=_write_qwen3_5,
+    defaults=_QWEN3_5_SIZES,
+    outer="Qwen3_5ForConditionalGeneration",
+    others=("model.visual.", "mtp."),
+)
+_GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    options={"qk_norm": True, "norm_offset": 1.0, "post_norms": True, "activation": "gelu_tanh"},
+    kinds=("sliding", "full"),
+    plain={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+        "partial_rotary_factor": (1, None),
+    },
+    read=_read_gemma3,
+    write=_write_gemma3,
+    defaults=_GEMMA3_SIZES | {"tie_word_embeddings": True},
+    outer="Gemma3ForConditionalGeneration",
+    others=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.",
+            "multi_modal_projector."),
+)  # fmt: skip
+FAMILIES = (
+    _LLAMA,
+    _LLAMA._replace(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        options={"qk_norm": False, "qkv_bias": True},
+    ),
+    _LLAMA._replace(architecture="Qwen3ForCausalLM", model_type="qwen3", options={"qk_norm": True}),
+    _QWEN3_5,
+    _GEMMA3,
+)
