@@ -7,7 +7,7 @@ weights; parameters are a separate flat dictionary. Three parts of it are argume
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -264,8 +264,9 @@ def init_params(
     """Return new parameters of a module: a flat dictionary, its keys sorted.
 
     Vectors of norms are 1 and biases 0; matrices are normal with deviation 0.02, and those that
-    write to the residual stream (`o` and `down`) are divided by sqrt(2 L), as in GPT-2. Each
-    parameter has its own seed, `fold_in(seed, its index among the sorted names)`.
+    write to the residual stream (`o` and `down`) are divided by sqrt(2 L), as in GPT-2. A module's
+    `deviations`, by name, are for matrices that need others, as in `Recurrent`. Each parameter has
+    its own seed, `fold_in(seed, its index among the sorted names)`.
 
     Args:
         model: a module, on the meta device or not; its own weights are not read.
@@ -281,6 +282,7 @@ def init_params(
     """
     named = dict(sorted(model.named_parameters()))
     num_layers = sum(isinstance(child, Block) for child in model.modules())
+    own_deviations: Mapping[str, float] = getattr(model, "deviations", {})
     # Drawn on the CPU in float32, so that a seed gives the same numbers for any dtype and device.
     drawn: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     params: Params = {}
@@ -291,6 +293,7 @@ def init_params(
         else:
             writes_residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
             deviation = 0.02 / (math.sqrt(2 * num_layers) if writes_residual else 1.0)
+            deviation = own_deviations.get(name, deviation)
             generator = rng.generator(seed, index)
             value = torch.randn(leaf.shape, generator=generator, **drawn) * deviation
         params[name] = value.to(device=device, dtype=dtype)

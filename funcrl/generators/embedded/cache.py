@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.generators.embedded.entering import padded_prompts
+from funcrl.generators.prompts import Prompts
 from funcrl.models import Transformer
 from funcrl.ops import AttendFn
 
@@ -23,11 +25,12 @@ class CachedTransformer:
         self._model = model
         self._cache = empty_cache(model, rows, places, model.norm.weight)
 
-    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Run the prompts once, and share what they leave with their samples."""
-        prefix = prefill(self._model, prompts, lengths)
+        tokens, lengths = padded_prompts(prompts, self._cache.device)
+        prefix = prefill(self._model, tokens, lengths)
         for layer, pairs in zip(self._cache, prefix.pairs, strict=True):
-            layer[rows, :, : prompts.shape[1]] = pairs.repeat_interleave(group, dim=0)
+            layer[rows, :, : tokens.shape[1]] = pairs.repeat_interleave(group, dim=0)
         return prefix.logits.repeat_interleave(group, dim=0)
 
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:

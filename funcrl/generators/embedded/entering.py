@@ -3,6 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from funcrl.generators.prompts import Prompts
 
 # Padded prompt tokens in one forward pass, so that its activations stay bounded.
@@ -19,6 +22,13 @@ def pad_prompts(prompts: Prompts, width: int) -> list[list[int]]:
         width: the length of each row.
     """
     return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
+
+
+def padded_prompts(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the prompts [n, P], padded as `pad_prompts` does, and the length of each [n]."""
+    lengths = [len(prompt) for prompt in prompts]
+    padded = torch.tensor(pad_prompts(prompts, max(lengths)), device=device)
+    return padded, torch.tensor(lengths, device=device)
 
 
 def take_waiting(waiting: deque[int], prompts: Prompts, admit: Callable[[int], bool]) -> list[int]:

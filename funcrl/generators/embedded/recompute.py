@@ -13,7 +13,9 @@ from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.draw import LogSoftmaxFn
 from funcrl.generators.embedded.drawn import Completions, Request, completions
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.entering import padded_prompts
 from funcrl.generators.embedded.slots import Batch
+from funcrl.generators.prompts import Prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
 from funcrl.models.logits import LogitsFn, context_length_of, logits_fn, vocab_size_of
@@ -101,10 +103,11 @@ class Recomputed:
 
         self._logits = over_rows("Recompute", last_logits)
 
-    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Keep the prompts' tokens for each sample, and compute what follows each prompt."""
-        self._tokens[rows, : prompts.shape[1]] = prompts.repeat_interleave(group, dim=0)
-        return self._last(prompts, lengths - 1).repeat_interleave(group, dim=0)
+        tokens, lengths = padded_prompts(prompts, self._tokens.device)
+        self._tokens[rows, : tokens.shape[1]] = tokens.repeat_interleave(group, dim=0)
+        return self._last(tokens, lengths - 1).repeat_interleave(group, dim=0)
 
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Keep one more token of each sample, and compute what follows it."""

@@ -10,16 +10,16 @@ from torch import Tensor
 from funcrl.core import rng
 from funcrl.generators.draw import LogSoftmaxFn, draw_tokens
 from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
-from funcrl.generators.embedded.entering import pad_prompts, take_waiting
-from funcrl.generators.prompts import sample_seeds
+from funcrl.generators.embedded.entering import take_waiting
+from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.ops.arithmetic import log_softmax
 
 
 class Decoder(Protocol):
     """A network with its parameters, and what it keeps of the samples under way, a row each."""
 
-    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
-        """Fill rows with prompts [n, P], each `group` times; return logits [n * group, V]."""
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+        """Fill rows with n prompts, each `group` times; return logits [n * group, V]."""
 
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add a token at its position to each of the first rows; return logits [rows, V]."""
@@ -29,6 +29,12 @@ class Decoder(Protocol):
 
 
 OpenFn = Callable[[int, int], Decoder]  # (rows, places) -> an empty decoder
+# (rows, the samples there) is called with those that have ended, while their rows are theirs
+EndedFn = Callable[[list[int], list[Drawn]], None]
+
+
+def _forget(rows: list[int], samples: list[Drawn]) -> None:
+    """Keep nothing of samples that have ended."""
 
 
 class Batch:
@@ -44,8 +50,9 @@ class Batch:
         request: Request,
         device: torch.device,
         log_softmax: LogSoftmaxFn = log_softmax,
+        ended: EndedFn = _forget,
     ) -> None:
-        self.log_softmax = log_softmax
+        self.log_softmax, self.ended = log_softmax, ended
         prompts, sampling = request.prompts, request.sampling
         self.request, self.sampling = request, sampling
         self.seeds = sample_seeds(prompts, sampling.num_samples, request.seed)
@@ -88,11 +95,10 @@ class Batch:
         """Run the prompts once, share what they leave with their samples; logits of each sample."""
         group, device = self.sampling.num_samples, self.tokens.device
         prompts = [self.request.prompts[index] for index in entering]
-        padded = pad_prompts(prompts, max(map(len, prompts)))
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        logits = self.decoder.enter(torch.tensor(padded, device=device), lengths, rows, group)
+        logits = self.decoder.enter(prompts, rows, group)
         # One before the place of the first drawn token: `_draw` moves on.
-        self.positions[rows] = (lengths - 1).repeat_interleave(group)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        self.positions[rows] = last.repeat_interleave(group)
         self.counts[rows] = 0
         seeds = torch.tensor([self.seeds[sample] for sample in self.samples[rows]], device=device)
         self.uniforms[rows] = rng.uniform(seeds, self.most)
@@ -117,7 +123,9 @@ class Batch:
         """Free the slots of the samples that have ended, from slot `start` on."""
         slots = range(start, len(self.samples))
         ended = [slot for slot in slots if self.drawn[self.samples[slot]].end(self.request)]
-        self._close_gaps(ended)
+        if ended:
+            self.ended(ended, [self.drawn[self.samples[slot]] for slot in ended])
+            self._close_gaps(ended)
 
     def _close_gaps(self, ended: list[int]) -> None:
         """Move the last samples to the free slots before them, all at once."""
