@@ -8,6 +8,7 @@ from funcrl.ops.contract import AttendFn, AttendSegmentsFn, LinearFn, Ops, Weigh
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash
 from funcrl.ops.flash_segments import attend_flash_segments
+from funcrl.ops.recurrent import gru_scan, lstm_scan
 from funcrl.ops.scores import entropy
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "attend_segments",
     "choose_ops",
     "entropy",
+    "gru_scan",
     "linear_scores",
+    "lstm_scan",
     "ops_of",
     "project",
     "rms_norm",

@@ -1,0 +1,115 @@
+"""What a recurrent layer computes with: the kernels of one cell for a few steps in a row.
+
+The operator of a layer (`layer.py`) cuts a sequence into pieces of k steps, and calls these on one
+piece after the other. Inside a piece the steps are the first axis: a tensor is [k, N, ...] for N
+sequences. One that a kernel is given may be a view with any strides of the first two axes, such as
+some steps of [N, T, H]; its last axis is contiguous. What an argument calls "written" is allocated
+by the caller.
+
+| cell | G, width of `pre` | `gates`, 4 H wide | C, width of a cell state | `grads`, 4 H wide |
+|---|---|---|---|---|
+| lstm | 4 H: i f g o | i f g o, after sigmoid, sigmoid, tanh, sigmoid | H | of `pre` |
+| gru | 3 H: r z n | r z n after sigmoid, sigmoid, tanh; then m = W_hn h + b_hn | 0: empty tensors \
+| of `pre`, then of m |
+
+With `pre` = x W_ih^T + b_ih + b_hh (gru: without b_hn, which is `bias_n`), and h the state before
+a step, which is zero if a new episode begins at it:
+
+    lstm: i f g o = pre + W_hh h;  c' = f c + i g;  h' = o tanh(c')
+    gru:  r z = pre + W_h(r,z) h;  n = tanh(pre + r m);  h' = n + z (h - n)
+
+`pre`, `gates`, `grads`, h and the outputs have the dtype of x. Cell states and their gradients have
+at least float32, and so has the gradient of h that goes from one piece to the one before it.
+"""
+
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+Cell = Literal["lstm", "gru"]
+Precision = Literal["ieee", "tf32"]
+
+
+class ForwardFn(Protocol):
+    """Run k steps; return the cell state after the last one, [N, C]."""
+
+    def __call__(
+        self,
+        pre: Tensor,  # [k, N, G], contiguous
+        weight_hh: Tensor,  # [G, H]
+        bias_n: Tensor | None,  # [H], of a GRU
+        h0: Tensor,  # [N, H], the state before the first step
+        c0: Tensor,  # [N, C]
+        resets: Tensor | None,  # [k, N] bool, True where a new episode begins
+        outputs: Tensor,  # [k, N, H], written: the state h after each step
+        gates: Tensor | None,  # [k, N, 4 H], written, or None: nobody wants them
+        cells: Tensor | None,  # [k, N, C], written: the cell state after each step; None with gates
+    ) -> Tensor: ...
+
+
+class ReplayFn(Protocol):
+    """Find the gates and cell states of k steps anew; return the cell state after the last one.
+
+    The state h of every step is known, so that the product with W_hh need not wait for the step
+    before. The results have the bits that the forward pass gives.
+    """
+
+    def __call__(
+        self,
+        pre: Tensor,  # [k, N, G], contiguous; it may be overwritten
+        weight_hh: Tensor,
+        bias_n: Tensor | None,
+        before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
+        c0: Tensor,  # [N, C]
+        resets: Tensor | None,  # [k, N]
+        gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
+        cells: Tensor | None,  # [k, N, C], written; None with gates
+    ) -> Tensor: ...
+
+
+class BackwardFn(Protocol):
+    """Return the gradients of the states before the piece, [N, H] and [N, C]."""
+
+    def __call__(
+        self,
+        grad_outputs: Tensor,  # [k, N, H], without what comes from later steps; any strides
+        gates: Tensor,  # [k, N, 4 H]
+        cells: Tensor,  # [k, N, C]
+        before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
+        c0: Tensor,  # [N, C]
+        weight_hh: Tensor,
+        resets: Tensor | None,  # [k, N]
+        grad_h: Tensor,  # [N, H], at least float32: of the state after the last step
+        grad_c: Tensor,  # [N, C]
+        grads: Tensor,  # [k, N, 4 H], written; it may be `gates` itself
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ScanKernels(NamedTuple):
+    """The kernels of one cell on one kind of device; plain functions of tensors."""
+
+    forward: ForwardFn
+    replay: ReplayFn
+    backward: BackwardFn
+
+
+def steps_of_piece(num_sequences: int) -> int:
+    """Return k, how many steps a piece has: the same whatever is recomputed."""
+    return min(max(16384 // max(num_sequences, 1), 4), 64)
+
+
+def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:
+    """Return the kernels of the backend "op" or "triton".
+
+    `funcrl.ops.recurrent.cuda` has `scan_kernels(cell, precision) -> ScanKernels`, and
+    `why_not(cell, x, width) -> str`: why its kernels do not take such an x [..., T, D] and a state
+    of so many numbers, as the end of "the triton backend expects ...", or "" where they do.
+    """
+    if backend == "triton":
+        # Imported here, because it needs triton.
+        from funcrl.ops.recurrent import cuda
+
+        return cuda.scan_kernels(cell, precision)
+    from funcrl.ops.recurrent import gru, lstm
+
+    return lstm.KERNELS if cell == "lstm" else gru.KERNELS

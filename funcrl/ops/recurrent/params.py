@@ -1,0 +1,68 @@
+"""The parameters of a recurrent network under torch's names, and checks of them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.core import checks
+
+_WEIGHTS, _BIASES = ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh")
+
+
+class Layer(NamedTuple):
+    """The parameters of one layer; G is 4 H (LSTM: i f g o) or 3 H (GRU: r z n)."""
+
+    weight_ih: Tensor  # [G, D]
+    weight_hh: Tensor  # [G, H]
+    bias_ih: Tensor | None  # [G]
+    bias_hh: Tensor | None  # [G]
+
+
+def layers_of(
+    function: str, x: Tensor, params: Mapping[str, Tensor], num_gates: int
+) -> list[Layer]:
+    """Return the layers that a dict has, after checking names, shapes and dtypes.
+
+    Args:
+        function: the public function, for errors.
+        x: [..., T, D].
+        params: under torch's names, such as `weight_ih_l0`.
+        num_gates: 4 of an LSTM, 3 of a GRU.
+    """
+    count = sum(name.startswith("weight_hh_l") for name in params)
+    names = {f"{kind}_l{n}" for n in range(count) for kind in (*_WEIGHTS, *_BIASES)}
+    unknown = sorted(params.keys() - names)
+    if unknown or not count:
+        found = unknown[0] if unknown else "none"
+        raise ValueError(
+            f"{function} expects params named weight_ih_l0, weight_hh_l0, bias_ih_l0, bias_hh_l0, "
+            f"and so on for each layer, got {found!r}."
+        )
+    layers = [_layer(function, params, n) for n in range(count)]
+    width_in, width = x.shape[-1], layers[0].weight_hh.shape[-1]
+    for n, layer in enumerate(layers):
+        rows = num_gates * width
+        expected = ((rows, width_in), (rows, width), (rows,), (rows,))
+        for kind, tensor, shape in zip((*_WEIGHTS, *_BIASES), layer, expected, strict=True):
+            if tensor is None:
+                continue
+            name = f"params['{kind}_l{n}']"
+            if tensor.shape != torch.Size(shape):
+                raise ValueError(
+                    f"{function} expects {name} of shape {list(shape)}, "
+                    f"got {list(tensor.shape)}."
+                )
+            checks.check_dtype(function, name, tensor, x.dtype)
+        width_in = width
+    return layers
+
+
+def _layer(function: str, params: Mapping[str, Tensor], n: int) -> Layer:
+    names = [f"{kind}_l{n}" for kind in (*_WEIGHTS, *_BIASES)]
+    biased = [name in params for name in names[2:]]
+    for name in names if any(biased) else names[:2]:
+        if name not in params:
+            raise ValueError(f"{function} expects params[{name!r}], got {sorted(params)}.")
+    return Layer(*(params.get(name) for name in names))  # type: ignore[arg-type]  # (both weights are there)
