@@ -1,6 +1,7 @@
 """The network definition, and parameters for it."""
 
 from funcrl.models.logits import LogitsFn, logits_fn
+from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.shapes import SHAPES, shape
 from funcrl.models.transformer import (
     LARGEST,
@@ -22,6 +23,9 @@ __all__ = [
     "HeadFn",
     "Linear",
     "LogitsFn",
+    "Recurrent",
+    "RecurrentConfig",
+    "RecurrentState",
     "Transformer",
     "TransformerConfig",
     "init_params",

@@ -131,5 +131,23 @@ class Recurrent(nn.Module):
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
         checks.check_shape("Recurrent", "positions", positions, "tokens", tokens.shape)
-        hidden, _ = self.layers(self.embed(tokens), None, resets)
+        hidden, _ = self.read(tokens, None, resets)
         return self.unembed(hidden) if head is None else head(hidden, self.unembed.weight)
+
+    def read(
+        self, tokens: Tensor, state: RecurrentState | None = None, resets: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Return the last layer's output [..., T, D], and the state after the last token."""
+        found: tuple[Tensor, RecurrentState] = self.layers(self.embed(tokens), state, resets)
+        return found
+
+    def next_logits(self, state: RecurrentState) -> Tensor:
+        """Return the logits [..., V] of what follows: the last layer's output is its state."""
+        h = state if isinstance(state, Tensor) else state[0]
+        logits: Tensor = self.unembed(h[..., -1, :])
+        return logits
+
+    def zero_state(self) -> RecurrentState:
+        """Return the state of a sample before its first token."""
+        h = self.embed.weight.new_zeros(self.config.num_layers, self.config.width)
+        return (h, h.clone()) if self.config.cell == "lstm" else h

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.models.recurrent import RecurrentConfig
 from funcrl.models.transformer import TransformerConfig
 
-SHAPES: dict[str, TransformerConfig] = {
+SHAPES: dict[str, TransformerConfig | RecurrentConfig] = {
+    "lstm": RecurrentConfig(),
+    "gru": RecurrentConfig(cell="gru"),
     "micro": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
     ),
@@ -30,7 +33,7 @@ SHAPES: dict[str, TransformerConfig] = {
 
 
 @checked
-def shape(name: str, vocab_size: int) -> TransformerConfig:
+def shape(name: str, vocab_size: int) -> TransformerConfig | RecurrentConfig:
     """Return the config of a named shape, with a vocabulary of `vocab_size` tokens.
 
     Example:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.generators.embedded.drawn import Drawn
 from funcrl.generators.embedded.entering import padded_prompts
 from funcrl.generators.prompts import Prompts
 from funcrl.models import Transformer
@@ -36,6 +37,9 @@ class CachedTransformer:
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run one more token of each sample."""
         return extend(self._model, self._cache, tokens, positions, longest)
+
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
         """Copy the keys and values of some samples to other rows."""

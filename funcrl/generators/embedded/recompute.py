@@ -11,7 +11,7 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.draw import LogSoftmaxFn
-from funcrl.generators.embedded.drawn import Completions, Request, completions
+from funcrl.generators.embedded.drawn import Completions, Drawn, Request, completions
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.entering import padded_prompts
 from funcrl.generators.embedded.slots import Batch
@@ -115,6 +115,9 @@ class Recomputed:
         rows.scatter_(1, positions[:, None], tokens[:, None])
         width = min(math.ceil((longest + 1) / _BUCKET) * _BUCKET, rows.shape[1])
         return self._last(rows[:, :width], positions)
+
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
         """Copy the tokens of some samples to other rows."""

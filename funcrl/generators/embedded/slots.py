@@ -24,17 +24,14 @@ class Decoder(Protocol):
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add a token at its position to each of the first rows; return logits [rows, V]."""
 
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Take note that the samples of some rows have ended; others will have these rows."""
+
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
         """Copy the places of some rows to other rows."""
 
 
 OpenFn = Callable[[int, int], Decoder]  # (rows, places) -> an empty decoder
-# (rows, the samples there) is called with those that have ended, while their rows are theirs
-EndedFn = Callable[[list[int], list[Drawn]], None]
-
-
-def _forget(rows: list[int], samples: list[Drawn]) -> None:
-    """Keep nothing of samples that have ended."""
 
 
 class Batch:
@@ -50,9 +47,8 @@ class Batch:
         request: Request,
         device: torch.device,
         log_softmax: LogSoftmaxFn = log_softmax,
-        ended: EndedFn = _forget,
     ) -> None:
-        self.log_softmax, self.ended = log_softmax, ended
+        self.log_softmax = log_softmax
         prompts, sampling = request.prompts, request.sampling
         self.request, self.sampling = request, sampling
         self.seeds = sample_seeds(prompts, sampling.num_samples, request.seed)
@@ -124,7 +120,7 @@ class Batch:
         slots = range(start, len(self.samples))
         ended = [slot for slot in slots if self.drawn[self.samples[slot]].end(self.request)]
         if ended:
-            self.ended(ended, [self.drawn[self.samples[slot]] for slot in ended])
+            self.decoder.leave(ended, [self.drawn[self.samples[slot]] for slot in ended])
             self._close_gaps(ended)
 
     def _close_gaps(self, ended: list[int]) -> None:
