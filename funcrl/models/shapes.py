@@ -1,4 +1,4 @@
-"""Named shapes of the network, for `--model`."""
+"""Named shapes of the networks, for `--model`."""
 
 from dataclasses import replace
 
@@ -7,9 +7,7 @@ from funcrl.core.arguments import checked
 from funcrl.models.recurrent import RecurrentConfig
 from funcrl.models.transformer import TransformerConfig
 
-SHAPES: dict[str, TransformerConfig | RecurrentConfig] = {
-    "lstm": RecurrentConfig(),
-    "gru": RecurrentConfig(cell="gru"),
+SHAPES: dict[str, TransformerConfig] = {
     "micro": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
     ),
@@ -30,11 +28,20 @@ SHAPES: dict[str, TransformerConfig | RecurrentConfig] = {
         rope_theta=1_000_000.0, context_length=40_960,
     ),
 }  # fmt: skip
+RECURRENT_SHAPES: dict[str, RecurrentConfig] = {
+    "lstm": RecurrentConfig(),
+    "gru": RecurrentConfig(cell="gru"),
+}
+
+
+def is_shape(name: str) -> bool:
+    """Return whether a model's name is that of a shape, which starts from nothing."""
+    return name in SHAPES or name in RECURRENT_SHAPES
 
 
 @checked
-def shape(name: str, vocab_size: int) -> TransformerConfig | RecurrentConfig:
-    """Return the config of a named shape, with a vocabulary of `vocab_size` tokens.
+def shape(name: str, vocab_size: int) -> TransformerConfig:
+    """Return the config of a `Transformer` of a named shape, with a vocabulary of `vocab_size` tokens.
 
     Example:
         >>> import funcrl
