@@ -25,6 +25,7 @@ def operator(
     *,
     summed: bool = False,
     flops: Callable[..., int] | None = None,
+    over_batch: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that makes a function of tensors the operator `funcrl::name`.
 
@@ -35,19 +36,20 @@ def operator(
         summed: whether a result is a sum over rows: then each sample of a batch is a call of its
             own, which gives it the bits that it has alone.
         flops: the operations of its products, of the shapes of the inputs; none are left out.
+        over_batch: what `vmap` does, if not this: rows get one more leading axis.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         op: Any = torch.library.custom_op(f"funcrl::{name}", kernel, mutates_args=())
         op.register_fake(fake)
 
-        def over_batch(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
-            if summed or not _only_rows(in_dims, rows):
-                return _each(op, info.batch_size, in_dims, inputs)
-            found = op(*_leading(info.batch_size, in_dims, inputs, rows))
+        def more_rows(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
+            if summed or not only_rows(in_dims, rows):
+                return each_sample(op, info.batch_size, in_dims, inputs)
+            found = op(*leading(info.batch_size, in_dims, inputs, rows))
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
-        op.register_vmap(over_batch)
+        op.register_vmap(over_batch or more_rows)
         packet = getattr(torch.ops.funcrl, name)
         if flops is not None:
             register_flop_formula(packet)(lambda *shapes, **_: flops(*shapes))
@@ -64,6 +66,7 @@ def differentiable(
     rows: Sequence[int],
     returned: int = 1,
     instead: str = "native numerics have them all",
+    plain: Callable[..., Tensors] | None = None,
 ) -> Callable[..., Any]:
     """Return an operation with a first derivative, for any nesting of `grad` and `vmap`.
 
@@ -75,6 +78,8 @@ def differentiable(
         rows: the places of the inputs that have rows, along any leading axes.
         returned: the number of results that the operation returns.
         instead: what has a second derivative, for the error of asking for one.
+        plain: the forward pass where nobody asks for a gradient, if it is another one: its results
+            are the operation's alone.
     """
     once = _without_derivative(function, backward, returned, instead)
 
@@ -101,13 +106,33 @@ def differentiable(
 
         @staticmethod
         def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
-            if not _only_rows(in_dims, rows):
-                return _each(Operation.apply, info.batch_size, in_dims, inputs)
-            found = _apply(Operation, *_leading(info.batch_size, in_dims, inputs, rows))
-            return found, (0,) * len(found)
+            return _over_rows(Operation.apply, rows, info, in_dims, inputs)
+
+    class Plain(torch.autograd.Function):
+        """What `plain` computes. A value that `vmap` batches hides that it needs a gradient."""
+
+        @staticmethod
+        def forward(*inputs: Any) -> Tensors:
+            return (plain or forward)(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+            """Keep nothing: there is no backward pass."""
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
+            return _over_rows(run, rows, info, in_dims, inputs)
+
+    def run(*inputs: Any) -> Tensors:
+        keeps = plain is None or (
+            torch.is_grad_enabled()
+            and any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        )
+        found: Tensors = _apply(Operation if keeps else Plain, *inputs)
+        return found
 
     def call(*inputs: Any) -> Any:
-        found = _apply(Operation, *inputs)
+        found = run(*inputs)
         return found[0] if returned == 1 else found[:returned]
 
     # By these a copy of a network in another process finds it.
@@ -158,12 +183,23 @@ def _apply(function: Any, *inputs: Any) -> Any:
     return function.apply(*inputs)
 
 
-def _only_rows(in_dims: Sequence[Any], rows: Sequence[int]) -> bool:
+def _over_rows(
+    apply: Callable[..., Tensors], rows: Sequence[int], info: Any, in_dims: Any, inputs: Any
+) -> tuple[Tensors, tuple[int, ...]]:
+    """Return the results for a batch, and their batch axes."""
+    if not only_rows(in_dims, rows):
+        found: tuple[Tensors, tuple[int, ...]] = each_sample(apply, info.batch_size, in_dims, inputs)
+        return found
+    results = apply(*leading(info.batch_size, in_dims, inputs, rows))
+    return results, (0,) * len(results)
+
+
+def only_rows(in_dims: Sequence[Any], rows: Sequence[int]) -> bool:
     """Return whether nothing but rows is batched: no weight is."""
     return all(at is None or place in rows for place, at in enumerate(in_dims))
 
 
-def _leading(
+def leading(
     size: int, in_dims: Sequence[int | None], inputs: Sequence[Any], rows: Sequence[int]
 ) -> list[Any]:
     """Return the inputs with the batch as the first axis of all that has rows."""
@@ -175,7 +211,7 @@ def _leading(
     return lead
 
 
-def _each(
+def each_sample(
     op: Callable[..., Any], size: int, in_dims: Sequence[int | None], inputs: Sequence[Any]
 ) -> Any:
     """Return the results of each sample, one call after the other, and their batch axes."""

@@ -93,6 +93,11 @@ class ScanKernels(NamedTuple):
     backward: BackwardFn
 
 
+def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
+    """Return a state [N, ...] before a step, zero where a new episode begins."""
+    return state if resets is None else state.masked_fill(resets[step][:, None], 0.0)
+
+
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
     return min(max(16384 // max(num_sequences, 1), 4), 64)

@@ -16,9 +16,9 @@ def lstm_layer(
         h, c = _unless_reset(h, resets, step), _unless_reset(c, resets, step)
         mixed = linear(h, layer.weight_hh, layer.bias_hh)
         pre = linear(x[..., step, :], layer.weight_ih, layer.bias_ih) + mixed
-        i, f, g, o = pre.chunk(4, dim=-1)
+        i, f, g, o = pre.to(c.dtype).chunk(4, dim=-1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
+        h = (torch.sigmoid(o) * torch.tanh(c)).to(x.dtype)
         outputs.append(h)
     return torch.stack(outputs, dim=-2), h, c
 
@@ -37,6 +37,9 @@ def gru_layer(
         h = n + z * (h - n)
         outputs.append(h)
     return torch.stack(outputs, dim=-2), h, c
+
+
+LAYERS = {"lstm": lstm_layer, "gru": gru_layer}
 
 
 def _unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:

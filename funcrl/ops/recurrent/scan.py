@@ -1,15 +1,17 @@
 """Recurrent networks over whole sequences: `lstm_scan` and `gru_scan`."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcrl.core import checks
+from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
-from funcrl.ops.recurrent import loop
+from funcrl.ops.recurrent import cudnn, loop
 from funcrl.ops.recurrent.kernels import Cell, Precision
+from funcrl.ops.recurrent.layer import LAYERS
 from funcrl.ops.recurrent.params import Layer, layers_of
 
 Backend = Literal["auto", "loop", "op", "triton", "cudnn"]
@@ -80,15 +82,103 @@ def _scan(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Run the layers one after the other."""
     checks.check_floating(function, "x", x)
+    if x.ndim < 2 or not x.shape[-2]:
+        raise ValueError(
+            f"{function} expects x of shape [..., T, D] with T of at least 1, got {list(x.shape)}."
+        )
     layers = layers_of(function, x, params, 4 if cell == "lstm" else 3)
     width = layers[0].weight_hh.shape[-1]
-    if state is None:
-        zeros = x.new_zeros(*x.shape[:-2], len(layers), width)
-        state = zeros, zeros if cell == "lstm" else zeros[..., :0]
-    run = loop.lstm_layer if cell == "lstm" else loop.gru_layer
+    state = _state(function, cell, x, state, (len(layers), width))
+    if resets is not None:
+        checks.check_shape(function, "resets", resets, "x without its last axis", x.shape[:-1])
+        checks.check_dtype(function, "resets", resets, torch.bool)
+    run = _chosen(function, cell, x, width, resets, backend, recompute, precision)
     last = []
     for layer, h0, c0 in zip(layers, *(each.unbind(-2) for each in state), strict=True):
         x, h, c = run(x, layer, h0, c0, resets)
         last.append((h, c))
     hs, cs = (torch.stack(each, dim=-2) for each in zip(*last, strict=True))
     return x, (hs, cs)
+
+
+def _state(
+    function: str,
+    cell: Cell,
+    x: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return h and c [..., L, H] before the first step; c of a GRU is empty."""
+    shape, wide = torch.Size((*x.shape[:-2], *size)), numerics.at_least_float32(x.dtype)
+    if state is None:
+        c_shape = shape if cell == "lstm" else (*shape[:-1], 0)
+        return x.new_zeros(shape), x.new_zeros(c_shape, dtype=wide)
+    h, c = state
+    named = [("state[0]", h, x.dtype), ("state[1]", c, wide)]
+    for name, tensor, dtype in named if cell == "lstm" else [("state", h, x.dtype)]:
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{function} expects {name} of shape {list(shape)}, [..., L, H], "
+                f"got {list(tensor.shape)}."
+            )
+        checks.check_dtype(function, name, tensor, dtype)
+    return h, c.to(wide)
+
+
+def _chosen(
+    function: str,
+    cell: Cell,
+    x: Tensor,
+    width: int,
+    resets: Tensor | None,
+    backend: Backend,
+    recompute: Recompute,
+    precision: Precision,
+) -> LayerFn:
+    """Return what runs a layer, or raise for what the backend does not do."""
+    if backend == "auto":
+        fits = x.device.type == "cuda" and not _why_not_triton(cell, x, width)
+        backend = "triton" if fits else "op"
+    if backend != "triton" and precision != "ieee":
+        _refuse(function, backend, "precision='ieee'", repr(precision))
+    if backend in ("loop", "cudnn") and recompute != "none":
+        _refuse(function, backend, "recompute='none'", repr(recompute))
+    if backend == "loop":
+        return loop.LAYERS[cell]
+    if backend == "cudnn":
+        if resets is not None:
+            _refuse(function, backend, "resets=None", "a tensor")
+        if x.device.type != "cuda":
+            _refuse(function, backend, "x on cuda", f"x on {x.device.type}")
+        return functools.partial(cudnn.run_layer, cell)
+    if backend == "triton" and (reason := _why_not_triton(cell, x, width)):
+        raise ValueError(f"{function} with backend='triton' expects {reason}")
+    return functools.partial(_run_operator, cell, backend, precision, recompute)
+
+
+def _run_operator(
+    cell: Cell,
+    backend: str,
+    precision: str,
+    recompute: str,
+    x: Tensor,
+    layer: Layer,
+    h: Tensor,
+    c: Tensor,
+    resets: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = LAYERS[cell](
+        x, h, c, resets, *layer, cell, backend, precision, recompute
+    )
+    return found
+
+
+def _why_not_triton(cell: Cell, x: Tensor, width: int) -> str:
+    # Imported here, because it needs triton.
+    from funcrl.ops.recurrent import cuda
+
+    return cuda.why_not(cell, x, width)
+
+
+def _refuse(function: str, backend: str, expected: str, got: str) -> NoReturn:
+    raise ValueError(f"{function} with backend={backend!r} expects {expected}, got {got}.")
