@@ -48,11 +48,12 @@ def check_prompts(
                 f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
                 f"the generator's context_length, got {len(prompt)} in prompt {index}."
             )
-        wrong = [token for token in prompt if not 0 <= token < above]
-        if wrong:
+        # Of the different tokens first: the contexts of long episodes repeat few, each turn anew.
+        if any(not 0 <= token < above for token in {*prompt}):
+            wrong = next(token for token in prompt if not 0 <= token < above)
             raise ValueError(
                 f"generate expects tokens from 0 on, below vocab_size={vocab_size}, got "
-                f"{wrong[0]} in prompt {index}."
+                f"{wrong} in prompt {index}."
             )
 
 
@@ -64,7 +65,8 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
     seen: Counter[bytes] = Counter()
     seeds = []
     for prompt in prompts:
-        content = ",".join(str(operator.index(token)) for token in prompt).encode()
+        numerals = {token: str(operator.index(token)) for token in {*prompt}}
+        content = ",".join([numerals[token] for token in prompt]).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
         first = seen[content] * num_samples
         seen[content] += 1
