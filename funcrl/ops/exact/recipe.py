@@ -188,7 +188,9 @@ def _over_rows(
 ) -> tuple[Tensors, tuple[int, ...]]:
     """Return the results for a batch, and their batch axes."""
     if not only_rows(in_dims, rows):
-        found: tuple[Tensors, tuple[int, ...]] = each_sample(apply, info.batch_size, in_dims, inputs)
+        found: tuple[Tensors, tuple[int, ...]] = each_sample(
+            apply, info.batch_size, in_dims, inputs
+        )
         return found
     results = apply(*leading(info.batch_size, in_dims, inputs, rows))
     return results, (0,) * len(results)

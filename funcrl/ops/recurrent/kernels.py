@@ -28,10 +28,13 @@ from torch import Tensor
 
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
+# What the forward pass keeps: gates and cell states of every step, the cell state before each
+# piece, or nothing beyond the outputs.
+Kept = Literal["gates", "starts", "nothing"]
 
 
 class ForwardFn(Protocol):
-    """Run k steps; return the cell state after the last one, [N, C]."""
+    """The forward pass of k steps."""
 
     def __call__(
         self,
@@ -44,11 +47,13 @@ class ForwardFn(Protocol):
         outputs: Tensor,  # [k, N, H], written: the state h after each step
         gates: Tensor | None,  # [k, N, 4 H], written, or None: nobody wants them
         cells: Tensor | None,  # [k, N, C], written: the cell state after each step; None with gates
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Run k steps; return the cell state after the last one, [N, C]."""
+        ...
 
 
 class ReplayFn(Protocol):
-    """Find the gates and cell states of k steps anew; return the cell state after the last one.
+    """The gates and cell states of k steps once more.
 
     The state h of every step is known, so that the product with W_hh need not wait for the step
     before. The results have the bits that the forward pass gives.
@@ -64,11 +69,13 @@ class ReplayFn(Protocol):
         resets: Tensor | None,  # [k, N]
         gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
         cells: Tensor | None,  # [k, N, C], written; None with gates
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Find gates and cell states; return the cell state after the last step, [N, C]."""
+        ...
 
 
 class BackwardFn(Protocol):
-    """Return the gradients of the states before the piece, [N, H] and [N, C]."""
+    """The backward pass of k steps."""
 
     def __call__(
         self,
@@ -82,7 +89,9 @@ class BackwardFn(Protocol):
         grad_h: Tensor,  # [N, H], at least float32: of the state after the last step
         grad_c: Tensor,  # [N, C]
         grads: Tensor,  # [k, N, 4 H], written; it may be `gates` itself
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the states before the piece, [N, H] and [N, C]."""
+        ...
 
 
 class ScanKernels(NamedTuple):

@@ -51,8 +51,7 @@ def layers_of(
             name = f"params['{kind}_l{n}']"
             if tensor.shape != torch.Size(shape):
                 raise ValueError(
-                    f"{function} expects {name} of shape {list(shape)}, "
-                    f"got {list(tensor.shape)}."
+                    f"{function} expects {name} of shape {list(shape)}, got {list(tensor.shape)}."
                 )
             checks.check_dtype(function, name, tensor, x.dtype)
         width_in = width

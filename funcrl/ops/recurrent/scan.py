@@ -139,7 +139,7 @@ def _chosen(
     if backend == "auto":
         fits = x.device.type == "cuda" and not _why_not_triton(cell, x, width)
         backend = "triton" if fits else "op"
-    if backend != "triton" and precision != "ieee":
+    if backend in ("loop", "op") and precision != "ieee":
         _refuse(function, backend, "precision='ieee'", repr(precision))
     if backend in ("loop", "cudnn") and recompute != "none":
         _refuse(function, backend, "recompute='none'", repr(recompute))
@@ -148,11 +148,11 @@ def _chosen(
     if backend == "cudnn":
         if resets is not None:
             _refuse(function, backend, "resets=None", "a tensor")
-        if x.device.type != "cuda":
-            _refuse(function, backend, "x on cuda", f"x on {x.device.type}")
-        return functools.partial(cudnn.run_layer, cell)
+        if not torch.backends.cudnn.is_acceptable(x):
+            _refuse(function, backend, "floats on a GPU that has cuDNN", f"{x.dtype} on {x.device}")
+        return functools.partial(cudnn.run_layer, cell, precision)
     if backend == "triton" and (reason := _why_not_triton(cell, x, width)):
-        raise ValueError(f"{function} with backend='triton' expects {reason}")
+        raise ValueError(f"{function} with backend='triton' expects {reason}.")
     return functools.partial(_run_operator, cell, backend, precision, recompute)
 
 
@@ -174,6 +174,7 @@ def _run_operator(
 
 
 def _why_not_triton(cell: Cell, x: Tensor, width: int) -> str:
+    checks.import_extra(f"{cell}_scan", "triton", "for backend='triton'", "triton")
     # Imported here, because it needs triton.
     from funcrl.ops.recurrent import cuda
 

@@ -1,0 +1,134 @@
+"""The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.recurrent.gru import of_hidden
+from funcrl.ops.recurrent.kernels import Kept, ScanKernels
+from funcrl.ops.recurrent.sequences import Sequences, of_piece
+
+
+def forward_pass(
+    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
+    cells: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write the outputs, and what is kept; return the states after the last step.
+
+    Args:
+        given: the inputs.
+        kernels: of the cell.
+        kept: for the backward pass.
+        outputs: [N, T, H].
+        gates: [N, T, 4 H], if they are kept.
+        cells: the cell states [N, T, C], or those before each piece, [N, pieces, C], if kept.
+    """
+    h, c = given.h0, given.c0
+    every = kept == "gates"
+    for index, piece in enumerate(given.pieces()):
+        if kept == "starts":
+            cells[:, index] = c
+        c = kernels.forward(
+            given.project(given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
+            given.resets_of(piece), of_piece(outputs, piece),
+            of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
+        )  # fmt: skip
+        h = outputs[:, piece.stop - 1].contiguous()
+    return h, c
+
+
+def backward_pass(
+    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
+    cells: Tensor, grads: tuple[Tensor, Tensor, Tensor], of_x: Tensor | None,
+    of_weights: Sequence[Tensor] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write the gradients of x and of the weights; return those of the states at the start.
+
+    Args:
+        given: the inputs.
+        kernels: of the cell.
+        kept: what the forward pass kept.
+        outputs: [N, T, H].
+        gates: as the forward pass wrote them.
+        cells: as the forward pass wrote them.
+        grads: the gradients of the outputs [N, T, H] and of the last states.
+        of_x: [N, T, D], written; None if it is not wanted.
+        of_weights: zeros, to which the gradients of W_ih, W_hh, b_ih and b_hh of each group of
+            sequences are added; None if they are not wanted.
+    """
+    grad_outputs, grad_h, grad_c = grads
+    starts = _starts(given, kernels, kept, outputs, cells)
+    for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
+        inputs, before = given.inputs(piece), given.before(outputs, piece)
+        if kept == "gates":
+            found = of_piece(gates, piece), of_piece(cells, piece)
+            of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
+        else:
+            found = _replayed(given, kernels, inputs, before, start, piece)
+            of_gates = found[0]  # in the same memory
+        grad_h, grad_c = kernels.backward(
+            of_piece(grad_outputs, piece), *found, before, start, given.weight_hh,
+            given.resets_of(piece), grad_h, grad_c, of_gates,
+        )  # fmt: skip
+        of_pre = of_gates[..., : len(given.weight_ih)]
+        if of_x is not None:
+            of_x[:, piece] = (of_pre @ given.weight_ih).transpose(0, 1)
+        if of_weights is not None:
+            is_gru = len(given.weight_hh) < of_gates.shape[-1]
+            of_mixed = of_hidden(of_gates) if is_gru else of_gates
+            _add_products(of_weights[0], of_weights[2], of_pre, inputs)
+            _add_products(of_weights[1], of_weights[3], of_mixed, before)
+    return grad_h, grad_c
+
+
+def _starts(
+    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, cells: Tensor
+) -> list[Tensor]:
+    """Return the cell state before each piece, [N, C]."""
+    if kept == "starts":
+        return [each.contiguous() for each in cells.unbind(1)]
+    starts, pieces = [given.c0], given.pieces()
+    if not given.c0.shape[1]:  # a GRU has none
+        return starts * len(pieces)
+    for piece in pieces[:-1]:
+        if kept == "gates":
+            start = cells[:, piece.stop - 1].contiguous()
+        else:
+            start = kernels.replay(
+                given.project(given.inputs(piece)), given.weight_hh, given.bias_n,
+                given.before(outputs, piece), starts[-1], given.resets_of(piece), None, None,
+            )  # fmt: skip
+        starts.append(start)
+    return starts
+
+
+def _replayed(
+    given: Sequences, kernels: ScanKernels, inputs: Tensor, before: Tensor, start: Tensor,
+    piece: slice,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gates and the cell states of a piece."""
+    pre = given.project(inputs)
+    shape = (*before.shape[:2], 4 * before.shape[2])
+    gates = pre if pre.shape == shape else pre.new_empty(shape)
+    cells = start.new_empty(len(before), *start.shape)
+    kernels.replay(
+        pre, given.weight_hh, given.bias_n, before, start, given.resets_of(piece), gates, cells
+    )
+    return gates, cells
+
+
+def _add_products(total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor) -> None:
+    """Add a piece [k, N, ...] to the gradients of a weight and its bias, [groups, ...] each."""
+    rows, factors = _by_group(grad, len(total)), _by_group(factor, len(total))
+    if total.dtype == rows.dtype:
+        total.baddbmm_(rows.mT, factors)
+    else:
+        total += torch.bmm(rows.mT, factors)
+    if bias_total.shape[1]:
+        bias_total += rows.sum(dim=1, dtype=bias_total.dtype)
+
+
+def _by_group(tensor: Tensor, groups: int) -> Tensor:
+    """Return [k, N, ...] as [groups, k N / groups, ...]."""
+    return tensor.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
