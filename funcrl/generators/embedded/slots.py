@@ -1,7 +1,7 @@
 """Many samples drawn together: prompts enter while others are under way, finished ones leave."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,7 +38,15 @@ class Batch:
     """The samples under way, one a slot: the first `active` rows of every tensor.
 
     A sample that ends gives its slot to the last one, so that the rows stay without gaps and a
-    finished sample costs nothing.
+    finished sample costs nothing. Prompts enter in their order.
+
+    Args:
+        open_decoder: makes the decoder.
+        request: what to draw.
+        device: of the parameters.
+        log_softmax: of the network's numerics.
+        seeds: of all samples, `sample_seeds`, where they are known already.
+        unread: tokens of each prompt that the decoder has to read; all of them when left out.
     """
 
     def __init__(
@@ -47,12 +55,14 @@ class Batch:
         request: Request,
         device: torch.device,
         log_softmax: LogSoftmaxFn = log_softmax,
+        seeds: Sequence[int] | None = None,
+        unread: Sequence[int] | None = None,
     ) -> None:
         self.log_softmax = log_softmax
         prompts, sampling = request.prompts, request.sampling
         self.request, self.sampling = request, sampling
-        self.seeds = sample_seeds(prompts, sampling.num_samples, request.seed)
         group = sampling.num_samples
+        self.seeds = sample_seeds(prompts, group, request.seed) if seeds is None else seeds
         slots = min(max(request.slots, group), group * len(prompts))
         self.decoder = open_decoder(slots, request.places)
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -61,6 +71,7 @@ class Batch:
         self.most = request.max_tokens
         self.uniforms = torch.zeros(slots, self.most, dtype=torch.float64, device=device)
         self.waiting = deque(range(len(prompts)))
+        self.unread = [len(prompt) for prompt in prompts] if unread is None else unread
         self.slots = slots
         self.samples: list[int] = []  # which sample is in each active slot
         self.drawn = new_samples(request)
@@ -69,7 +80,7 @@ class Batch:
         """Return the samples, each drawn to its end."""
         while self.waiting or self.samples:
             start = len(self.samples)
-            entering = take_waiting(self.waiting, self.request.prompts, self._admit)
+            entering = take_waiting(self.waiting, self.unread, self._admit)
             if entering:
                 logits = self._enter(entering, slice(start, len(self.samples)))
             else:
