@@ -181,7 +181,9 @@ def network_of(
 def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
     """Return a network that is no `Transformer`; raise if its numerics should be others."""
     if config.numerics == "exact" and not ops_of(network).exact:
-        whose = "a recurrent network" if isinstance(network, Recurrent) else "a network of one's own"
+        whose = (
+            "a recurrent network" if isinstance(network, Recurrent) else "a network of one's own"
+        )
         raise ValueError(
             f"{function} expects --numerics native for {whose}, whose operations are its own, got "
             f"exact for {type(network).__name__}."
