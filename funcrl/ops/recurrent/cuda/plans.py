@@ -1,0 +1,77 @@
+"""How the work of a scan is cut: tiles, and the steps that one launch of a kernel computes."""
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.recurrent.kernels import Precision
+
+
+class Tile(NamedTuple):
+    """Sequences, numbers of a state and inner numbers of a program, and its resources."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    def grid(self, num_rows: int, width: int) -> tuple[int, int]:
+        """Return the number of tiles of rows and of columns."""
+        return -(-num_rows // self.rows), -(-width // self.columns)
+
+    def options(self) -> dict[str, int]:
+        """Return the arguments of a launch that say how large a tile is."""
+        return {
+            "BM": self.rows,
+            "BH": self.columns,
+            "BK": self.inner,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+class Plan(NamedTuple):
+    """How a scan is cut; a replay has the tile of `forward`, so that it has its bits.
+
+    With `launch="step"` a launch is one step, and each tile has a program. With "piece" a program
+    computes all columns of its rows for all steps of a piece: then no step waits for a launch.
+    """
+
+    forward: Tile
+    backward: Tile
+    launch: Literal["step", "piece"]
+
+    def launches(self, tile: Tile, rows: int, width: int, steps: int) -> Iterator["Launch"]:
+        """Return the launches of `steps` steps, in order."""
+        grid = tile.grid(rows, width)
+        if self.launch == "piece":
+            yield Launch((grid[0], 1), 0, steps)
+            return
+        for step in range(steps):
+            yield Launch(grid, step, step + 1)
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel, which computes the steps first..last."""
+
+    grid: tuple[int, int]
+    first: int
+    last: int
+
+
+# (a tensor [N, H] of the inputs' dtype, precision) -> Plan
+PlanFn: TypeAlias = Callable[[Tensor, Precision], Plan]
+
+_HALF = Plan(Tile(128, 64, 64, 8, 3), Tile(128, 64, 64, 8, 3), "step")
+_TF32 = Plan(Tile(128, 64, 32, 8, 3), Tile(128, 64, 32, 8, 3), "step")
+_IEEE = Plan(Tile(64, 32, 16, 8, 2), Tile(64, 64, 16, 8, 2), "step")
+
+
+def plan_of(state: Tensor, precision: Precision) -> Plan:
+    """Return the plan that was the fastest where it was measured."""
+    if state.dtype != torch.float32:
+        return _HALF
+    return _TF32 if precision == "tf32" else _IEEE
