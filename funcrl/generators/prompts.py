@@ -68,8 +68,7 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
 
 def hashed(tokens: Sequence[int], before: Hash | None = None) -> Hash:
     """Return the hash of a sequence's tokens, of which some may have been hashed before."""
-    numerals = {token: str(operator.index(token)) for token in {*tokens}}
-    content = ",".join([numerals[token] for token in tokens]).encode()
+    content = ",".join(str(operator.index(token)) for token in tokens).encode()
     if before is None:
         return hashlib.blake2b(content, digest_size=8)
     found = before.copy()

@@ -41,7 +41,7 @@ def is_shape(name: str) -> bool:
 
 @checked
 def shape(name: str, vocab_size: int) -> TransformerConfig:
-    """Return the config of a `Transformer` of a named shape, with a vocabulary of `vocab_size` tokens.
+    """Return the config of a named shape of a `Transformer`, for `vocab_size` tokens.
 
     Example:
         >>> import funcrl

@@ -8,8 +8,8 @@ from cases import equal, random_case, relative
 from torch import nn
 
 import funcrl
-from funcrl.models import Recurrent, RecurrentConfig
 from funcrl.core.types import Sample
+from funcrl.models import Recurrent, RecurrentConfig
 
 CELLS = ("lstm", "gru")
 

@@ -87,8 +87,9 @@ class Sampler(EmbeddedGenerator):
     prompt that continues one of these samples, as the turns of an environment do, costs its new
     tokens alone.
 
-    In half precision on a GPU a `Transformer`'s tokens are drawn by CUDA graphs, with the exact kernels: the first
-    completions wait for their capture, and `sleep` frees what is kept for the next call.
+    In half precision on a GPU a `Transformer`'s tokens are drawn by CUDA graphs, with the exact
+    kernels: the first completions wait for their capture, and `sleep` frees what is kept for the
+    next call.
 
     Example:
         >>> import funcrl

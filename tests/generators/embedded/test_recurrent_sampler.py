@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import funcrl
+from funcrl.core.types import Sample
 from funcrl.generators import Recompute, Sampler, Sampling
 from funcrl.models import Recurrent, RecurrentConfig
-from funcrl.core.types import Sample
 
 PROMPTS = [[1, 3], [4, 5, 6], [1, 3], [7, 8, 9, 10, 4, 4], [2]]
 SAMPLING = Sampling(num_samples=3, max_tokens=9, stop_tokens=(0,))
