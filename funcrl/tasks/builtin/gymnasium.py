@@ -67,7 +67,7 @@ class Gymnasium(GeneratedTask, Environment):
         >>> state = task.begin(prompt)
         >>> after = task.act(state, "1 ")
         >>> prompt.text, task.observe(after), task.reward(prompt, after)
-        ('a9 b3 c8 d6 ', 'a9 b9 c8 d3 ', {'return': 1.0, 'solved': 0.0})
+        ('a8 b4 c8 d6 ', 'a8 b6 c8 d4 ', {'return': 1.0, 'solved': 0.0})
     """
 
     stop = (" ",)
@@ -177,7 +177,7 @@ def _edges(environment: Any, bins: int, spaces: Any) -> list[list[float]]:
             observation, _ = environment.reset(seed=step)
             over = False
         else:
-            action = first + rng.fold_in(step) % count
+            action = first + rng.fold_in(0, step) % count
             observation, _, ended, cut, _ = environment.step(action)
             over = bool(ended or cut)
         seen.append(observation)
