@@ -10,7 +10,8 @@ from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.loop.parts import memory, sources
 from funcrl.loop.parts.chosen import estimate_memory
 from funcrl.loop.parts.data import plain_task
-from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer, is_shape
+from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
+from funcrl.models.shapes import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
 from funcrl.weights import sources as packages

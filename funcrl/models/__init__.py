@@ -2,7 +2,7 @@
 
 from funcrl.models.logits import LogitsFn, logits_fn
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
-from funcrl.models.shapes import RECURRENT_SHAPES, SHAPES, is_shape, shape
+from funcrl.models.shapes import RECURRENT_SHAPES, SHAPES, shape
 from funcrl.models.transformer import (
     LARGEST,
     MLP,
@@ -30,7 +30,6 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "init_params",
-    "is_shape",
     "logits_fn",
     "rotary_angles",
     "rotary_factors",

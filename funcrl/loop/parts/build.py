@@ -26,10 +26,11 @@ from funcrl.core.types import (
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop.parts import chosen, data, sources
-from funcrl.models import Recurrent, Transformer, is_shape
+from funcrl.models import Recurrent, Transformer
 from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
+from funcrl.models.shapes import is_shape
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike

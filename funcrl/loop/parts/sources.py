@@ -17,11 +17,11 @@ from funcrl.models import (
     Recurrent,
     Transformer,
     init_params,
-    is_shape,
     shape,
 )
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, lora
+from funcrl.models.shapes import is_shape
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
