@@ -19,7 +19,7 @@ from funcrl.ops import gru_scan, lstm_scan
 
 # What a layer carries from token to token: h and c [..., L, D] of an LSTM, h [..., L, D] of a GRU.
 RecurrentState: TypeAlias = tuple[Tensor, Tensor] | Tensor
-_SCANS = {"lstm": lstm_scan, "gru": gru_scan}
+_SCANS: dict[str, Any] = {"lstm": lstm_scan, "gru": gru_scan}
 _GATES = {"lstm": 4, "gru": 3}
 
 

@@ -104,16 +104,17 @@ class Sampler(EmbeddedGenerator):
 
     def __init__(
         self,
-        model: Transformer | Recurrent,
+        model: nn.Module,
         *,
         decode: DecodeFn | None = None,
         slots: int = 256,
         dtype: torch.dtype | None = None,
     ) -> None:
-        lay_out, free = _laying_out(model)
+        own = _own_network(model)
+        lay_out, free = _laying_out(own)
         network = Network(
-            vocab_size=model.config.vocab_size,
-            context_length=model.config.context_length,
+            vocab_size=own.config.vocab_size,
+            context_length=own.config.context_length,
             model_fn=logprob_fn(model, dtype=dtype),
             check_params=lambda params: check_params(model, params),
             lay_out=lay_out,
@@ -122,17 +123,21 @@ class Sampler(EmbeddedGenerator):
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
 
 
+def _own_network(model: nn.Module) -> Transformer | Recurrent:
+    """Return a network of funcrl's; raise if it is another one."""
+    if isinstance(model, Transformer | Recurrent):
+        return model
+    raise TypeError(
+        f"Sampler expects a funcrl.models.Transformer or Recurrent, got {type(model).__name__}; "
+        f"funcrl.generators.HuggingFace(model) draws from a model of transformers, and "
+        f"funcrl.generators.Recompute(model) from any other network or function of logits."
+    )
+
+
 def _laying_out(model: Transformer | Recurrent) -> tuple[LayOutFn, Callable[[], None]]:
     """Return what makes a network's `DrawFn` of parameters, and what frees what that keeps."""
     if isinstance(model, Recurrent):
-        return _lay_out_recurrent(model), lambda: None
-    if not isinstance(model, Transformer):
-        raise TypeError(
-            f"Sampler expects a funcrl.models.Transformer or Recurrent, got "
-            f"{type(model).__name__}; funcrl.generators.HuggingFace(model) draws from a model of "
-            f"transformers, and funcrl.generators.Recompute(model) from any other network or "
-            f"function of logits."
-        )
+        return partial(_lay_out_recurrent, model), lambda: None
     captured = Captured(model.config)
 
     def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
@@ -144,8 +149,8 @@ def _laying_out(model: Transformer | Recurrent) -> tuple[LayOutFn, Callable[[], 
     return lay_out, captured.free
 
 
-def _lay_out_recurrent(model: Recurrent) -> LayOutFn:
-    return lambda params, dtype: RecurrentDraw(bind(model, cast(params, dtype)))
+def _lay_out_recurrent(model: Recurrent, params: Params, dtype: torch.dtype | None) -> DrawFn:
+    return RecurrentDraw(bind(model, cast(params, dtype)))
 
 
 def _draw(network: Transformer, request: Request) -> Completions:

@@ -67,12 +67,12 @@ class Gymnasium(GeneratedTask, Environment):
         >>> state = task.begin(prompt)
         >>> after = task.act(state, "1 ")
         >>> prompt.text, task.observe(after), task.reward(prompt, after)
-        ('a8 b4 c8 d6 ', 'a8 b6 c8 d4 ', {'return': 1.0, 'solved': 0.0})
+        ('a11 b6 c11 d9 ', 'a11 b9 c11 d6 ', {'return': 1.0, 'solved': 0.0})
     """
 
     stop = (" ",)
 
-    def __init__(self, name: str, bins: int = 12) -> None:
+    def __init__(self, name: str, bins: int = 16) -> None:
         checks.check_range("Gymnasium", "bins", bins, 2, 1000)
         self._gymnasium = checks.import_extra(
             "Gymnasium", "gymnasium", f"for {name!r}", "gymnasium"

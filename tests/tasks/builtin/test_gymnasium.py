@@ -47,7 +47,7 @@ def test_observations_are_the_environments_own(cartpole):
         if over:
             break
         words = re.fullmatch(r"a(\d+) b(\d+) c(\d+) d(\d+) ", cartpole.observe(state))
-        assert all(0 <= int(number) < 12 for number in words.groups())
+        assert all(0 <= int(number) < 16 for number in words.groups())
     assert over
     assert cartpole.observe(state) is None
     assert cartpole.reward(prompt, state) == {"return": total, "solved": 0.0}
@@ -55,7 +55,7 @@ def test_observations_are_the_environments_own(cartpole):
 
 
 def test_bins_hold_equally_many_observations_of_random_play(cartpole):
-    counts = np.zeros((4, 12))
+    counts = np.zeros((4, 16))
     seen = 0
     for number in range(150):
         state = cartpole.begin(Prompt("", data=number))
@@ -65,7 +65,7 @@ def test_bins_hold_equally_many_observations_of_random_play(cartpole):
             seen += 1
             action = funcrl.rng.fold_in(number, seen) % 2
             state = cartpole.act(state, f"{action} ")
-    assert np.abs(counts / seen - 1 / 12).max() < 1 / 24  # half as many, or half as many again
+    assert np.abs(counts / seen - 1 / 16).max() < 1 / 32  # half as many, or half as many again
 
 
 def test_a_state_is_a_value(cartpole):
@@ -103,7 +103,7 @@ def test_a_controller_solves_it_in_words(cartpole):
     prompt = cartpole.eval_prompts(1)[0]
     state = cartpole.begin(prompt)
     while (text := cartpole.observe(state)) is not None:
-        x, speed, angle, turning = (int(word[1:]) - 5.5 for word in text.split())
+        x, speed, angle, turning = (int(word[1:]) - 7.5 for word in text.split())
         state = cartpole.act(state, "1 " if angle + 2 * turning + 0.3 * (x + speed) > 0 else "0 ")
     assert cartpole.reward(prompt, state) == {"return": 500.0, "solved": 1.0}
     assert cartpole.max_turns == 500
