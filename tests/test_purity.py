@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import random_case, table_model, tiny_batch, tiny_model, tiny_tokenizer
 from graphs import flatten
+from recurrent_cases import case as scan_case
 from surface import functions_of, public_functions
 
 import funcrl
@@ -281,6 +282,8 @@ TABLE_OF_CALLS = {
     "ops.attend_segments": (
         lambda ids, x: ops.attend_segments(ids)(x, x, x), (TOKENS // 3, torch.randn(2, 4, 5))),
     "ops.entropy": (ops.entropy, (LOGITS.log_softmax(-1),)),
+    **{f"ops.{cell}_scan": (getattr(ops, f"{cell}_scan"), scan_case(cell, (2,))[:4])
+       for cell in ("gru", "lstm")},
     "numerics.at_least_float32": (lambda: numerics.at_least_float32(torch.float16), ()),
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
     "numerics.power_of_two": (numerics.power_of_two, (T[0],)),

@@ -22,7 +22,7 @@ def _forward(
     resets: Tensor | None,
     outputs: Tensor,
     gates: Tensor | None,
-    cells: Tensor | None,  # noqa: ARG001  (of an LSTM)
+    _cells: Tensor | None,  # of an LSTM
 ) -> Tensor:
     h = h0
     for step in range(len(pre)):
@@ -42,9 +42,9 @@ def _replay(
     bias_n: Tensor | None,
     before: Tensor,
     c0: Tensor,
-    resets: Tensor | None,  # noqa: ARG001  (`before` is zero there)
+    _resets: Tensor | None,  # `before` is zero there
     gates: Tensor | None,
-    cells: Tensor | None,  # noqa: ARG001  (of an LSTM)
+    _cells: Tensor | None,  # of an LSTM
 ) -> Tensor:
     if gates is not None:
         for step in range(len(pre)):
@@ -71,9 +71,9 @@ def _gates(pre: Tensor, h: Tensor, weight_hh: Tensor, bias_n: Tensor | None) -> 
 def _backward(
     grad_outputs: Tensor,
     gates: Tensor,
-    cells: Tensor,  # noqa: ARG001  (of an LSTM)
+    _cells: Tensor,  # of an LSTM
     before: Tensor,
-    c0: Tensor,  # noqa: ARG001  (of an LSTM)
+    _c0: Tensor,  # of an LSTM
     weight_hh: Tensor,
     resets: Tensor | None,
     grad_h: Tensor,

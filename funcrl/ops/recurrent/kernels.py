@@ -22,15 +22,12 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
-# What the forward pass keeps: gates and cell states of every step, the cell state before each
-# piece, or nothing beyond the outputs.
-Kept = Literal["gates", "starts", "nothing"]
 
 
 class ForwardFn(Protocol):
@@ -47,6 +44,7 @@ class ForwardFn(Protocol):
         outputs: Tensor,  # [k, N, H], written: the state h after each step
         gates: Tensor | None,  # [k, N, 4 H], written, or None: nobody wants them
         cells: Tensor | None,  # [k, N, C], written: the cell state after each step; None with gates
+        /,
     ) -> Tensor:
         """Run k steps; return the cell state after the last one, [N, C]."""
         ...
@@ -69,6 +67,7 @@ class ReplayFn(Protocol):
         resets: Tensor | None,  # [k, N]
         gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
         cells: Tensor | None,  # [k, N, C], written; None with gates
+        /,
     ) -> Tensor:
         """Find gates and cell states; return the cell state after the last step, [N, C]."""
         ...
@@ -89,6 +88,7 @@ class BackwardFn(Protocol):
         grad_h: Tensor,  # [N, H], at least float32: of the state after the last step
         grad_c: Tensor,  # [N, C]
         grads: Tensor,  # [k, N, 4 H], written; it may be `gates` itself
+        /,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the states before the piece, [N, H] and [N, C]."""
         ...
@@ -112,7 +112,7 @@ def steps_of_piece(num_sequences: int) -> int:
     return min(max(16384 // max(num_sequences, 1), 4), 64)
 
 
-def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:
+def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
     """Return the kernels of the backend "op" or "triton".
 
     `funcrl.ops.recurrent.cuda` has `scan_kernels(cell, precision) -> ScanKernels`, and
@@ -123,7 +123,7 @@ def kernels_of(cell: Cell, backend: str, precision: Precision) -> ScanKernels:
         # Imported here, because it needs triton.
         from funcrl.ops.recurrent import cuda
 
-        return cuda.scan_kernels(cell, precision)
+        return cuda.scan_kernels(cast(Cell, cell), cast(Precision, precision))
     from funcrl.ops.recurrent import gru, lstm
 
     return lstm.KERNELS if cell == "lstm" else gru.KERNELS

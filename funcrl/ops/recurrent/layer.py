@@ -7,20 +7,20 @@ time, unless the forward pass keeps them: `recompute` says what the backward pas
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.ops.exact.recipe import differentiable, each_sample, leading, only_rows, operator
-from funcrl.ops.recurrent.kernels import Cell, Kept, kernels_of, steps_of_piece
-from funcrl.ops.recurrent.passes import backward_pass, forward_pass
+from funcrl.ops.recurrent.kernels import Cell, kernels_of, steps_of_piece
+from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass
 from funcrl.ops.recurrent.precision import float32_products
 from funcrl.ops.recurrent.sequences import flat, sequences_of
 
 # What the forward pass keeps for the backward pass, by what that one recomputes.
-_KEPT: dict[str, Kept] = {"none": "gates", "chunk": "starts", "full": "nothing"}
+_KEPT = {"none": "gates", "chunk": "starts", "full": "nothing"}
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -61,9 +61,9 @@ def layer_op(
     """
     given = sequences_of(x, h, c, resets, weight_ih, weight_hh, bias_ih, bias_hh)
     like = _like(x, h, c, cell, backend, precision, kept)
-    written = (flat(like[place], 2) for place in (0, 3, 4))
+    written = Saved(kept, flat(like[0], 2), flat(like[3], 2), flat(like[4], 2))
     with float32_products(torch.backends.cuda.matmul, precision):
-        last = forward_pass(given, kernels_of(cell, backend, precision), kept, *written)
+        last = forward_pass(given, kernels_of(cell, backend, precision), written)
     for result, state in zip(like[1:3], last, strict=True):
         result.copy_(state.view(result.shape))
     return like
@@ -77,12 +77,9 @@ def _like_gradients(x: Tensor, h: Tensor, c: Tensor, _resets: Any, *rest: Any) -
         shape = weight.shape if weight is not None and wants_weights else (0,)
         return x.new_empty(groups, *shape, dtype=wide)
 
-    return (
-        x.new_empty(x.shape if wants_x else (*x.shape[:-2], 0)),
-        h.new_empty(h.shape),
-        c.new_empty(c.shape),
-        *(of_weight(each) for each in weights),
-    )
+    grad_x = x.new_empty(x.shape if wants_x else (*x.shape[:-2], 0))
+    of_weights = [of_weight(each) for each in weights]
+    return cast(Gradients, (grad_x, h.new_empty(h.shape), c.new_empty(c.shape), *of_weights))
 
 
 def _over_batch(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
@@ -126,14 +123,17 @@ def gradients_op(
     """Return the gradients of the inputs; those of weights for each group of sequences."""
     inputs = x, h, c, resets, weight_ih, weight_hh, bias_ih, bias_hh
     given, like = sequences_of(*inputs), _like_gradients(*inputs, groups, wants_x, wants_weights)
-    states = (flat(each, 1).to(given.c0.dtype) for each in (grad_h, grad_c))
+    wide = given.c0.dtype
+    grads = flat(grad_outputs, 2), flat(grad_h, 1).to(wide), flat(grad_c, 1).to(wide)
     with float32_products(torch.backends.cuda.matmul, precision):
         first = backward_pass(
-            given, kernels_of(cell, backend, precision), kept,
-            *(flat(each, 2) for each in (outputs, gates, cells)), (flat(grad_outputs, 2), *states),
+            given,
+            kernels_of(cell, backend, precision),
+            Saved(kept, flat(outputs, 2), flat(gates, 2), flat(cells, 2)),
+            grads,
             flat(like[0], 2) if wants_x else None,
             [each.zero_() for each in like[3:]] if wants_weights else None,
-        )  # fmt: skip
+        )
     for result, state in zip(like[1:3], first, strict=True):
         result.copy_(state.view(result.shape))
     return like

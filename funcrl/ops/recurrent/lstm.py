@@ -16,7 +16,7 @@ aten = torch.ops.aten
 def _forward(
     pre: Tensor,
     weight_hh: Tensor,
-    bias_n: None,  # noqa: ARG001  (of a GRU)
+    _bias_n: Tensor | None,  # of a GRU
     h0: Tensor,
     c0: Tensor,
     resets: Tensor | None,
@@ -39,7 +39,7 @@ def _forward(
 def _replay(
     pre: Tensor,
     weight_hh: Tensor,
-    bias_n: None,  # noqa: ARG001  (of a GRU)
+    _bias_n: Tensor | None,  # of a GRU
     before: Tensor,
     c0: Tensor,
     resets: Tensor | None,
@@ -74,7 +74,7 @@ def _backward(
     grad_outputs: Tensor,
     gates: Tensor,
     cells: Tensor,
-    before: Tensor,  # noqa: ARG001  (of a GRU)
+    _before: Tensor,  # of a GRU
     c0: Tensor,
     weight_hh: Tensor,
     resets: Tensor | None,

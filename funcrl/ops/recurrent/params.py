@@ -64,4 +64,5 @@ def _layer(function: str, params: Mapping[str, Tensor], n: int) -> Layer:
     for name in names if any(biased) else names[:2]:
         if name not in params:
             raise ValueError(f"{function} expects params[{name!r}], got {sorted(params)}.")
-    return Layer(*(params.get(name) for name in names))  # type: ignore[arg-type]  # (both weights are there)
+    weight_ih, weight_hh, bias_ih, bias_hh = names
+    return Layer(params[weight_ih], params[weight_hh], params.get(bias_ih), params.get(bias_hh))

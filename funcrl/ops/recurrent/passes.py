@@ -1,30 +1,29 @@
 """The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrl.ops.recurrent.gru import of_hidden
-from funcrl.ops.recurrent.kernels import Kept, ScanKernels
+from funcrl.ops.recurrent.kernels import ScanKernels
 from funcrl.ops.recurrent.sequences import Sequences, of_piece
 
 
-def forward_pass(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
-    cells: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write the outputs, and what is kept; return the states after the last step.
+class Saved(NamedTuple):
+    """What the forward pass writes, and the backward pass reads."""
 
-    Args:
-        given: the inputs.
-        kernels: of the cell.
-        kept: for the backward pass.
-        outputs: [N, T, H].
-        gates: [N, T, 4 H], if they are kept.
-        cells: the cell states [N, T, C], or those before each piece, [N, pieces, C], if kept.
-    """
+    kept: str  # "gates", "starts" or "nothing"
+    outputs: Tensor  # [N, T, H]
+    gates: Tensor  # [N, T, 4 H], or empty
+    cells: Tensor  # the cell states [N, T, C]; those before each piece, [N, pieces, C]; or empty
+
+
+def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[Tensor, Tensor]:
+    """Write the outputs, and what is kept; return the states after the last step."""
     h, c = given.h0, given.c0
+    kept, outputs, gates, cells = saved
     every = kept == "gates"
     for index, piece in enumerate(given.pieces()):
         if kept == "starts":
@@ -39,30 +38,30 @@ def forward_pass(
 
 
 def backward_pass(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, gates: Tensor,
-    cells: Tensor, grads: tuple[Tensor, Tensor, Tensor], of_x: Tensor | None,
+    given: Sequences,
+    kernels: ScanKernels,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_x: Tensor | None,
     of_weights: Sequence[Tensor] | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Write the gradients of x and of the weights; return those of the states at the start.
 
     Args:
         given: the inputs.
         kernels: of the cell.
-        kept: what the forward pass kept.
-        outputs: [N, T, H].
-        gates: as the forward pass wrote them.
-        cells: as the forward pass wrote them.
+        saved: by the forward pass.
         grads: the gradients of the outputs [N, T, H] and of the last states.
         of_x: [N, T, D], written; None if it is not wanted.
         of_weights: zeros, to which the gradients of W_ih, W_hh, b_ih and b_hh of each group of
             sequences are added; None if they are not wanted.
     """
     grad_outputs, grad_h, grad_c = grads
-    starts = _starts(given, kernels, kept, outputs, cells)
+    starts = _starts(given, kernels, saved)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
-        inputs, before = given.inputs(piece), given.before(outputs, piece)
-        if kept == "gates":
-            found = of_piece(gates, piece), of_piece(cells, piece)
+        inputs, before = given.inputs(piece), given.before(saved.outputs, piece)
+        if saved.kept == "gates":
+            found = of_piece(saved.gates, piece), of_piece(saved.cells, piece)
             of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
         else:
             found = _replayed(given, kernels, inputs, before, start, piece)
@@ -82,22 +81,20 @@ def backward_pass(
     return grad_h, grad_c
 
 
-def _starts(
-    given: Sequences, kernels: ScanKernels, kept: Kept, outputs: Tensor, cells: Tensor
-) -> list[Tensor]:
+def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor]:
     """Return the cell state before each piece, [N, C]."""
-    if kept == "starts":
-        return [each.contiguous() for each in cells.unbind(1)]
+    if saved.kept == "starts":
+        return [each.contiguous() for each in saved.cells.unbind(1)]
     starts, pieces = [given.c0], given.pieces()
     if not given.c0.shape[1]:  # a GRU has none
         return starts * len(pieces)
     for piece in pieces[:-1]:
-        if kept == "gates":
-            start = cells[:, piece.stop - 1].contiguous()
+        if saved.kept == "gates":
+            start = saved.cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
                 given.project(given.inputs(piece)), given.weight_hh, given.bias_n,
-                given.before(outputs, piece), starts[-1], given.resets_of(piece), None, None,
+                given.before(saved.outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
     return starts

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from funcrl.ops.recurrent.kernels import Precision
-
 
 @contextmanager
-def float32_products(library: Any, precision: Precision) -> Iterator[None]:
+def float32_products(library: Any, precision: str) -> Iterator[None]:
     """Let a library multiply with this precision inside the block, whatever the process has set.
 
     Args:

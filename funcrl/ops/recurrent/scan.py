@@ -35,14 +35,50 @@ def lstm_scan(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the outputs [..., T, H] of an LSTM over whole sequences, and its last state.
 
+        i, f, o = sigmoid of W_i x + U_i h + b_i, and so on;  g = tanh(W_g x + U_g h + b_g)
+        c' = f c + i g;  h' = o tanh(c')
+
+    At each step h' is the output, and the x of the next layer. A layer is one operator forward and
+    one backward, for a whole batch under `vmap` too; with `vmap(grad)` it gives the gradients of
+    each sample. Where nobody asks for a gradient, nothing is kept for one.
+
     Args:
         x: [..., T, D].
-        params: under the names of `torch.nn.LSTM`.
-        state: h and c before the first step, [..., L, H] each; zero if None.
-        resets: [..., T] bool, True where a new episode begins.
-        backend: what computes it.
-        recompute: what the backward pass computes anew.
-        precision: of the products with `weight_hh` in the "triton" backend.
+        params: under the names and of the shapes of `torch.nn.LSTM`: `weight_ih_l0` [4 H, D],
+            `weight_hh_l0` [4 H, H], and either both or none of `bias_ih_l0` and `bias_hh_l0`
+            [4 H], with the rows of i, f, g and o one after the other; `..._l1` of the second
+            layer, and so on.
+        state: h and c before the first step, [..., L, H] each, c in at least float32; zeros if
+            None. The last state is one like it.
+        resets: [..., T] bool, True where a new episode begins: the state before that step is zero.
+        backend: "op", torch's operations inside one operator, on any device; "triton", kernels for
+            a GPU; "auto", "triton" where it takes the inputs and else "op"; "cudnn", cuDNN's
+            kernels, without resets, and under `vmap` one call a sample; "loop", torch's operations
+            step by step, which has all derivatives, where the others have the first one.
+        recompute: how the backward pass gets the gates [T, 4 H] and cell states [T, H] of a
+            sequence. "none": all are kept. "full": nothing is kept beyond the outputs, and both are
+            computed anew, for some steps at a time. "chunk": the cell state every so many steps is
+            kept, which saves "full" a pass over the sequence. The numbers are the same to the last
+            bit. "loop" and "cudnn" take "none" only.
+        precision: of the products of float32 numbers on a GPU, with "triton" and "cudnn": "ieee",
+            or "tf32", whose factors have 10 bits.
+
+    Returns:
+        The outputs, and (h, c) after the last step.
+
+    Example:
+        >>> import torch, funcrl
+        >>> params = dict(torch.nn.LSTM(3, 4, num_layers=2).named_parameters())
+        >>> outputs, (h, c) = funcrl.ops.lstm_scan(torch.zeros(5, 3), params)
+        >>> outputs.shape, h.shape
+        (torch.Size([5, 4]), torch.Size([2, 4]))
+
+    An episode that begins at the third step knows nothing of the first two:
+
+        >>> resets = torch.tensor([False, False, True, False, False])
+        >>> packed, _ = funcrl.ops.lstm_scan(torch.zeros(5, 3), params, resets=resets)
+        >>> torch.equal(packed[2:], outputs[:3])
+        True
     """
     return _scan("lstm_scan", "lstm", x, params, state, resets, backend, recompute, precision)
 
@@ -60,7 +96,27 @@ def gru_scan(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [..., T, H] of a GRU over whole sequences, and its last state [..., L, H].
 
-    The arguments are those of `lstm_scan`, the parameters named as in `torch.nn.GRU`.
+        r, z = sigmoid of W_r x + U_r h + b_r, and so on;  n = tanh(W_n x + b_n + r (U_n h + b_m))
+        h' = n + z (h - n)
+
+    What `lstm_scan` says of operators, gradients and memory holds here, too.
+
+    Args:
+        x: [..., T, D].
+        params: under the names and of the shapes of `torch.nn.GRU`: as of `lstm_scan`, with 3 H
+            rows in place of 4 H, those of r, z and n.
+        state: h before the first step, [..., L, H]; zeros if None.
+        resets: [..., T] bool, True where a new episode begins: the state before that step is zero.
+        backend: as of `lstm_scan`.
+        recompute: as of `lstm_scan`. There is no cell state: "chunk" is "full".
+        precision: as of `lstm_scan`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> params = dict(torch.nn.GRU(3, 4).named_parameters())
+        >>> outputs, state = funcrl.ops.gru_scan(torch.zeros(2, 5, 3), params, recompute="full")
+        >>> torch.equal(outputs[:, -1], state[:, 0])
+        True
     """
     states = None if state is None else (state, state[..., :0])
     outputs, (h, _) = _scan(
