@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from funcrl.core import checks
+from funcrl.core import checks, numerics
 from funcrl.core.arguments import Count, check_fields
 from funcrl.models.transformer import LARGEST, HeadFn
 from funcrl.ops import gru_scan, lstm_scan
@@ -150,4 +150,5 @@ class Recurrent(nn.Module):
     def zero_state(self) -> RecurrentState:
         """Return the state of a sample before its first token."""
         h = self.embed.weight.new_zeros(self.config.num_layers, self.config.width)
-        return (h, h.clone()) if self.config.cell == "lstm" else h
+        wide = numerics.at_least_float32(h.dtype)  # as the scan has c
+        return (h, torch.zeros_like(h, dtype=wide)) if self.config.cell == "lstm" else h
