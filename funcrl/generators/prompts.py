@@ -12,6 +12,7 @@ from funcrl.core import checks, rng
 from funcrl.generators.stops import DecodeFn
 
 Prompts: TypeAlias = Sequence[Sequence[int]]
+Hash: TypeAlias = hashlib.blake2b
 
 
 def check_prompts(
@@ -48,11 +49,12 @@ def check_prompts(
                 f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
                 f"the generator's context_length, got {len(prompt)} in prompt {index}."
             )
-        wrong = [token for token in prompt if not 0 <= token < above]
-        if wrong:
+        # Of the different tokens first: the contexts of long episodes repeat few, each turn anew.
+        if any(not 0 <= token < above for token in {*prompt}):
+            wrong = next(token for token in prompt if not 0 <= token < above)
             raise ValueError(
                 f"generate expects tokens from 0 on, below vocab_size={vocab_size}, got "
-                f"{wrong[0]} in prompt {index}."
+                f"{wrong} in prompt {index}."
             )
 
 
@@ -61,12 +63,28 @@ def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:
 
     The k-th copy of a prompt goes on where the one before ended, so that copies differ.
     """
+    return seeds_of([hashed(prompt) for prompt in prompts], num_samples, seed)
+
+
+def hashed(tokens: Sequence[int], before: Hash | None = None) -> Hash:
+    """Return the hash of a sequence's tokens, of which some may have been hashed before."""
+    content = ",".join(str(operator.index(token)) for token in tokens).encode()
+    if before is None:
+        return hashlib.blake2b(content, digest_size=8)
+    found = before.copy()
+    if content:
+        found.update(b"," + content)
+    return found
+
+
+def seeds_of(hashes: Sequence[Hash], num_samples: int, seed: int) -> list[int]:
+    """Return what `sample_seeds` does, of the hashes of the prompts."""
     seen: Counter[bytes] = Counter()
     seeds = []
-    for prompt in prompts:
-        content = ",".join(str(operator.index(token)) for token in prompt).encode()
-        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+    for each in hashes:
+        content = each.digest()
         first = seen[content] * num_samples
         seen[content] += 1
+        digest = int.from_bytes(content)
         seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
     return seeds

@@ -286,6 +286,7 @@ def _accuracy(
     graded = grade_in_run(config, parts, completed)
     return {
         "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
+        "eval/reward": graded.total.nanmean().item(),
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }

@@ -5,13 +5,15 @@ from funcrl.models.delta import GatedDelta, Memory, Past, RecurFn, recur_causal,
 from funcrl.models.initial import init_params
 from funcrl.models.layers import MLP, Attention, Linear
 from funcrl.models.logits import LogitsFn, logits_fn
-from funcrl.models.shapes import SHAPES, shape
+from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
+from funcrl.models.shapes import RECURRENT_SHAPES, SHAPES, shape
 from funcrl.models.transformer import HeadFn, LayerFn, Transformer
 from funcrl.ops.rotary import rotary_angles, rotary_factors, rotate
 
 __all__ = [
     "LARGEST",
     "MLP",
+    "RECURRENT_SHAPES",
     "SHAPES",
     "Attention",
     "GatedDelta",
@@ -22,6 +24,9 @@ __all__ = [
     "Memory",
     "Past",
     "RecurFn",
+    "Recurrent",
+    "RecurrentConfig",
+    "RecurrentState",
     "Transformer",
     "TransformerConfig",
     "init_params",

@@ -1,7 +1,7 @@
 """New parameters of a module."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +26,9 @@ def init_params(
 
     Norms begin as a factor of 1 and biases as 0; matrices are normal with deviation 0.02, and those
     that write to the residual stream (`o` and `down`) are divided by sqrt(2 L), as in GPT-2. A
-    delta layer's convolution, rates and steps are drawn as Mamba-2's (arXiv:2405.21060). Each
-    parameter has its own seed, `fold_in(seed, its index among the sorted names)`.
+    delta layer's convolution, rates and steps are drawn as Mamba-2's (arXiv:2405.21060). A module's
+    `deviations`, by name, are for matrices that need others, as in `Recurrent`. Each parameter has
+    its own seed, `fold_in(seed, its index among the sorted names)`.
 
     Args:
         model: a module, on the meta device or not; its own weights are not read.
@@ -43,6 +44,7 @@ def init_params(
     """
     named = dict(sorted(model.named_parameters()))
     num_layers = sum(isinstance(child, Block) for child in model.modules())
+    own_deviations: Mapping[str, float] = getattr(model, "deviations", {})
     params: Params = {}
     for index, (name, leaf) in enumerate(named.items()):
         path, _, attribute = name.rpartition(".")
@@ -60,6 +62,7 @@ def init_params(
         else:
             writes = ("attention.o.weight", "delta.o.weight", "mlp.down.weight")
             deviation = 0.02 / (math.sqrt(2 * num_layers) if name.endswith(writes) else 1.0)
+            deviation = own_deviations.get(name, deviation)
             generator = rng.generator(seed, index)
             value = torch.randn(leaf.shape, generator=generator, **drawn) * deviation
         params[name] = value.to(device=device, dtype=dtype)

@@ -10,7 +10,7 @@ from funcrl import ops
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Count, CountOrAll, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
-from funcrl.core.types import ExactModelFn, ModelFn, Params, Row, TokenScores
+from funcrl.core.types import Absent, ExactModelFn, ModelFn, Params, Row, TokenScores
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
 from funcrl.models.delta import RecurFn, recur_causal, recur_segments
 from funcrl.models.logits import forward_takes, logits_fn
@@ -156,26 +156,8 @@ def _scores_fn(
             options["attend"] = _each_layer(model, attend, recur_causal)
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
-            if attend_segments is None:
-                raise ValueError(
-                    "logprob_fn expects attend_segments= beside attend= for the rows of a "
-                    "PackedBatch, whose samples do not see each other, got attend="
-                    f"{getattr(attend, '__name__', attend)} alone."
-                )
-            if not forward_takes(model, "attend"):
-                raise ValueError(
-                    f"logprob_fn expects one sample a row, a Batch, for a network whose forward "
-                    f"does not take attend=, got a PackedBatch for {type(model).__name__}."
-                )
             prefix_ids = getattr(sample, "prefix_ids", ())
-            if has_delta(model) and not isinstance(prefix_ids, tuple):
-                raise ValueError(
-                    "logprob_fn expects rows without shared prefixes for a network with delta "
-                    "layers, whose state does not fork, got a PackedBatch with prefix_ids; "
-                    "funcrl.pack gives each sample a prompt of its own."
-                )
-            of_segments = attend_segments(segment_ids, prefix_ids)
-            options["attend"] = _each_layer(model, of_segments, recur_segments(segment_ids))
+            options |= _of_packed_row(model, segment_ids, prefix_ids, attend, attend_segments)
         if dtype is not None and network_ops.exact:
             options["dtype"] = dtype  # weights are cast where they are used: gradients stay wide
         elif dtype is not None:
@@ -203,6 +185,42 @@ def _each_layer(model: nn.Module, attend: ops.AttendFn, recur: RecurFn) -> Any:
     if isinstance(model, Transformer) and has_delta(model):
         return model.each_layer(attend, recur)
     return attend
+
+
+def _of_packed_row(
+    model: nn.Module,
+    segment_ids: Tensor,
+    prefix_ids: Tensor | Absent,
+    attend: ops.AttendFn | None,
+    attend_segments: ops.AttendSegmentsFn | None,
+) -> dict[str, Any]:
+    """Return the arguments of a network by which no sample of a packed row sees another one."""
+    if forward_takes(model, "resets"):
+        if not isinstance(prefix_ids, tuple):
+            raise ValueError(
+                f"logprob_fn expects rows of whole samples for a network with a state, which no "
+                f"two samples share, got a PackedBatch with prefixes for {type(model).__name__}."
+            )
+        return {"resets": segment_ids != segment_ids.roll(1, dims=-1)}
+    if attend_segments is None:
+        raise ValueError(
+            "logprob_fn expects attend_segments= beside attend= for the rows of a PackedBatch, "
+            "whose samples do not see each other, got attend="
+            f"{getattr(attend, '__name__', attend)} alone."
+        )
+    if not forward_takes(model, "attend"):
+        raise ValueError(
+            f"logprob_fn expects one sample a row, a Batch, for a network whose forward takes "
+            f"neither attend= nor resets=, got a PackedBatch for {type(model).__name__}."
+        )
+    if has_delta(model) and not isinstance(prefix_ids, tuple):
+        raise ValueError(
+            "logprob_fn expects rows without shared prefixes for a network with delta layers, "
+            "whose state does not fork, got a PackedBatch with prefix_ids; funcrl.pack gives each "
+            "sample a prompt of its own."
+        )
+    of_segments = attend_segments(segment_ids, prefix_ids)
+    return {"attend": _each_layer(model, of_segments, recur_segments(segment_ids))}
 
 
 @checked

@@ -1,10 +1,11 @@
-"""Named shapes of the network, for `--model`."""
+"""Named shapes of the networks, for `--model`."""
 
 from dataclasses import replace
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.models.config import TransformerConfig
+from funcrl.models.recurrent import RecurrentConfig
 
 _GEMMA3 = TransformerConfig(
     width=640, num_layers=18, num_heads=4, num_kv_heads=1, head_width=256, mlp_width=2048,
@@ -47,11 +48,20 @@ SHAPES: dict[str, TransformerConfig] = {
         _GEMMA3, width=1152, num_layers=26, mlp_width=6912, embed_scale=1152**0.5
     ),
 }  # fmt: skip
+RECURRENT_SHAPES: dict[str, RecurrentConfig] = {
+    "lstm": RecurrentConfig(),
+    "gru": RecurrentConfig(cell="gru"),
+}
+
+
+def is_shape(name: str) -> bool:
+    """Return whether a model's name is that of a shape, which starts from nothing."""
+    return name in SHAPES or name in RECURRENT_SHAPES
 
 
 @checked
 def shape(name: str, vocab_size: int) -> TransformerConfig:
-    """Return the config of a named shape, with a vocabulary of `vocab_size` tokens.
+    """Return the config of a named shape of a `Transformer`, for `vocab_size` tokens.
 
     Example:
         >>> import funcrl

@@ -14,6 +14,7 @@ from funcrl.tasks.builtin.competition import Math
 from funcrl.tasks.builtin.countdown import Countdown
 from funcrl.tasks.builtin.gsm8k import Gsm8k
 from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.judge import Judge
 from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
@@ -29,7 +30,7 @@ from funcrl.tasks.load import (
 )
 from funcrl.tasks.rewards.calls import RewardLimits
 from funcrl.tasks.rows.task import from_rows
-from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer
+from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
 
 __all__ = [
     "TASKS",
@@ -40,6 +41,7 @@ __all__ = [
     "Countdown",
     "Environment",
     "Gsm8k",
+    "Gymnasium",
     "Judge",
     "Math",
     "Prompt",
@@ -49,6 +51,7 @@ __all__ = [
     "SumDigits",
     "Task",
     "Tokenizer",
+    "WordTokenizer",
     "boxed_answer",
     "check_task",
     "data_file",

@@ -11,6 +11,7 @@ from funcrl.tasks.builtin.competition import Math
 from funcrl.tasks.builtin.countdown import Countdown
 from funcrl.tasks.builtin.gsm8k import Gsm8k
 from funcrl.tasks.builtin.gym import ReasoningGym
+from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.compose import with_rewards
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
@@ -27,6 +28,15 @@ def _gsm8k(source: str, tokenizer: Tokenizer | None) -> Task:
     folder = sources.find(source or _PROBLEMS)
     inside = sorted(path.parent for path in folder.rglob("gsm8k/train.*"))  # of a package
     return Gsm8k(inside[0] if inside else folder, _needed_tokenizer("gsm8k", tokenizer))
+
+
+def _gymnasium(name: str, tokenizer: Tokenizer | None) -> Task:
+    if tokenizer is not None:
+        raise ValueError(
+            f"load expects a model that starts from nothing for --task gymnasium:{name}, whose "
+            f"words are its own, such as --model lstm, got one with a tokenizer."
+        )
+    return Gymnasium(name)
 
 
 def _math(source: str, tokenizer: Tokenizer | None) -> Task:
@@ -47,6 +57,7 @@ TASKS: dict[str, Callable[[str, Tokenizer | None], TaskLike]] = {
         _needed_tokenizer("countdown", own), _whole_number("countdown", text, 3)
     ),
     "reasoning_gym": lambda text, own: ReasoningGym(text, _needed_tokenizer("reasoning_gym", own)),
+    "gymnasium": _gymnasium,
     "calculator": lambda text, own: Calculator(_whole_number("calculator", text, 2), own),
 }
 
@@ -64,8 +75,9 @@ def load(
 
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
     `math:FOLDER` (or another source, as for a model), `countdown:4` (numbers),
-    `reasoning_gym:GENERATOR`, `calculator:3` (digits); a file of rows, `data.jsonl`, `data.csv` or
-    `data.parquet`, as for `from_rows`; or one's own as `file.py:Name` or `module:Name`.
+    `reasoning_gym:GENERATOR`, `calculator:3` (digits), `gymnasium:CartPole-v1`; a file of rows,
+    `data.jsonl`, `data.csv` or `data.parquet`, as for `from_rows`; or one's own as `file.py:Name`
+    or `module:Name`.
 
     Args:
         name: as above.

@@ -1,5 +1,7 @@
 """Tokenizers that need no file."""
 
+from collections.abc import Sequence
+
 from funcrl.core import checks
 from funcrl.tasks.contracts import Tokenizer
 from funcrl.tasks.tokenizer_files import byte_files, character_files
@@ -46,6 +48,50 @@ class CharTokenizer(Tokenizer):
     def files(self) -> dict[str, bytes]:
         """Return the files by which transformers reads this tokenizer; see `Tokenizer.files`."""
         return character_files(self._tokens, self.end)
+
+
+class WordTokenizer(Tokenizer):
+    """A tokenizer with one token for each word of a list; token 0 ends a completion.
+
+    A text is words, each followed by a space.
+
+    Args:
+        words: every word that may occur, each once, none with a space.
+
+    Example:
+        >>> import funcrl
+        >>> tokenizer = funcrl.tasks.WordTokenizer(["left", "right"])
+        >>> tokenizer.encode("right left "), tokenizer.decode([2, 1, 0]), tokenizer.vocab_size
+        ([2, 1], 'right left ', 3)
+    """
+
+    end: int = 0
+
+    def __init__(self, words: Sequence[str]) -> None:
+        checks.check_count("WordTokenizer", "the number of words", len(words))
+        wrong = [word for word in words if words.count(word) > 1 or word.split() != [word]]
+        if wrong:
+            raise ValueError(
+                f"WordTokenizer expects words without spaces, each once, got {wrong[0]!r}."
+            )
+        self.vocab_size = len(words) + 1
+        self._tokens = {word: index for index, word in enumerate(words, start=1)}
+        self._texts = ["", *(f"{word} " for word in words)]
+
+    def encode(self, text: str) -> list[int]:
+        """Return one token for each word."""
+        words = text.split()
+        unknown = [word for word in words if word not in self._tokens]
+        if unknown:
+            raise ValueError(
+                f"WordTokenizer.encode expects its {len(self._tokens)} words, got {unknown[0]!r} "
+                f"in {text!r}."
+            )
+        return [self._tokens[word] for word in words]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the words; the end token has none."""
+        return "".join(self._texts[token] for token in tokens)
 
 
 class ByteTokenizer(Tokenizer):

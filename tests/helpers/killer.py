@@ -1,6 +1,6 @@
 """Runs a training run, kills it with SIGKILL at random moments, and takes it up again.
 
-    python killer.py FOLDER KILLS [MAX_STALENESS]
+    python killer.py FOLDER KILLS [MAX_STALENESS [MODEL]]
 
 Forks from one process that has imported everything, so that a life costs no start-up.
 """
@@ -25,10 +25,11 @@ from funcrl.config import (
 )
 
 
-def config(folder: Path, max_staleness: int = 0) -> TrainConfig:
+def config(folder: Path, max_staleness: int = 0, model: str = "micro") -> TrainConfig:
     """A run of a few seconds that uses every part of the state."""
     return TrainConfig(
         run_dir=folder,
+        model=model,
         steps=80,
         seed=7,
         threads=1,
@@ -47,13 +48,14 @@ def config(folder: Path, max_staleness: int = 0) -> TrainConfig:
     )
 
 
-def life(folder: Path, max_staleness: int) -> int:
+def life(folder: Path, max_staleness: int, model: str) -> int:
     """Start or take up the run in a child; return the child's id."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            funcrl.train(config(folder, max_staleness), resume=(folder / "config.yaml").exists())
+            run = config(folder, max_staleness, model)
+            funcrl.train(run, resume=(folder / "config.yaml").exists())
             status = 0
         finally:
             os._exit(status)
@@ -62,12 +64,12 @@ def life(folder: Path, max_staleness: int) -> int:
 
 def main() -> None:
     """Kill so many times, then let it finish; fail when a life fails by itself."""
-    folder, kills, *others = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    max_staleness = others[0] if others else 0
+    folder, kills, *others = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    max_staleness, model = int(others[0]) if others else 0, "".join(others[1:]) or "micro"
     dice = random.Random(0)
     killed = 0
     while killed < kills:
-        child = life(folder, max_staleness)
+        child = life(folder, max_staleness, model)
         # Short lives at first: the warm start and the first checkpoint are cut off, too.
         time.sleep(dice.uniform(0.0, 0.25 + 0.05 * killed))
         finished, status = os.waitpid(child, os.WNOHANG)
@@ -76,7 +78,7 @@ def main() -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         killed += 1
-    _, status = os.waitpid(life(folder, max_staleness), 0)
+    _, status = os.waitpid(life(folder, max_staleness, model), 0)
     print(f"killed {killed}")
     raise SystemExit(os.waitstatus_to_exitcode(status))
 

@@ -142,18 +142,18 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path, stop):
     ]
 
 
-def assert_kills_end_in_the_same_bits(tmp_path, kills, max_staleness=0):
+def assert_kills_end_in_the_same_bits(tmp_path, kills, max_staleness=0, model="micro"):
     """Kill the run of `killer` so often, and compare it with one that nothing stops."""
     run = subprocess.run(
         [sys.executable, Path(killer.__file__), tmp_path / "killed", str(kills),
-         str(max_staleness)],
+         str(max_staleness), model],
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"killed {kills}" in run.stdout
     threads = torch.get_num_threads()
     # It is not taken up again: it saves once.
-    config = killer.config(tmp_path / "whole", max_staleness=max_staleness)
+    config = killer.config(tmp_path / "whole", max_staleness, model)
     saves = dataclasses.replace(config.checkpoint, every=config.steps)
     whole = funcrl.train(dataclasses.replace(config, checkpoint=saves))
     torch.set_num_threads(threads)

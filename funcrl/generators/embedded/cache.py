@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from funcrl.core.numerics import at_least_float32
+from funcrl.generators.embedded.drawn import Drawn
+from funcrl.generators.embedded.entering import padded_prompts
+from funcrl.generators.prompts import Prompts
 from funcrl.models import Memory, Past, Transformer
 from funcrl.models.delta import MixFn
 from funcrl.models.transformer import LayerFn
@@ -34,15 +37,19 @@ class CachedTransformer:
         self._model = model
         self._cache = empty_cache(model, rows, places, model.norm.weight)
 
-    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Run the prompts once, and share what they leave with their samples."""
-        prefix = prefill(self._model, prompts, lengths)
+        tokens, lengths = padded_prompts(prompts, self._model.norm.weight.device)
+        prefix = prefill(self._model, tokens, lengths)
         write_prefix(self._cache, prefix, rows, group)
         return prefix.logits.repeat_interleave(group, dim=0)
 
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run one more token of each sample."""
         return extend(self._model, self._cache, tokens, positions, longest)
+
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
         """Copy what is kept of some samples to other rows."""

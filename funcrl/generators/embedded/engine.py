@@ -15,6 +15,8 @@ from funcrl.generators.stops import DecodeFn
 from funcrl.models.logprobs import score
 
 DrawFn: TypeAlias = Callable[[Request], Completions]
+# (parameters, the dtype to compute in or None for theirs) -> what draws with them
+LayOutFn: TypeAlias = Callable[[Params, torch.dtype | None], DrawFn]
 
 UNLIMITED = 1 << 31
 """The context length of a network that does not name one."""
@@ -27,8 +29,7 @@ class Network(NamedTuple):
     context_length: int
     model_fn: ModelFn  # for `score`
     check_params: Callable[[Params], None]  # raises unless they are the network's
-    # (parameters, the dtype to compute in or None for theirs) -> what draws with them
-    lay_out: Callable[[Params, torch.dtype | None], DrawFn]
+    lay_out: LayOutFn
     free: Callable[[], None] = lambda: None  # lets go of what is kept from one push to the next
 
 

@@ -11,9 +11,11 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.draw import LogSoftmaxFn
-from funcrl.generators.embedded.drawn import Completions, Request, completions
+from funcrl.generators.embedded.drawn import Completions, Drawn, Request, completions
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.entering import padded_prompts
 from funcrl.generators.embedded.slots import Batch
+from funcrl.generators.prompts import Prompts
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
 from funcrl.models.logits import LogitsFn, context_length_of, logits_fn, vocab_size_of
@@ -101,10 +103,11 @@ class Recomputed:
 
         self._logits = over_rows("Recompute", last_logits)
 
-    def enter(self, prompts: Tensor, lengths: Tensor, rows: slice, group: int) -> Tensor:
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Keep the prompts' tokens for each sample, and compute what follows each prompt."""
-        self._tokens[rows, : prompts.shape[1]] = prompts.repeat_interleave(group, dim=0)
-        return self._last(prompts, lengths - 1).repeat_interleave(group, dim=0)
+        tokens, lengths = padded_prompts(prompts, self._tokens.device)
+        self._tokens[rows, : tokens.shape[1]] = tokens.repeat_interleave(group, dim=0)
+        return self._last(tokens, lengths - 1).repeat_interleave(group, dim=0)
 
     def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Keep one more token of each sample, and compute what follows it."""
@@ -112,6 +115,9 @@ class Recomputed:
         rows.scatter_(1, positions[:, None], tokens[:, None])
         width = min(math.ceil((longest + 1) / _BUCKET) * _BUCKET, rows.shape[1])
         return self._last(rows[:, :width], positions)
+
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
         """Copy the tokens of some samples to other rows."""

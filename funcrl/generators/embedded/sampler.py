@@ -1,5 +1,6 @@
-"""The embedded sampler: `Transformer` on a cache, in this process, on any device."""
+"""The embedded sampler: funcrl's own networks, in this process, on any device."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,13 +12,20 @@ from funcrl.core.types import Params, Samples
 from funcrl.generators.embedded.cache import CachedTransformer
 from funcrl.generators.embedded.captured.sampler import Captured, is_captured
 from funcrl.generators.embedded.drawn import Completions, Request, completions
-from funcrl.generators.embedded.engine import DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.engine import (
+    DrawFn,
+    EmbeddedGenerator,
+    LayOutFn,
+    Network,
+    cast,
+)
+from funcrl.generators.embedded.recurrent import RecurrentDraw
 from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.prompts import Prompts
 from funcrl.generators.stops import DecodeFn
-from funcrl.models import Transformer
-from funcrl.models.functional import check_params
+from funcrl.models import Recurrent, Transformer
+from funcrl.models.functional import bind, check_params
 from funcrl.models.logprobs import logprob_fn
 
 
@@ -39,7 +47,7 @@ def sample(
     rounding of products of other shapes.
 
     Args:
-        model: a `funcrl.models.Transformer`.
+        model: a `funcrl.models.Transformer` or `funcrl.models.Recurrent`.
         params: its parameters; their dtype is the one computed in.
         prompts: N lists of tokens.
         sampling: how to draw.
@@ -67,15 +75,21 @@ class Sampler(EmbeddedGenerator):
     """The generator that needs nothing but torch: `push` parameters, then `generate`.
 
     Args:
-        model: a `funcrl.models.Transformer`.
+        model: a `funcrl.models.Transformer`, whose samples have a cache of keys and values, or a
+            `funcrl.models.Recurrent`, whose samples carry a state.
         decode: from tokens to text, for stop strings.
         slots: samples drawn at a time; finished ones leave at once and waiting prompts enter.
         dtype: to compute in; that of the parameters when left out.
 
     A push is a reference: parameters that are written into afterwards are read again.
 
-    In half precision on a GPU tokens are drawn by CUDA graphs, with the exact kernels: the first
-    completions wait for their capture, and `sleep` frees what is kept for the next call.
+    Of a recurrent network the states of a call's samples are kept until the next call, or a push: a
+    prompt that continues one of these samples, as the turns of an environment do, costs its new
+    tokens alone.
+
+    In half precision on a GPU a `Transformer`'s tokens are drawn by CUDA graphs, with the exact
+    kernels: the first completions wait for their capture, and `sleep` frees what is kept for the
+    next call.
 
     Example:
         >>> import funcrl
@@ -96,30 +110,47 @@ class Sampler(EmbeddedGenerator):
         slots: int = 256,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(model, Transformer):
-            raise TypeError(
-                f"Sampler expects a funcrl.models.Transformer, got {type(model).__name__}; "
-                f"funcrl.generators.HuggingFace(model) draws from a model of transformers, and "
-                f"funcrl.generators.Recompute(model) from any other network or function of logits."
-            )
-
-        captured = Captured(model.config)
-
-        def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
-            if is_captured(model, params, dtype):
-                return captured.lay_out(params, dtype)
-            captured.free()
-            return partial(_draw, pack_weights(model, cast(params, dtype)))
-
+        own = _own_network(model)
+        lay_out, free = _laying_out(own)
         network = Network(
-            vocab_size=model.config.vocab_size,
-            context_length=model.config.context_length,
+            vocab_size=own.config.vocab_size,
+            context_length=own.config.context_length,
             model_fn=logprob_fn(model, dtype=dtype),
             check_params=lambda params: check_params(model, params),
             lay_out=lay_out,
-            free=captured.free,
+            free=free,
         )
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
+
+
+def _own_network(model: nn.Module) -> Transformer | Recurrent:
+    """Return a network of funcrl's; raise if it is another one."""
+    if isinstance(model, Transformer | Recurrent):
+        return model
+    raise TypeError(
+        f"Sampler expects a funcrl.models.Transformer or Recurrent, got {type(model).__name__}; "
+        f"funcrl.generators.HuggingFace(model) draws from a model of transformers, and "
+        f"funcrl.generators.Recompute(model) from any other network or function of logits."
+    )
+
+
+def _laying_out(model: Transformer | Recurrent) -> tuple[LayOutFn, Callable[[], None]]:
+    """Return what makes a network's `DrawFn` of parameters, and what frees what that keeps."""
+    if isinstance(model, Recurrent):
+        return partial(_lay_out_recurrent, model), lambda: None
+    captured = Captured(model.config)
+
+    def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
+        if is_captured(model, params, dtype):
+            return captured.lay_out(params, dtype)
+        captured.free()
+        return partial(_draw, pack_weights(model, cast(params, dtype)))
+
+    return lay_out, captured.free
+
+
+def _lay_out_recurrent(model: Recurrent, params: Params, dtype: torch.dtype | None) -> DrawFn:
+    return RecurrentDraw(bind(model, cast(params, dtype)))
 
 
 def _draw(network: Transformer, request: Request) -> Completions:

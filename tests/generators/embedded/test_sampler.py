@@ -421,7 +421,7 @@ def test_bad_sampling_is_refused():
             Sampling(**options)
     with pytest.raises(RuntimeError, match=r"Sampler\.generate .*call push"):
         Sampler(tiny_model()).generate([[1]], Sampling(), seed=0)
-    with pytest.raises(TypeError, match="Sampler .*Transformer, got Linear"):
+    with pytest.raises(TypeError, match="Sampler .*Transformer or Recurrent, got Linear"):
         Sampler(torch.nn.Linear(2, 2))
 
 

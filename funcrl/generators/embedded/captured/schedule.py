@@ -38,6 +38,7 @@ class Schedule:
         self.seeds = sample_seeds(request.prompts, self.sampling.num_samples, request.seed)
         self.slots = max(request.slots, self.sampling.num_samples)
         self.waiting = deque(range(len(request.prompts)))
+        self.lengths = [len(prompt) for prompt in request.prompts]
         self.pages = Pages(program.sizes.pages)
         self.running: list[Running] = []
         self.texts = Texts(request) if self.sampling.stop else None
@@ -59,8 +60,8 @@ class Schedule:
 
     def _enter(self) -> None:
         """Let prompts enter while there is room."""
-        prompts, start = self.request.prompts, len(self.running)
-        while entering := take_waiting(self.waiting, prompts, self._admit):
+        start = len(self.running)
+        while entering := take_waiting(self.waiting, self.lengths, self._admit):
             entry = self._entry(entering, self.running[start:])
             self.program.enter(start, entry, self.sampling, self.request.max_tokens)
             start = len(self.running)

@@ -1,0 +1,192 @@
+"""Draws from a `Recurrent` network: each sample carries a state, which does not grow with it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrl.core import tree
+from funcrl.generators.embedded.drawn import Completions, Drawn, Request, completions
+from funcrl.generators.embedded.entering import pad_prompts
+from funcrl.generators.embedded.slots import Batch
+from funcrl.generators.prompts import Hash, Prompts, hashed, seeds_of
+from funcrl.models import Recurrent, RecurrentState
+
+
+class Known(NamedTuple):
+    """What is known of the first tokens of a prompt: the row of their state, and their hash."""
+
+    row: int = 0
+    length: int = 0
+    hash: Hash | None = None
+
+
+class States:
+    """States of sequences of tokens; the first row is the state before any token.
+
+    Args:
+        zero: the state [L, D] before any token.
+        count: the largest number of sequences.
+    """
+
+    def __init__(self, zero: RecurrentState, count: int) -> None:
+        self._states = tree.map(lambda leaf: leaf.expand(1 + count, -1, -1).clone(), zero)
+        self._known: dict[tuple[int, ...], Known] = {}
+        self._used = 1
+
+    def add(
+        self, sequences: Sequence[tuple[int, ...]], hashes: Sequence[Hash], states: RecurrentState
+    ) -> None:
+        """Keep the hash and the state [n, L, D] of each of n sequences."""
+        write(self._states, slice(self._used, self._used + len(sequences)), states)
+        for tokens, hash in zip(sequences, hashes, strict=True):
+            self._known[tokens] = Known(self._used, len(tokens), hash)
+            self._used += 1
+
+    def find(self, prompts: Prompts) -> list[Known]:
+        """Return what is known of each prompt: the longest sequence that it goes on from.
+
+        At least one token follows it; where there is none, nothing is known.
+        """
+        lengths = sorted({known.length for known in self._known.values()}, reverse=True)
+        return [self._find(prompt, lengths) for prompt in prompts]
+
+    def take(self, rows: list[int]) -> RecurrentState:
+        """Return a copy of the states [n, L, D] in some rows."""
+        return take(self._states, rows)
+
+    def _find(self, prompt: Sequence[int], lengths: Sequence[int]) -> Known:
+        for length in lengths:
+            known = self._known.get(tuple(prompt[:length])) if length < len(prompt) else None
+            if known is not None:
+                return known
+        return Known()
+
+
+def take(states: RecurrentState, rows: list[int] | slice) -> RecurrentState:
+    """Return the states in some rows."""
+    found: RecurrentState = tree.map(lambda leaf: leaf[rows], states)
+    return found
+
+
+def write(states: RecurrentState, rows: list[int] | slice, new: RecurrentState) -> None:
+    """Write states into some rows of others, in place."""
+    tree.map(lambda leaf, values: leaf.__setitem__(rows, values), states, new)
+
+
+class RecurrentDraw:
+    """Draws from one network's parameters.
+
+    The states of the samples of a call are kept until the next one: a prompt that continues such a
+    sample, as the turns of an environment do, costs the tokens that are new.
+
+    Args:
+        model: bound to its parameters.
+    """
+
+    def __init__(self, model: Recurrent) -> None:
+        self._model = model
+        self._kept = States(model.zero_state(), 0)
+
+    def __call__(self, request: Request) -> Completions:
+        """Return the samples, each drawn to its end."""
+        prompts, group = request.prompts, request.sampling.num_samples
+        found, before = self._kept.find(prompts), self._kept
+        self._kept = States(self._model.zero_state(), group * len(prompts))
+        unread = [prompt[each.length :] for prompt, each in zip(prompts, found, strict=True)]
+        hashes = [hashed(new, each.hash) for new, each in zip(unread, found, strict=True)]
+        states = before.take([each.row for each in found])
+
+        def open_decoder(rows: int, _places: int) -> RecurrentDecoder:
+            entering = Entering(prompts, hashes, unread, states)
+            return RecurrentDecoder(self._model, entering, self._kept, rows)
+
+        leaf = self._model.embed.weight
+        seeds, lengths = seeds_of(hashes, group, request.seed), [len(new) for new in unread]
+        batch = Batch(open_decoder, request, leaf.device, seeds=seeds, unread=lengths)
+        return completions(batch.run(), leaf)
+
+
+class Entering(NamedTuple):
+    """N prompts, the hash of each, those of its tokens that are to be read, the states before."""
+
+    prompts: Prompts
+    hashes: Sequence[Hash]
+    unread: Prompts
+    states: RecurrentState  # [N, L, D]
+
+
+class RecurrentDecoder:
+    """A `Recurrent` bound to its parameters, and the states of the samples.
+
+    Args:
+        model: bound to its parameters.
+        entering: the prompts, which enter in their order.
+        kept: where the states of samples that end are put.
+        rows: the largest number of samples at a time.
+    """
+
+    def __init__(self, model: Recurrent, entering: Entering, kept: States, rows: int) -> None:
+        self._model, self._entering, self._kept = model, entering, kept
+        self._entered = 0
+        zero = model.zero_state()
+        self._states = tree.map(lambda leaf: leaf.expand(rows, -1, -1).clone(), zero)
+
+    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+        """Read what is new of the prompts, and share the states that they leave."""
+        places = slice(self._entered, self._entered + len(prompts))
+        self._entered = places.stop
+        before = take(self._entering.states, places)
+        states = read_on(self._model, self._entering.unread[places], before)
+        shared = tree.map(lambda leaf: leaf.repeat_interleave(group, dim=0), states)
+        write(self._states, rows, shared)
+        return self._model.next_logits(shared)
+
+    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Read one more token of each sample."""
+        del positions, longest
+        rows = slice(len(tokens))
+        _, states = self._model.read(tokens[:, None], take(self._states, rows))
+        write(self._states, rows, states)
+        return self._model.next_logits(states)
+
+    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+        """Keep the states of samples that have ended: their last tokens have not been read."""
+        prompts, hashes = self._entering.prompts, self._entering.hashes
+        read = [each.tokens[:-1] for each in samples]
+        pairs = list(zip(samples, read, strict=True))
+        self._kept.add(
+            [(*prompts[each.prompt], *tokens) for each, tokens in pairs],
+            [hashed(tokens, hashes[each.prompt]) for each, tokens in pairs],
+            take(self._states, rows),
+        )
+
+    def move(self, to: list[int], origin: list[int], places: slice) -> None:
+        """Copy the states of some samples to other rows."""
+        del places
+        write(self._states, to, take(self._states, origin))
+
+
+def read_on(model: Recurrent, prompts: Prompts, states: RecurrentState) -> RecurrentState:
+    """Return the state [n, L, D] after the last token of each of n prompts of any lengths.
+
+    Longer prompts come first and shorter ones leave as they end, so that no padding is read.
+
+    Args:
+        model: bound to its parameters.
+        prompts: of at least one token each.
+        states: [n, L, D] before their first tokens.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda row: -lengths[row])
+    padded = pad_prompts([prompts[row] for row in order], max(lengths))
+    tokens = torch.tensor(padded, device=model.embed.weight.device)
+    states = take(states, order)
+    start = 0
+    for stop in sorted({*lengths}):
+        going = slice(sum(length >= stop for length in lengths))
+        _, after = model.read(tokens[going, start:stop], take(states, going))
+        write(states, going, after)
+        start = stop
+    return take(states, sorted(range(len(order)), key=order.__getitem__))
