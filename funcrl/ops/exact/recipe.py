@@ -91,17 +91,23 @@ def differentiable(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
             ctx.mark_non_differentiable(*output[returned:])
+            # Else the results for the backward pass alone get gradients: zeros, as large as they.
+            ctx.set_materialize_grads(False)
             ctx.constants = [None if isinstance(each, Tensor) else each for each in inputs]
             ctx.places = [n for n, each in enumerate(inputs) if isinstance(each, Tensor)]
             ctx.save_for_backward(*(inputs[place] for place in ctx.places), *output)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
             inputs, saved = list(ctx.constants), list(ctx.saved_tensors)
             for place in ctx.places:
                 inputs[place] = saved.pop(0)
             wanted = tuple(ctx.needs_input_grad)
-            found = iter(once(wanted, *grads[:returned], *inputs, *saved))
+            given = [
+                torch.zeros_like(result) if grad is None else grad
+                for grad, result in zip(grads[:returned], saved, strict=False)
+            ]
+            found = iter(once(wanted, *given, *inputs, *saved))
             return tuple(next(found) if each else None for each in wanted)
 
         @staticmethod

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.recipe import differentiable, operator
-from funcrl.ops.recurrent.kernels import Cell, Precision
+from funcrl.ops.recurrent.kernels import Cell
 from funcrl.ops.recurrent.params import Layer
-from funcrl.ops.recurrent.precision import float32_products
 
 aten = torch.ops.aten
 _MODES = {"lstm": 2, "gru": 3}  # as cuDNN and torch count them
@@ -33,14 +32,13 @@ def _like(x: Tensor, h: Tensor, c: Tensor, *rest: Any) -> Results:
 @operator("cudnn_layer", _like, rows=())
 def layer_op(
     x: Tensor, h: Tensor, c: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor | None,
-    bias_hh: Tensor | None, cell: str, precision: str, keep: bool,
+    bias_hh: Tensor | None, cell: str, keep: bool,
 ) -> Results:  # fmt: skip
     """Return the outputs, the last states, what cuDNN keeps, and the weights in its own layout."""
     weights = _weights(weight_ih, weight_hh, bias_ih, bias_hh)
-    with float32_products(torch.backends.cudnn.rnn, precision):
-        outputs, last_h, last_c, *kept = aten._cudnn_rnn(
-            _one_batch(x), weights, len(weights), None, *_states(h, c), *_options(cell, h, keep)
-        )
+    outputs, last_h, last_c, *kept = aten._cudnn_rnn(
+        _one_batch(x), weights, len(weights), None, *_states(h, c), *_options(cell, h, keep)
+    )
     last_c = last_c.view(c.shape) if cell == "lstm" else torch.empty_like(c)
     return outputs.view(*x.shape[:-1], -1), last_h.view(h.shape), last_c, kept[0], kept[1]
 
@@ -54,17 +52,16 @@ def _like_gradients(*inputs: Any) -> Gradients:
 def gradients_op(
     x: Tensor, h: Tensor, c: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor | None,
     bias_hh: Tensor | None, outputs: Tensor, kept: Tensor, own_weights: Tensor,
-    grad_outputs: Tensor, grad_h: Tensor, grad_c: Tensor, cell: str, precision: str,
+    grad_outputs: Tensor, grad_h: Tensor, grad_c: Tensor, cell: str,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of x, of both states, of the weights and of the biases."""
     weights = _weights(weight_ih, weight_hh, bias_ih, bias_hh)
-    with float32_products(torch.backends.cudnn.rnn, precision):
-        of_x, of_h, of_c, of_weights = aten._cudnn_rnn_backward(
-            _one_batch(x), weights, len(weights), own_weights, *_states(h, c),
-            _one_batch(outputs), _one_batch(grad_outputs), *_states(grad_h, grad_c),
-            *_options(cell, h, True), kept.clone(),  # the kernel writes into it
-            [True, True, cell == "lstm", True],
-        )  # fmt: skip
+    of_x, of_h, of_c, of_weights = aten._cudnn_rnn_backward(
+        _one_batch(x), weights, len(weights), own_weights, *_states(h, c),
+        _one_batch(outputs), _one_batch(grad_outputs), *_states(grad_h, grad_c),
+        *_options(cell, h, True), kept.clone(),  # the kernel writes into it
+        [True, True, cell == "lstm", True],
+    )  # fmt: skip
     found = _like_gradients(x, h, c, weight_ih, weight_hh, bias_ih, bias_hh)
     for result, given in zip(found, (of_x, of_h, of_c, *of_weights), strict=False):
         if result.numel():
@@ -106,9 +103,9 @@ def _plain(*inputs: Any) -> tuple[Tensor, ...]:
 def _backward(
     wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Tensor]:
-    *given, cell, precision = inputs
+    *given, cell = inputs
     outputs, _, _, *kept = results
-    found = gradients_op(*given, outputs, *kept, *grads, cell, precision)
+    found = gradients_op(*given, outputs, *kept, *grads, cell)
     return [each for each, want in zip(found, wanted, strict=False) if want]
 
 
@@ -123,8 +120,8 @@ _LAYERS: dict[Cell, Any] = {"lstm": _layer("lstm_scan"), "gru": _layer("gru_scan
 
 
 def run_layer(
-    cell: Cell, precision: Precision, x: Tensor, layer: Layer, h: Tensor, c: Tensor, _: None
+    cell: Cell, x: Tensor, layer: Layer, h: Tensor, c: Tensor, _: None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs, and the states after the last step; there are no resets."""
-    outputs, h, last_c = _LAYERS[cell](x, h, c.to(x.dtype), *layer, cell, precision)
+    outputs, h, last_c = _LAYERS[cell](x, h, c.to(x.dtype), *layer, cell)
     return outputs, h, last_c.to(c.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.recurrent.kernels import ScanKernels, unless_reset
+from funcrl.ops.recurrent.kernels import ScanKernels, project, unless_reset
 
 aten = torch.ops.aten
 
@@ -108,4 +108,4 @@ def of_hidden(grads: Tensor) -> Tensor:
     return torch.cat([grads[..., : 2 * width], grads[..., 3 * width :]], dim=-1)
 
 
-KERNELS = ScanKernels(_forward, _replay, _backward)
+KERNELS = ScanKernels(project, _forward, _replay, _backward)

@@ -22,12 +22,27 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
+
+
+class ProjectFn(Protocol):
+    """The product of a piece's x with W_ih."""
+
+    def __call__(
+        self,
+        x: Tensor,  # [k, N, D]
+        weight_ih: Tensor,  # [G, D]
+        bias: Tensor | None,  # [G], all that is added
+        /,
+    ) -> Any:
+        """Return what the kernels take as `pre`: the product, or what they compute it from."""
+        ...
 
 
 class ForwardFn(Protocol):
@@ -35,7 +50,7 @@ class ForwardFn(Protocol):
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,  # [G, H]
         bias_n: Tensor | None,  # [H], of a GRU
         h0: Tensor,  # [N, H], the state before the first step
@@ -59,13 +74,13 @@ class ReplayFn(Protocol):
 
     def __call__(
         self,
-        pre: Tensor,  # [k, N, G], contiguous; it may be overwritten
+        pre: Any,  # what `project` returned
         weight_hh: Tensor,
         bias_n: Tensor | None,
         before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
         c0: Tensor,  # [N, C]
         resets: Tensor | None,  # [k, N]
-        gates: Tensor | None,  # [k, N, 4 H], written, or None; of an LSTM it may be `pre` itself
+        gates: Tensor | None,  # [k, N, 4 H], written, or None
         cells: Tensor | None,  # [k, N, C], written; None with gates
         /,
     ) -> Tensor:
@@ -94,12 +109,56 @@ class BackwardFn(Protocol):
         ...
 
 
+class LinearFn(Protocol):
+    """The product of all rows of a piece with a weight; that of torch by default."""
+
+    def __call__(
+        self,
+        rows: Tensor,  # [M, D], contiguous along its last axis
+        weight: Tensor,  # [G, D]; it may be a transposed view
+        bias: Tensor | None,  # [G]
+        /,
+    ) -> Tensor:
+        """Return rows W^T + bias, [M, G], contiguous."""
+        ...
+
+
+class AddOuterFn(Protocol):
+    """A piece's part of a weight's gradient; by torch's product by default."""
+
+    def __call__(
+        self,
+        total: Tensor,  # [groups, P, Q], in at least float32
+        left: Tensor,  # [groups, M, P]
+        right: Tensor,  # [groups, M, Q]
+        /,
+    ) -> None:
+        """Add left^T right of each group to the total, in place."""
+        ...
+
+
+def add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right of each group to the total, in place."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.mT, right)
+    else:
+        total += torch.bmm(left.mT, right)
+
+
 class ScanKernels(NamedTuple):
     """The kernels of one cell on one kind of device; plain functions of tensors."""
 
+    project: ProjectFn
     forward: ForwardFn
     replay: ReplayFn
     backward: BackwardFn
+    linear: LinearFn = torch.nn.functional.linear
+    add_outer: AddOuterFn = add_outer
+
+
+def project(x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W_ih^T and the bias, [k, N, G]."""
+    return torch.nn.functional.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])
 
 
 def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
@@ -109,7 +168,7 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
-    return min(max(16384 // max(num_sequences, 1), 4), 64)
+    return min(max(32768 // max(num_sequences, 1), 8), 64)
 
 
 def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:

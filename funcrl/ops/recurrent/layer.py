@@ -16,7 +16,6 @@ from funcrl.core import numerics
 from funcrl.ops.exact.recipe import differentiable, each_sample, leading, only_rows, operator
 from funcrl.ops.recurrent.kernels import Cell, kernels_of, steps_of_piece
 from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass
-from funcrl.ops.recurrent.precision import float32_products
 from funcrl.ops.recurrent.sequences import flat, sequences_of
 
 # What the forward pass keeps for the backward pass, by what that one recomputes.
@@ -62,8 +61,7 @@ def layer_op(
     given = sequences_of(x, h, c, resets, weight_ih, weight_hh, bias_ih, bias_hh)
     like = _like(x, h, c, cell, backend, precision, kept)
     written = Saved(kept, flat(like[0], 2), flat(like[3], 2), flat(like[4], 2))
-    with float32_products(torch.backends.cuda.matmul, precision):
-        last = forward_pass(given, kernels_of(cell, backend, precision), written)
+    last = forward_pass(given, kernels_of(cell, backend, precision), written)
     for result, state in zip(like[1:3], last, strict=True):
         result.copy_(state.view(result.shape))
     return like
@@ -125,15 +123,14 @@ def gradients_op(
     given, like = sequences_of(*inputs), _like_gradients(*inputs, groups, wants_x, wants_weights)
     wide = given.c0.dtype
     grads = flat(grad_outputs, 2), flat(grad_h, 1).to(wide), flat(grad_c, 1).to(wide)
-    with float32_products(torch.backends.cuda.matmul, precision):
-        first = backward_pass(
-            given,
-            kernels_of(cell, backend, precision),
-            Saved(kept, flat(outputs, 2), flat(gates, 2), flat(cells, 2)),
-            grads,
-            flat(like[0], 2) if wants_x else None,
-            [each.zero_() for each in like[3:]] if wants_weights else None,
-        )
+    first = backward_pass(
+        given,
+        kernels_of(cell, backend, precision),
+        Saved(kept, flat(outputs, 2), flat(gates, 2), flat(cells, 2)),
+        grads,
+        flat(like[0], 2) if wants_x else None,
+        [each.zero_() for each in like[3:]] if wants_weights else None,
+    )
     for result, state in zip(like[1:3], first, strict=True):
         result.copy_(state.view(result.shape))
     return like

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.recurrent.kernels import ScanKernels, unless_reset
+from funcrl.ops.recurrent.kernels import ScanKernels, project, unless_reset
 
 aten = torch.ops.aten
 
@@ -111,4 +111,4 @@ def _step_gradients(
     return found, grad_c * f
 
 
-KERNELS = ScanKernels(_forward, _replay, _backward)
+KERNELS = ScanKernels(project, _forward, _replay, _backward)

@@ -1,7 +1,7 @@
 """The two passes of a recurrent layer over its sequences, a piece of some steps at a time."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,17 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
         if kept == "starts":
             cells[:, index] = c
         c = kernels.forward(
-            given.project(given.inputs(piece)), given.weight_hh, given.bias_n, h, c,
+            _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n, h, c,
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
         h = outputs[:, piece.stop - 1].contiguous()
     return h, c
+
+
+def _project(given: Sequences, kernels: ScanKernels, x: Tensor) -> Any:
+    """Return what the kernels take for the product of a piece's x [k, N, D] with W_ih."""
+    return kernels.project(x, given.weight_ih, given.bias)
 
 
 def backward_pass(
@@ -56,29 +61,56 @@ def backward_pass(
         of_weights: zeros, to which the gradients of W_ih, W_hh, b_ih and b_hh of each group of
             sequences are added; None if they are not wanted.
     """
-    grad_outputs, grad_h, grad_c = grads
+    grad_outputs, *of_states = grads
     starts = _starts(given, kernels, saved)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
         inputs, before = given.inputs(piece), given.before(saved.outputs, piece)
-        if saved.kept == "gates":
-            found = of_piece(saved.gates, piece), of_piece(saved.cells, piece)
-            of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
-        else:
-            found = _replayed(given, kernels, inputs, before, start, piece)
-            of_gates = found[0]  # in the same memory
-        grad_h, grad_c = kernels.backward(
-            of_piece(grad_outputs, piece), *found, before, start, given.weight_hh,
-            given.resets_of(piece), grad_h, grad_c, of_gates,
+        of_gates, *of_states = _gate_gradients(
+            given, kernels, saved, (inputs, before, start), of_piece(grad_outputs, piece),
+            of_states, piece,
         )  # fmt: skip
         of_pre = of_gates[..., : len(given.weight_ih)]
         if of_x is not None:
-            of_x[:, piece] = (of_pre @ given.weight_ih).transpose(0, 1)
+            rows = kernels.linear(of_pre.flatten(0, 1), given.weight_ih.mT, None)
+            of_x[:, piece] = rows.unflatten(0, inputs.shape[:2]).transpose(0, 1)
         if of_weights is not None:
             is_gru = len(given.weight_hh) < of_gates.shape[-1]
             of_mixed = of_hidden(of_gates) if is_gru else of_gates
-            _add_products(of_weights[0], of_weights[2], of_pre, inputs)
-            _add_products(of_weights[1], of_weights[3], of_mixed, before)
+            _add_rows(kernels, of_weights[0], of_weights[2], of_pre, inputs)
+            _add_rows(kernels, of_weights[1], of_weights[3], of_mixed, before)
+            del of_mixed
+        del inputs, before, of_gates, of_pre  # or they are in memory beside the next piece
+    grad_h, grad_c = of_states
     return grad_h, grad_c
+
+
+def _gate_gradients(
+    given: Sequences, kernels: ScanKernels, saved: Saved, known: tuple[Tensor, Tensor, Tensor],
+    grad_outputs: Tensor, of_states: Sequence[Tensor], piece: slice,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of a piece's gates [k, N, 4 H], and of the states before it.
+
+    Args:
+        given: the inputs.
+        kernels: of the cell.
+        saved: by the forward pass.
+        known: x of the piece, the state h before each of its steps, and c before the first.
+        grad_outputs: [k, N, H].
+        of_states: the gradients of the states after the piece.
+        piece: its steps.
+    """
+    inputs, before, start = known
+    if saved.kept == "gates":
+        found = of_piece(saved.gates, piece), of_piece(saved.cells, piece)
+        of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
+    else:
+        found = _replayed(given, kernels, inputs, before, start, piece)
+        of_gates = found[0]  # in the same memory
+    grad_h, grad_c = kernels.backward(
+        grad_outputs, *found, before, start, given.weight_hh, given.resets_of(piece), *of_states,
+        of_gates,
+    )  # fmt: skip
+    return of_gates, grad_h, grad_c
 
 
 def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor]:
@@ -93,7 +125,7 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
             start = saved.cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
-                given.project(given.inputs(piece)), given.weight_hh, given.bias_n,
+                _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n,
                 given.before(saved.outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
@@ -101,27 +133,29 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
 
 
 def _replayed(
-    given: Sequences, kernels: ScanKernels, inputs: Tensor, before: Tensor, start: Tensor,
+    given: Sequences,
+    kernels: ScanKernels,
+    inputs: Tensor,
+    before: Tensor,
+    start: Tensor,
     piece: slice,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return the gates and the cell states of a piece."""
-    pre = given.project(inputs)
-    shape = (*before.shape[:2], 4 * before.shape[2])
-    gates = pre if pre.shape == shape else pre.new_empty(shape)
+    gates = before.new_empty(*before.shape[:2], 4 * before.shape[2])
     cells = start.new_empty(len(before), *start.shape)
     kernels.replay(
-        pre, given.weight_hh, given.bias_n, before, start, given.resets_of(piece), gates, cells
-    )
+        _project(given, kernels, inputs), given.weight_hh, given.bias_n, before, start,
+        given.resets_of(piece), gates, cells,
+    )  # fmt: skip
     return gates, cells
 
 
-def _add_products(total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor) -> None:
+def _add_rows(
+    kernels: ScanKernels, total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor
+) -> None:
     """Add a piece [k, N, ...] to the gradients of a weight and its bias, [groups, ...] each."""
-    rows, factors = _by_group(grad, len(total)), _by_group(factor, len(total))
-    if total.dtype == rows.dtype:
-        total.baddbmm_(rows.mT, factors)
-    else:
-        total += torch.bmm(rows.mT, factors)
+    rows = _by_group(grad, len(total))
+    kernels.add_outer(total, rows, _by_group(factor, len(total)))
     if bias_total.shape[1]:
         bias_total += rows.sum(dim=1, dtype=bias_total.dtype)
 

@@ -12,7 +12,7 @@ from funcrl.core.arguments import checked
 from funcrl.ops.recurrent import cudnn, loop
 from funcrl.ops.recurrent.kernels import Cell, Precision
 from funcrl.ops.recurrent.layer import LAYERS
-from funcrl.ops.recurrent.params import Layer, layers_of
+from funcrl.ops.recurrent.params import Layer, check_like, layers_of
 
 Backend = Literal["auto", "loop", "op", "triton", "cudnn"]
 Recompute = Literal["none", "full", "chunk"]
@@ -60,8 +60,10 @@ def lstm_scan(
             computed anew, for some steps at a time. "chunk": the cell state every so many steps is
             kept, which saves "full" a pass over the sequence. The numbers are the same to the last
             bit. "loop" and "cudnn" take "none" only.
-        precision: of the products of float32 numbers on a GPU, with "triton" and "cudnn": "ieee",
-            or "tf32", whose factors have 10 bits.
+        precision: of the products of float32 numbers in the kernels of "triton": "ieee", or "tf32",
+            whose factors have 10 bits. The products of the others, and with "ieee" those of x and
+            for the weights' gradients, are torch's: `torch.backends.cuda.matmul.fp32_precision`,
+            and of cuDNN `torch.backends.cudnn.rnn.fp32_precision`, say how they are computed.
 
     Returns:
         The outputs, and (h, c) after the last step.
@@ -147,7 +149,7 @@ def _scan(
     state = _state(function, cell, x, state, (len(layers), width))
     if resets is not None:
         checks.check_shape(function, "resets", resets, "x without its last axis", x.shape[:-1])
-        checks.check_dtype(function, "resets", resets, torch.bool)
+        check_like(function, "resets", resets, x, torch.bool)
     run = _chosen(function, cell, x, width, resets, backend, recompute, precision)
     last = []
     for layer, h0, c0 in zip(layers, *(each.unbind(-2) for each in state), strict=True):
@@ -177,7 +179,7 @@ def _state(
                 f"{function} expects {name} of shape {list(shape)}, [..., L, H], "
                 f"got {list(tensor.shape)}."
             )
-        checks.check_dtype(function, name, tensor, dtype)
+        check_like(function, name, tensor, x, dtype)
     return h, c.to(wide)
 
 
@@ -195,7 +197,7 @@ def _chosen(
     if backend == "auto":
         fits = x.device.type == "cuda" and not _why_not_triton(cell, x, width)
         backend = "triton" if fits else "op"
-    if backend in ("loop", "op") and precision != "ieee":
+    if backend != "triton" and precision != "ieee":
         _refuse(function, backend, "precision='ieee'", repr(precision))
     if backend in ("loop", "cudnn") and recompute != "none":
         _refuse(function, backend, "recompute='none'", repr(recompute))
@@ -205,8 +207,9 @@ def _chosen(
         if resets is not None:
             _refuse(function, backend, "resets=None", "a tensor")
         if not torch.backends.cudnn.is_acceptable(x):
-            _refuse(function, backend, "floats on a GPU that has cuDNN", f"{x.dtype} on {x.device}")
-        return functools.partial(cudnn.run_layer, cell, precision)
+            got = f"{x.dtype} on {x.device}"
+            _refuse(function, backend, "float64, 32 or 16 on a GPU that has cuDNN", got)
+        return functools.partial(cudnn.run_layer, cell)
     if backend == "triton" and (reason := _why_not_triton(cell, x, width)):
         raise ValueError(f"{function} with backend='triton' expects {reason}.")
     return functools.partial(_run_operator, cell, backend, precision, recompute)

@@ -32,11 +32,6 @@ class Sequences(NamedTuple):
         """Return x of a piece, [k, N, D]."""
         return of_piece(self.x, piece).contiguous()
 
-    def project(self, inputs: Tensor) -> Tensor:
-        """Return the product of a piece's x with W_ih and the biases, [k, N, G]."""
-        rows = torch.nn.functional.linear(inputs.flatten(0, 1), self.weight_ih, self.bias)
-        return rows.unflatten(0, inputs.shape[:2])
-
     def resets_of(self, piece: slice) -> Tensor | None:
         """Return where new episodes begin in a piece, [k, N]."""
         return None if self.resets is None else self.resets[piece]

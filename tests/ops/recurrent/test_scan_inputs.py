@@ -33,6 +33,9 @@ def without(params, *names):
      "of torch.float64, got torch.float32"),
     (lambda x, p, s, r: (x, p, s, r[0]),
      r"resets of the shape of x without its last axis, \[2, 7\]"),
+    (lambda x, p, s, r: (x, {**p, "weight_hh_l1": p["weight_hh_l1"].to("meta")}),
+     r"params\['weight_hh_l1'\] on the device of x, cpu, got meta"),
+    (lambda x, p, s, r: (x, p, s, r.to("meta")), "resets on the device of x, cpu, got meta"),
     (lambda x, p, s, r: (x, p, s, r.long()), "resets of torch.bool, got torch.int64"),
 ])  # fmt: skip
 @pytest.mark.parametrize("cell", CELLS)
@@ -49,7 +52,8 @@ def test_what_does_not_fit_is_refused(cell, change, message):
      "with backend='cudnn' expects recompute='none', got 'chunk'"),
     ({"backend": "cudnn"}, "with backend='cudnn' expects resets=None, got a tensor"),
     ({"backend": "cudnn", "resets": None},
-     "with backend='cudnn' expects floats on a GPU that has cuDNN, got torch.float64 on cpu"),
+     "with backend='cudnn' expects float64, 32 or 16 on a GPU that has cuDNN, "
+     "got torch.float64 on cpu"),
     ({"backend": "op", "precision": "tf32"},
      "with backend='op' expects precision='ieee', got 'tf32'"),
     ({"backend": "loop", "precision": "tf32"},
