@@ -131,7 +131,8 @@ class Case(NamedTuple):
         def outputs(x: Tensor, resets: Tensor | None) -> Tensor:
             if resets is not None:
                 raise ValueError(f"{name} expects no resets, got {int(resets.sum())} of them.")
-            found: Tensor = module(x)[0]
+            # In training cuDNN keeps what a backward pass needs, even where there will be none.
+            found: Tensor = module.train(torch.is_grad_enabled())(x)[0]
             return found
 
         return Way(name, outputs, list(module.parameters()))

@@ -82,11 +82,12 @@ def test_resets_are_given_to_scans_and_refused_by_torchs_modules():
 
 def test_recomputing_needs_less_memory():
     config = RecurrentBenchConfig(
-        cells=("lstm",), backends=("op",), parts=("gradient",), batch=16, steps=(192,), width=16,
-        repeats=1,
+        cells=("lstm",), backends=("op",), parts=("gradient",), batch=4096, steps=(128,), width=2,
+        repeats=1, recomputes=("none", "full"),
     )  # fmt: skip
-    none, _, full = bench_recurrent(config)
-    assert full.peak_bytes < 0.6 * none.peak_bytes
+    none, full = bench_recurrent(config)
+    # Of [N, T, H] numbers: outputs and gradient of x, and with none five for each besides.
+    assert full.peak_bytes < 0.5 * none.peak_bytes
     assert full.peak_ratio == pytest.approx(full.peak_bytes / none.peak_bytes)
 
 
