@@ -31,6 +31,7 @@ def case(cell, lead=(), length=7, *, layers=1, bias=True, dtype=torch.float64, d
     state = (h, c) if cell == "lstm" else h
     x, weights = randn(*lead, length, WIDTH_IN), randn(*lead, length, WIDTH)
     resets = torch.rand(*lead, length, generator=generator) < 0.2
+    params = dict(sorted(params.items()))  # as funcrl's are
     x, params, state, weights = tree.cast((x, params, state, weights), dtype)
     return tree.map(lambda each: each.to(device), (x, params, state, resets, weights))
 

@@ -53,9 +53,20 @@ def layers_of(
                 raise ValueError(
                     f"{function} expects {name} of shape {list(shape)}, got {list(tensor.shape)}."
                 )
-            checks.check_dtype(function, name, tensor, x.dtype)
+            check_like(function, name, tensor, x)
         width_in = width
     return layers
+
+
+def check_like(
+    function: str, name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless a tensor is on the device of x and has its dtype, or the given one."""
+    if tensor.device != x.device:
+        raise ValueError(
+            f"{function} expects {name} on the device of x, {x.device}, got {tensor.device}."
+        )
+    checks.check_dtype(function, name, tensor, dtype or x.dtype)
 
 
 def _layer(function: str, params: Mapping[str, Tensor], n: int) -> Layer:

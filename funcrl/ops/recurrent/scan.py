@@ -12,7 +12,7 @@ from funcrl.core.arguments import checked
 from funcrl.ops.recurrent import cudnn, loop
 from funcrl.ops.recurrent.kernels import Cell, Precision
 from funcrl.ops.recurrent.layer import LAYERS
-from funcrl.ops.recurrent.params import Layer, layers_of
+from funcrl.ops.recurrent.params import Layer, check_like, layers_of
 
 Backend = Literal["auto", "loop", "op", "triton", "cudnn"]
 Recompute = Literal["none", "full", "chunk"]
@@ -149,7 +149,7 @@ def _scan(
     state = _state(function, cell, x, state, (len(layers), width))
     if resets is not None:
         checks.check_shape(function, "resets", resets, "x without its last axis", x.shape[:-1])
-        checks.check_dtype(function, "resets", resets, torch.bool)
+        check_like(function, "resets", resets, x, torch.bool)
     run = _chosen(function, cell, x, width, resets, backend, recompute, precision)
     last = []
     for layer, h0, c0 in zip(layers, *(each.unbind(-2) for each in state), strict=True):
@@ -179,7 +179,7 @@ def _state(
                 f"{function} expects {name} of shape {list(shape)}, [..., L, H], "
                 f"got {list(tensor.shape)}."
             )
-        checks.check_dtype(function, name, tensor, dtype)
+        check_like(function, name, tensor, x, dtype)
     return h, c.to(wide)
 
 

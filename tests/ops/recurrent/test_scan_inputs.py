@@ -33,6 +33,9 @@ def without(params, *names):
      "of torch.float64, got torch.float32"),
     (lambda x, p, s, r: (x, p, s, r[0]),
      r"resets of the shape of x without its last axis, \[2, 7\]"),
+    (lambda x, p, s, r: (x, {**p, "weight_hh_l1": p["weight_hh_l1"].to("meta")}),
+     r"params\['weight_hh_l1'\] on the device of x, cpu, got meta"),
+    (lambda x, p, s, r: (x, p, s, r.to("meta")), "resets on the device of x, cpu, got meta"),
     (lambda x, p, s, r: (x, p, s, r.long()), "resets of torch.bool, got torch.int64"),
 ])  # fmt: skip
 @pytest.mark.parametrize("cell", CELLS)
