@@ -25,7 +25,7 @@ cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 UNIT = 2.0**-8  # of bfloat16: half the distance of 1 and the next number
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.recurrent.cuda import plans, scan_kernels
+    from funcrl.ops.recurrent.cuda import plans, products, scan_kernels
 
 
 @pytest.mark.slow
@@ -164,6 +164,22 @@ def test_pieces_and_launches_do_not_change_a_bit(cell):
         by_step.project(x, weight_ih, None), *given, torch.empty_like(kept[0]), None, None
     )
     assert torch.equal(last, expected[3])
+
+
+@kernel_case
+@pytest.mark.parametrize(
+    ("size", "width", "other"), [(5000, 300, 260), (16384, 1024, 256)] if ON_GPU else [(300, 20, 9)]
+)
+def test_products_in_tf32(size, width, other):
+    left, right = torch.randn(2, size, width + 16, device=DEVICE), torch.randn(2, size, other)
+    left, right = left[..., 16:], right.to(DEVICE)
+    total = torch.ones(2, width, other, device=DEVICE)
+    expected = total + left.double().mT @ right.double()
+    products.add_outer(total, left, right)
+    assert (total - expected).abs().max() < 2e-3 * size**0.5
+    weight, bias = right[0, :width].mT, torch.randn(other, device=DEVICE)
+    expected = left[1].double() @ weight.double().T + bias
+    assert (products.linear(left[1], weight, bias) - expected).abs().max() < 0.05
 
 
 @kernel_case
