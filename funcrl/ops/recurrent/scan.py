@@ -60,10 +60,11 @@ def lstm_scan(
             computed anew, for some steps at a time. "chunk": the cell state every so many steps is
             kept, which saves "full" a pass over the sequence. The numbers are the same to the last
             bit. "loop" and "cudnn" take "none" only.
-        precision: of the products of float32 numbers in the kernels of "triton": "ieee", or "tf32",
-            whose factors have 10 bits. The products of the others, and with "ieee" those of x and
-            for the weights' gradients, are torch's: `torch.backends.cuda.matmul.fp32_precision`,
-            and of cuDNN `torch.backends.cudnn.rnn.fp32_precision`, say how they are computed.
+        precision: of the products of float32 numbers in the kernels of "triton": "ieee", three
+            products of tf32 each, with the errors of float32, or "tf32", whose factors have 10
+            bits. The products of the others, and with "ieee" those for the gradients of x and of
+            the weights, are torch's: `torch.backends.cuda.matmul.fp32_precision`, and of cuDNN
+            `torch.backends.cudnn.rnn.fp32_precision`, say how they are computed.
 
     Returns:
         The outputs, and (h, c) after the last step.
