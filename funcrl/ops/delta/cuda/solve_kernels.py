@@ -45,10 +45,10 @@ def kept_at_end(total, sequence, C: tl.constexpr):
     return tl.where(alike, tl.exp(last_of(total, C) - total), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "CHUNKS"])
 def solve_kernel(
     k, decay, beta, resets, inverse, T, H, CHUNKS,
-    CK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    CK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write (1 + A)^-1 [C, C] of a chunk, with A = beta (K K^T) G below the diagonal."""
     chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -64,11 +64,11 @@ def solve_kernel(
     system = tl.where(places[:, None] > places[None, :], system, 0.0)
     of_chunk = inverse + (n * CHUNKS + chunk) * (C * C)
     at = places[:, None] * C + places[None, :]
-    tl.store(of_chunk + at, inverse_of(system, C))
+    tl.store(of_chunk + at, inverse_of(system, C, PRECISION))
 
 
 @triton.jit
-def inverse_of(system, C: tl.constexpr):
+def inverse_of(system, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return X = (1 + A)^-1 of A [C, C], of which all on the diagonal and above is 0.
 
     By 16 rows at a time: with D the inverse of 1 + A's block on the diagonal, and R the rows of A
@@ -86,7 +86,8 @@ def inverse_of(system, C: tl.constexpr):
         own = tl.sum(tl.where(chosen, solved, 0.0), 0)
         rows = tl.sum(tl.where(chosen, by_rows, 0.0), 0)
         one = tl.where(places[None, :] == block * _SIZE + within[:, None], 1.0, 0.0)
-        new = product(own, one - product(rows, found))
+        new = one - tl.dot(rows, found, input_precision=PRECISION)
+        new = tl.dot(own, new, input_precision=PRECISION)
         new = tl.broadcast_to(new[None, :, :], (BLOCKS, _SIZE, C))
         found = tl.where(places[:, None] // _SIZE == block, tl.reshape(new, (C, C)), found)
     return found
