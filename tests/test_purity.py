@@ -425,6 +425,15 @@ TABLE_OF_CALLS = {
         lambda x, w: ops.project(x, [(w, None)]), (torch.randn(4, 3), torch.randn(2, 3))),
     "ops.rms_norm": (lambda x: ops.rms_norm(x, x[0], 1e-6), (torch.randn(4, 3),)),
     "ops.swiglu": (ops.swiglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.geglu": (ops.geglu, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.sigmoid_gate": (ops.sigmoid_gate, (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.delta_gates": (ops.delta_gates, (*torch.randn(2, 4, 3), *torch.randn(2, 3))),
+    "ops.short_conv": (
+        ops.short_conv, (torch.randn(4, 3), torch.randn(3, 2), torch.randn(1, 3), MASK[:4])),
+    "ops.gated_delta_scan": (
+        lambda *given: ops.gated_delta_scan(*given, backend="recurrent"),
+        (*torch.randn(3, 2, 4, 3), -torch.rand(2, 4), torch.rand(2, 4), torch.randn(2, 3, 3),
+         MASK[:4])),
     "rng.permutation": (lambda: rng.permutation(5, 3), ()),
     "rng.uniform": (lambda s: rng.uniform(s, 3), (TOKENS,)),
     "rollouts.complete": (lambda: roll()[0].texts, ()),

@@ -94,7 +94,7 @@ class LoraConfig:
     """The rank of each adapter, often 8 to 64; 0 trains all parameters instead."""
     alpha: FinitePositive = 16.0
     """An adapter is scaled by alpha / rank."""
-    targets: tuple[str, ...] = (".attention.", ".mlp.")
+    targets: tuple[str, ...] = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
     """Matrices whose names hold one of these get an adapter."""
 
     def __post_init__(self) -> None:

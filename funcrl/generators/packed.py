@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from funcrl import ops
 from funcrl.core.types import Params
-from funcrl.models import MLP, Attention, Linear, Transformer
+from funcrl.models import MLP, Attention, GatedDelta, Linear, Transformer
 from funcrl.models.functional import bind
 from funcrl.ops import LinearFn, Weights
 from funcrl.ops.exact import EXACT_FORWARD
@@ -44,8 +44,9 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     fast = ops.NATIVE._replace(linear=linear, project=project)
     network = bind(Transformer(model.config, fast), params)
     for child in network.modules():
-        if isinstance(child, Attention):
-            products[id(child.q.weight)] = _joined([child.q, child.k, child.v])
+        if isinstance(child, Attention | GatedDelta):
+            parts = child.projections()
+            products[id(parts[0].weight)] = _joined(parts)
             products[id(child.o.weight)] = _product(child.o.weight)
         if isinstance(child, MLP):
             products[id(child.gate.weight)] = _joined([child.gate, child.up])
@@ -57,8 +58,11 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
 def _joined(parts: Sequence[Linear]) -> LinearFn:
     """Return the product with all the parts' matrices, one above the other."""
     product = _product(torch.cat([part.weight for part in parts]))
-    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-    bias = torch.cat(biases) if biases else None
+    bias = None
+    if any(part.bias is not None for part in parts):
+        zeros = [part.weight.new_zeros(len(part.weight)) for part in parts]
+        pairs = zip(parts, zeros, strict=True)
+        bias = torch.cat([zero if part.bias is None else part.bias for part, zero in pairs])
     return lambda x, _weight, _bias: product(x, _weight, bias)
 
 

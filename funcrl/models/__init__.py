@@ -1,18 +1,13 @@
 """The network definition, and parameters for it."""
 
+from funcrl.models.config import LARGEST, TransformerConfig
+from funcrl.models.delta import GatedDelta, Memory, Past, RecurFn, recur_causal, recur_segments
+from funcrl.models.initial import init_params
+from funcrl.models.layers import MLP, Attention, Linear
 from funcrl.models.logits import LogitsFn, logits_fn
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.shapes import RECURRENT_SHAPES, SHAPES, shape
-from funcrl.models.transformer import (
-    LARGEST,
-    MLP,
-    Attention,
-    HeadFn,
-    Linear,
-    Transformer,
-    TransformerConfig,
-    init_params,
-)
+from funcrl.models.transformer import HeadFn, LayerFn, Transformer
 from funcrl.ops.rotary import rotary_angles, rotary_factors, rotate
 
 __all__ = [
@@ -21,9 +16,14 @@ __all__ = [
     "RECURRENT_SHAPES",
     "SHAPES",
     "Attention",
+    "GatedDelta",
     "HeadFn",
+    "LayerFn",
     "Linear",
     "LogitsFn",
+    "Memory",
+    "Past",
+    "RecurFn",
     "Recurrent",
     "RecurrentConfig",
     "RecurrentState",
@@ -31,6 +31,8 @@ __all__ = [
     "TransformerConfig",
     "init_params",
     "logits_fn",
+    "recur_causal",
+    "recur_segments",
     "rotary_angles",
     "rotary_factors",
     "rotate",

@@ -12,7 +12,9 @@ from funcrl.core.arguments import Count, CountOrAll, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Absent, ExactModelFn, ModelFn, Params, Row, TokenScores
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
+from funcrl.models.delta import RecurFn, recur_causal, recur_segments
 from funcrl.models.logits import forward_takes, logits_fn
+from funcrl.models.transformer import Transformer, has_delta
 
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
 # scores.
@@ -144,9 +146,14 @@ def _scores_fn(
     With exact operations a network that takes more axes than [T] may be given a batch of samples.
     """
     apply, network_ops = logits_fn(model), ops.ops_of(model)
+    config = model.config if isinstance(model, Transformer) else None
+    # Operations of one's own need know of no cap where there is none.
+    caps = {} if config is None or config.logit_cap is None else {"cap": config.logit_cap}
 
     def scores_of(params: Params, sample: Row, dtype: torch.dtype | None) -> TokenScores:
-        options: dict[str, Any] = {} if attend is None else {"attend": attend}
+        options: dict[str, Any] = {}
+        if attend is not None:
+            options["attend"] = _each_layer(model, attend, recur_causal)
         segment_ids = getattr(sample, "segment_ids", ())
         if not isinstance(segment_ids, tuple):
             prefix_ids = getattr(sample, "prefix_ids", ())
@@ -163,7 +170,7 @@ def _scores_fn(
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
             # no copy and suit a GPU's tiles.
             targets = sample.tokens.roll(-1, dims=-1)
-            return network_ops.scores(hidden, weight, targets, temperature, chunk or _CHUNK)
+            return network_ops.scores(hidden, weight, targets, temperature, chunk or _CHUNK, **caps)
 
         logprobs, entropy = apply(params, sample, head=scores, **options)
         start = torch.zeros_like(logprobs[..., :1])
@@ -181,12 +188,14 @@ def _of_packed_row(
     attend_segments: ops.AttendSegmentsFn | None,
 ) -> dict[str, Any]:
     """Return the arguments of a network by which no sample of a packed row sees another one."""
-    if forward_takes(model, "resets"):
-        if not isinstance(prefix_ids, tuple):
-            raise ValueError(
-                f"logprob_fn expects rows of whole samples for a network with a state, which no "
-                f"two samples share, got a PackedBatch with prefixes for {type(model).__name__}."
-            )
+    resets = forward_takes(model, "resets")
+    if (resets or has_delta(model)) and not isinstance(prefix_ids, tuple):
+        raise ValueError(
+            f"logprob_fn expects rows without shared prefixes for a network that carries a state, "
+            f"which does not fork, got a PackedBatch with prefix_ids for {type(model).__name__}; "
+            f"funcrl.pack gives each sample a prompt of its own."
+        )
+    if resets:
         return {"resets": segment_ids != segment_ids.roll(1, dims=-1)}
     if attend_segments is None:
         raise ValueError(
@@ -199,7 +208,15 @@ def _of_packed_row(
             f"logprob_fn expects one sample a row, a Batch, for a network whose forward takes "
             f"neither attend= nor resets=, got a PackedBatch for {type(model).__name__}."
         )
-    return {"attend": attend_segments(segment_ids, prefix_ids)}
+    of_segments = attend_segments(segment_ids, prefix_ids)
+    return {"attend": _each_layer(model, of_segments, recur_segments(segment_ids))}
+
+
+def _each_layer(model: nn.Module, attend: ops.AttendFn, recur: RecurFn) -> Any:
+    """Return what a network takes as `attend`: a function for each layer where layers differ."""
+    if isinstance(model, Transformer) and has_delta(model):
+        return model.each_layer(attend, recur)
+    return attend
 
 
 @checked

@@ -21,6 +21,14 @@ class Lora(NamedTuple):
     merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
 
 
+# Of a delta layer, those that are as wide as the network.
+_OF_LAYERS = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
+
+
+def _is_of_a_layer(name: str) -> bool:
+    return any(part in name for part in _OF_LAYERS)
+
+
 @checked
 def lora(
     model_fn: ModelFn,
@@ -28,7 +36,7 @@ def lora(
     *,
     rank: Count = 8,
     alpha: Positive = 16.0,
-    targets: Callable[[str], bool] = lambda name: ".attention." in name or ".mlp." in name,
+    targets: Callable[[str], bool] = _is_of_a_layer,
 ) -> Lora:
     """Return a model whose parameters are low-rank changes of some matrices (arXiv:2106.09685).
 

@@ -51,10 +51,11 @@ def recording(network: Transformer, operations: list[Operation]) -> Transformer:
 
 def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place: list[str]) -> Ops:
     """Return the same operations, which also append to the list, of a module at `path`."""
-    by_head = path.endswith(("q_norm", "k_norm"))
+    of_heads = path.endswith(("q_norm", "k_norm", "delta.norm"))
 
     def keep(operation: str, result: Any, place: str) -> None:
         parts = [result] if isinstance(result, Tensor) else list(result)
+        by_head = of_heads or (path.endswith("delta") and operation == "rms_norm")
         flat = [part.flatten(-2) if by_head else part for part in parts]
         operations.append(Operation(f"{_title(place)}: {operation}", torch.cat(flat, dim=-1)))
         last_place[0] = place
@@ -80,16 +81,23 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
         keep("norm_rotate", [_by_token(part) for part in turned], path)
         return turned
 
+    def gated_delta(*inputs: Any) -> tuple[Tensor, Tensor]:
+        outputs, state = ops.gated_delta(*inputs)
+        keep("gated_delta", [_by_token(outputs)], path)
+        return outputs, state
+
     def attending(attend: AttendFn) -> AttendFn:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            attended = attend(q, k, v)
+        def call(q: Tensor, k: Tensor, v: Tensor, **window: int) -> Tensor:
+            attended = attend(q, k, v, **window)
             # The network hands `attend` down to its layers, which have just rotated q and k.
             keep("attend", _by_token(attended), last_place[0])
             return attended
 
         return call
 
-    plain = ("embed", "linear", "project", "rms_norm", "add_rms_norm", "swiglu")
+    plain = (
+        "embed", "linear", "project", "rms_norm", "add_rms_norm", "swiglu", "geglu", "sigmoid_gate",
+    )  # fmt: skip
     recorded: dict[str, Any] = {
         operation: kept(operation) for operation in plain if getattr(ops, operation) is not None
     }
@@ -97,6 +105,7 @@ def _recording_ops(ops: Ops, path: str, operations: list[Operation], last_place:
         **recorded,
         rotate=rotate,
         norm_rotate=None if ops.norm_rotate is None else norm_rotate,
+        gated_delta=gated_delta,
         attend_causal=attending(ops.attend_causal),
         attend_prompts=attending(ops.attend_prompts),
         attend_segments=lambda *ids: attending(ops.attend_segments(*ids)),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import Count, check_fields
-from funcrl.models.transformer import LARGEST, HeadFn
+from funcrl.models.config import LARGEST
+from funcrl.models.transformer import HeadFn
 from funcrl.ops import gru_scan, lstm_scan
 
 # What a layer carries from token to token: h and c [..., L, D] of an LSTM, h [..., L, D] of a GRU.

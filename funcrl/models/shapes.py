@@ -4,12 +4,17 @@ from dataclasses import replace
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.models.config import TransformerConfig
 from funcrl.models.recurrent import RecurrentConfig
-from funcrl.models.transformer import TransformerConfig
 
 SHAPES: dict[str, TransformerConfig] = {
     "micro": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
+    ),
+    "micro-hybrid": TransformerConfig(
+        width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192,
+        layers=("delta", "full"), delta_heads=4, delta_key_heads=4, delta_key_width=16,
+        delta_value_width=16,
     ),
     "tiny": TransformerConfig(),
     "small": TransformerConfig(

@@ -1,10 +1,11 @@
 """Operations with more than one implementation, or a backward pass of their own."""
 
-from funcrl.ops.arithmetic import project, rms_norm, swiglu
+from funcrl.ops.arithmetic import geglu, project, rms_norm, sigmoid_gate, swiglu
 from funcrl.ops.attention import attend_causal, attend_hidden, attend_segments
 from funcrl.ops.choice import NATIVE, choose_ops, ops_of
 from funcrl.ops.chunked import linear_scores
-from funcrl.ops.contract import AttendFn, AttendSegmentsFn, LinearFn, Ops, Weights
+from funcrl.ops.contract import AttendFn, AttendSegmentsFn, GatedDeltaFn, LinearFn, Ops, Weights
+from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash
 from funcrl.ops.flash_segments import attend_flash_segments
@@ -16,6 +17,7 @@ __all__ = [
     "NATIVE",
     "AttendFn",
     "AttendSegmentsFn",
+    "GatedDeltaFn",
     "LinearFn",
     "Ops",
     "Weights",
@@ -25,12 +27,17 @@ __all__ = [
     "attend_hidden",
     "attend_segments",
     "choose_ops",
+    "delta_gates",
     "entropy",
+    "gated_delta_scan",
+    "geglu",
     "gru_scan",
     "linear_scores",
     "lstm_scan",
     "ops_of",
     "project",
     "rms_norm",
+    "short_conv",
+    "sigmoid_gate",
     "swiglu",
 ]

@@ -11,8 +11,11 @@ from funcrl.ops.contract import Weights
 
 
 @checked
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight`, the mean in at least float32.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Return `x / sqrt(mean(x^2) + eps) * (offset + weight)`, the mean in at least float32.
+
+    With an offset the product is in at least float32, too: the sum of a weight near 0 and 1 has
+    more digits than half precision.
 
     Example:
         >>> import torch, funcrl
@@ -21,6 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = x.to(numerics.at_least_float32(x.dtype))
     scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if offset:
+        return (scaled * (offset + weight.to(wide.dtype))).to(x.dtype)
     return scaled.to(x.dtype) * weight
 
 
@@ -34,6 +39,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         tensor([0.0000, 1.7616])
     """
     return nn.functional.silu(gate) * up
+
+
+@checked
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up`, by the GELU with tanh (arXiv:2002.05202).
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.ops.geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]))
+        tensor([0.0000, 1.9546])
+    """
+    return nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@checked
+def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
+    """Return `sigmoid(gate) * x`: as much of `x` as the gate lets through.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.ops.sigmoid_gate(torch.tensor([0.0, 9.0]), torch.tensor([4.0, 4.0]))
+        tensor([2.0000, 3.9995])
+    """
+    return torch.sigmoid(gate) * x
 
 
 @checked

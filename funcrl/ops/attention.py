@@ -5,13 +5,14 @@ from einops import rearrange
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
+from funcrl.ops.segments import first_places, spans_of_prefixes
 
 
 @checked
-def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -> Tensor:
     """Return softmax attention in which a token sees itself and all tokens before it.
 
     Query head h reads key head h // (H / K): grouped-query attention (arXiv:2305.13245).
@@ -20,6 +21,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: [..., H, T, C].
         k: [..., K, T, C].
         v: [..., K, T, C].
+        window: the number of tokens that each one sees, itself included; all when left out.
 
     Example:
         >>> import torch, funcrl
@@ -27,16 +29,25 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         >>> funcrl.ops.attend_causal(q, k, v).squeeze(-1)
         tensor([[1., 2.],
                 [1., 2.]])
+        >>> funcrl.ops.attend_causal(q, k, v, window=1).squeeze(-1)
+        tensor([[1., 3.],
+                [1., 3.]])
     """
-    return attend_hidden(q, k, v, _future(q))
+    hidden = _future(q)
+    if window is not None:
+        hidden = hidden | _outside(torch.arange(q.shape[-2], device=q.device), window)
+    return attend_hidden(q, k, v, hidden)
 
 
 @checked
 def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> AttendFn:
     """Return causal attention within segments, for a row that packs many samples.
 
+    The function takes a window, too, as `attend_causal` does: the last tokens of a prefix and its
+    sample together.
+
     Args:
-        segment_ids: [T], equal for the tokens of one sample, -1 on padding.
+        segment_ids: [T], equal for the tokens of one sample, which are neighbours; -1 on padding.
         prefix_ids: [T], the segment of which each token sees all tokens too, -1 for none; none has
             one when left out.
 
@@ -60,8 +71,11 @@ def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> At
         unshared = (prefix != segment_ids[None, :]) | (prefix < 0)
 
     @checked
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_hidden(q, k, v, (_future(q) | others) & unshared)
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -> Tensor:
+        hidden = (_future(q) | others) & unshared
+        if window is not None:
+            hidden = hidden | _outside(_places(segment_ids, prefix_ids), window)
+        return attend_hidden(q, k, v, hidden)
 
     return attend
 
@@ -93,6 +107,20 @@ def attend_hidden(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     scores = scores.masked_fill(hidden[..., None, None, :, :], -torch.inf)
     weights = rearrange(torch.softmax(scores, dim=-1), "... k g t s -> ... k (g t) s")
     return rearrange(weights @ v, "... k (g t) c -> ... (k g) t c", t=length)
+
+
+def _outside(places: Tensor, window: int) -> Tensor:
+    """Return [T, T], where a key stands too far before a query for a window."""
+    return places[:, None] - places >= window
+
+
+def _places(segment_ids: Tensor, prefix_ids: Tensor | Absent) -> Tensor:
+    """Return where each token stands in its sample, whose prefix comes first."""
+    first = first_places(segment_ids)
+    places = torch.arange(len(segment_ids), device=segment_ids.device) - first
+    if isinstance(prefix_ids, tuple):
+        return places
+    return places + spans_of_prefixes(segment_ids, prefix_ids, first)[:, 1]
 
 
 def _future(q: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from funcrl.ops import arithmetic, cached, rotary
 from funcrl.ops.attention import attend_causal, attend_segments
 from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import Ops
+from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
 from funcrl.ops.exact import EXACT
 
 NATIVE = Ops(
@@ -20,9 +21,14 @@ NATIVE = Ops(
     rms_norm=arithmetic.rms_norm,
     add_rms_norm=None,
     swiglu=arithmetic.swiglu,
+    geglu=arithmetic.geglu,
+    sigmoid_gate=arithmetic.sigmoid_gate,
     rotation=rotary.rotation,
     rotate=rotary.rotate_heads,
     norm_rotate=None,
+    short_conv=short_conv,
+    delta_gates=delta_gates,
+    gated_delta=gated_delta_scan,
     attend_causal=attend_causal,
     attend_segments=attend_segments,
     scores=linear_scores,

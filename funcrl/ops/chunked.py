@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import CountOrAll, Positive, checked
+from funcrl.ops.caps import cap_gradient, cap_logits
 from funcrl.ops.logits import logits_gradient, plain_score_logits, score_logits
 
 # The number of rows of the weight's gradient that are added to at a time.
@@ -25,6 +26,7 @@ def linear_scores(
     targets: Tensor,
     temperature: Positive = 1.0,
     chunk: CountOrAll = 1024,
+    cap: Positive | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of targets under `softmax(hidden W^T / temperature)`, and
     entropies [T].
@@ -41,6 +43,7 @@ def linear_scores(
         targets: [T] int64.
         temperature: that of sampling.
         chunk: tokens at a time, or "all".
+        cap: logits become cap * tanh(logits / cap) before the temperature; no cap when left out.
 
     Example:
         >>> import torch, funcrl
@@ -52,9 +55,10 @@ def linear_scores(
     checks.check_rank("linear_scores", "weight", weight, "VD")
     checks.check_shape("linear_scores", "targets", targets, "hidden's first axis", hidden.shape[:1])
     if chunk == "all":
-        return score_logits(nn.functional.linear(hidden, weight), targets, temperature)
+        logits = cap_logits(nn.functional.linear(hidden, weight), cap)
+        return score_logits(logits, targets, temperature)
     logprobs, entropy, _ = _LinearScores.apply(  # type: ignore[no-untyped-call]  # (torch's own)
-        hidden, weight, targets, temperature, chunk
+        hidden, weight, targets, temperature, chunk, cap
     )
     return logprobs, entropy
 
@@ -64,11 +68,13 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         columns = []
         for rows in _chunks(hidden.shape[0], chunk):
-            columns.append(plain_score_logits(hidden[rows] @ weight.mT, targets[rows], temperature))
+            logits = cap_logits(hidden[rows] @ weight.mT, cap)
+            columns.append(plain_score_logits(logits, targets[rows], temperature))
         if not columns:
             empty = hidden.new_zeros(0, dtype=numerics.at_least_float32(hidden.dtype))
             return empty, empty.clone(), empty.clone()
@@ -77,7 +83,7 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden, weight, targets, ctx.temperature, ctx.chunk = inputs
+        hidden, weight, targets, *ctx.constants = inputs
         _, entropy, normaliser = output
         ctx.mark_non_differentiable(normaliser)
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
@@ -86,14 +92,14 @@ class _LinearScores(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Any) -> Any:
         trained = ctx.needs_input_grad[1]  # not where adapters are trained on a constant base
         grad_hidden, *grad_weight = _Gradients.apply(  # type: ignore[no-untyped-call]  # (torch's own)
-            *ctx.saved_tensors, grad_logprob, grad_entropy, ctx.temperature, ctx.chunk, trained
+            *ctx.saved_tensors, grad_logprob, grad_entropy, *ctx.constants, trained
         )
-        return grad_hidden, *(grad_weight or (None,)), None, None, None
+        return grad_hidden, *(grad_weight or (None,)), None, None, None, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], hidden: Tensor, weight: Tensor, targets: Tensor,
-        temperature: float, chunk: int,
+        *constants: Any,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
         size = info.batch_size
         hidden, weight, targets = (
@@ -104,10 +110,10 @@ class _LinearScores(torch.autograd.Function):
         targets = targets if in_dims[2] is not None else targets.expand(size, *targets.shape)
         if in_dims[1] is None:
             rows = hidden.flatten(0, 1), weight, targets.flatten(0, 1)
-            results = _LinearScores.apply(*rows, temperature, chunk)  # type: ignore[no-untyped-call]  # (torch's own)
+            results = _LinearScores.apply(*rows, *constants)  # type: ignore[no-untyped-call]  # (torch's own)
             return tuple(part.view(targets.shape) for part in results), (0, 0, 0)
         each = [
-            _LinearScores.apply(*row, temperature, chunk)  # type: ignore[no-untyped-call]  # (torch's own)
+            _LinearScores.apply(*row, *constants)  # type: ignore[no-untyped-call]  # (torch's own)
             for row in zip(hidden, weight, targets, strict=True)
         ]
         return tuple(torch.stack(parts) for parts in zip(*each, strict=True)), (0, 0, 0)
@@ -122,7 +128,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
-        grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, trained: bool,
+        grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int,
+        cap: float | None, trained: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         if not hidden.shape[0]:
             return torch.zeros_like(hidden), *([torch.zeros_like(weight)] if trained else [])
@@ -134,7 +141,9 @@ class _Gradients(torch.autograd.Function):
             # multiplied one after the other, and each would read all of the weight.
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
             columns = [each[rows] for each in (targets, entropy, normaliser, *grads)]
-            outer = logits_gradient(inputs @ weight.mT, temperature, *columns)
+            logits = cap_logits(inputs @ weight.mT, cap)
+            outer = cap_gradient(logits_gradient(logits, temperature, *columns), logits, cap)
+            del logits
             grad_hidden.append(outer @ weight)
             if not trained:
                 continue
@@ -150,10 +159,10 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
         """Return the results of all samples, in chunks that count the whole batch's tokens."""
-        *tensors, temperature, chunk, trained = inputs
+        *tensors, temperature, chunk, cap, trained = inputs
         chunk = max(1, chunk // info.batch_size)
 
-        results = _EachGradients.apply(in_dims, temperature, chunk, trained, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
+        results = _EachGradients.apply(in_dims, temperature, chunk, cap, trained, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
         return results, (0,) * len(results)
 
     @staticmethod
@@ -172,12 +181,12 @@ class _EachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        in_dims: tuple[int | None, ...], temperature: float, chunk: int, trained: bool,
-        *tensors: Tensor,
+        in_dims: tuple[int | None, ...], temperature: float, chunk: int, cap: float | None,
+        trained: bool, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        in_dims = (*in_dims[: len(tensors)], None, None, None)
+        in_dims = (*in_dims[: len(tensors)], None, None, None, None)
         mapped: Any = torch.vmap(_Gradients.forward, in_dims=in_dims)
-        return mapped(*tensors, temperature, chunk, trained)
+        return mapped(*tensors, temperature, chunk, cap, trained)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

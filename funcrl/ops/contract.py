@@ -1,7 +1,7 @@
 """What a `Transformer` computes with, as a value whose fields may be replaced."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,10 +10,17 @@ from funcrl.core.types import Absent
 
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
-# (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H
-AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H. A
+# sliding layer gives `window=` besides, the number of tokens that a query sees, itself included.
+AttendFn: TypeAlias = Callable[..., Tensor]
 # (segment_ids [..., T], prefix_ids [..., T] or () for none) -> attention of packed rows
 AttendSegmentsFn: TypeAlias = Callable[[Tensor, Tensor | Absent], AttendFn]
+
+# (q, k [..., H, T, Ck], v [..., H, T, Cv], decay, beta [..., H, T], state [..., H, Ck, Cv] or None,
+# resets [..., T] or None) -> outputs [..., H, T, Cv], state
+GatedDeltaFn: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 class Ops(NamedTuple):
@@ -27,10 +34,14 @@ class Ops(NamedTuple):
     embed: Callable[[Tensor, Tensor, torch.dtype | None], Tensor]
     linear: LinearFn  # (x, weight, bias) -> x W^T + b
     project: Callable[[Tensor, Weights], Sequence[Tensor]]  # (x, [(weight, bias), ...]) -> linears
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps)
-    # (x, delta, weight, eps) -> (x + delta, its norm), at once; None for a sum and a norm
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None
+    # (x, weight, eps), and an offset that is added to the weight, where there is one
+    rms_norm: Callable[..., Tensor]
+    # (x, delta, weight, eps), and an offset where there is one -> (x + delta, its norm), at once;
+    # None for a sum and a norm
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None
     swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
+    geglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> gelu(gate) * up, by tanh
+    sigmoid_gate: Callable[[Tensor, Tensor], Tensor]  # (gate, x) -> sigmoid(gate) * x
     # (positions [..., T], head width, theta) -> the factors that `rotate` takes
     rotation: Callable[[Tensor, int, float], Tensor]
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
@@ -42,11 +53,17 @@ class Ops(NamedTuple):
         ]
         | None
     )
+    # (x [..., T, E], weight [E, K], history [..., K - 1, E] or None, resets [..., T] or None)
+    # -> silu of the causal convolution, and the new history
+    short_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+    # (a, b [..., T, H], log_rate, step_bias [H]) -> decay, beta of the gated delta rule
+    delta_gates: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated_delta: GatedDeltaFn
     attend_causal: AttendFn
     attend_segments: AttendSegmentsFn
-    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk or "all") -> log-probs,
-    # entropies
-    scores: Callable[[Tensor, Tensor, Tensor, float, int | Literal["all"]], tuple[Tensor, Tensor]]
+    # (hidden [T, D], weight [V, D], targets [T], temperature, chunk or "all"), and a cap of logits
+    # where there is one -> log-probs, entropies
+    scores: Callable[..., tuple[Tensor, Tensor]]
     log_softmax: Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
     attend_prompts: AttendFn  # causal
     # (positions [n] of one token a sample, a layer of the cache [n, K, S, 2 C], the number of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, checked
+from funcrl.ops.exact import attention
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ _DTYPES = {"cpu": (torch.float64, torch.float32, *_HALF), "cuda": _HALF}
 
 
 @checked
-def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_flash(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -> Tensor:
     """Return what `attend_causal` returns, up to rounding, in memory that grows with T, not T^2.
 
     One kernel forward and one backward, for a whole batch under `vmap` too. It has a first
@@ -35,6 +36,8 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: [..., H, T, C]; on a GPU bfloat16 or float16, and C a multiple of 8, at most 256.
         k: [..., K, T, C].
         v: [..., K, T, C].
+        window: the number of tokens that each one sees, itself included; all when left out. With
+            one, the kernels are those of `attend_flash_segments`, as torch's know of none.
 
     Example:
         >>> import torch, funcrl
@@ -44,6 +47,8 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 [1., 2.]])
     """
     _check(q, k, v)
+    if window is not None and window < q.shape[-2]:
+        return attention.attend_causal(q, k, v, window)
     out: Tensor = _apply(_Attend, q, k, v)[0]
     return out
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact import attention
@@ -44,13 +44,13 @@ def attend_flash_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ())
     attend_rows = attention.attend_segments(segment_ids, prefix_ids)
 
     @checked
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -> Tensor:
         for name, part in (("q", q), ("k", k), ("v", v)):
             if part.ndim < 3 or part.shape[-2] != segment_ids.shape[0]:
                 raise ValueError(
                     f"attend_flash_segments expects {name} [..., heads, T, C] of T = "
                     f"{segment_ids.shape[0]}, got {list(part.shape)}."
                 )
-        return attend_rows(q, k, v)
+        return attend_rows(q, k, v, window)
 
     return attend

@@ -45,8 +45,9 @@ def norm(draw: Draw) -> Iterator[Pair]:
 def gate(draw: Draw) -> Iterator[Pair]:
     rows, width = draw.count(), draw.width()
     gate, up, grad = (draw.normal(rows, width, scale=4.0) for _ in range(3))
-    yield from by_rows(draw, draw.kernels.swiglu, gate, up)
-    yield from by_rows(draw, draw.kernels.swiglu_gradients, grad, gate, up)
+    name = draw.choice(("swiglu", "geglu", "sigmoid_gate"))
+    yield from by_rows(draw, getattr(draw.kernels, name), gate, up)
+    yield from by_rows(draw, getattr(draw.kernels, f"{name}_gradients"), grad, gate, up)
 
 
 def rotary(draw: Draw) -> Iterator[Pair]:

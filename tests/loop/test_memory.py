@@ -12,7 +12,7 @@ from funcrl.config import Sampling, TrainConfig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["micro", "tiny"])
+@pytest.mark.parametrize("model", ["micro", "tiny", "micro-hybrid"])
 def test_the_memory_estimate_is_near_the_measured_peak(model):
     """Within a factor of 1.5 of the exact peak of a step, beyond the state it starts from."""
     options = TrainConfig(model=model, num_prompts=8, num_generations=4)

@@ -265,7 +265,7 @@ def test_configs_are_refused():
         funcrl.token_scores(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 0)
 
 
-class DoubledNorm(funcrl.models.transformer.RMSNorm):
+class DoubledNorm(funcrl.models.layers.RMSNorm):
     def forward(self, x):
         return 2 * super().forward(x)
 

@@ -72,6 +72,11 @@ def bench_generate(config: GenerateBenchConfig) -> list[Row]:
 def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
     network = with_vocabulary(name)
     if "transformers" in config.variants:
+        if not network.is_plain:
+            raise ValueError(
+                f"bench generate expects --variants without transformers for a shape that is no "
+                f"Llama, got {name}."
+            )
         # Without norms of queries and keys it is a Llama, which transformers has too.
         network = replace(network, qk_norm=False)
     words = f"{name}, prompts of {config.prompt_tokens} tokens, {config.max_tokens} new each"

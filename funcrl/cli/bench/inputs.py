@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrl.cli.bench.measure import Variants, measure
-from funcrl.cli.bench.ordinary import attend_fused, ordinary_loss, with_weights
+from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
 from funcrl.cli.bench.rows import Row
 from funcrl.config.generation import CompileConfig
 from funcrl.core import rng, tree
@@ -22,6 +22,7 @@ from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
+from funcrl.ops.cached import attend_prompts
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
@@ -207,7 +208,7 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
         attend_segments=attend_flash_segments if flash else None,
     )
     batch = _batch(config, num_layers)
-    ordinary_attend = attend_fused if flash else attend_causal
+    ordinary_attend = attend_prompts if flash else attend_causal
     return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
 
 

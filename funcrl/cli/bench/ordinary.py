@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from funcrl import ops
 from funcrl.core.types import Batch, Params
-from funcrl.models import Transformer, rotary_angles, rotary_factors
+from funcrl.models import Transformer, recur_causal
+from funcrl.ops.caps import cap_logits
 
 
 def with_weights(model: Transformer, params: Params) -> Transformer:
@@ -22,13 +23,6 @@ def with_weights(model: Transformer, params: Params) -> Transformer:
     if model.config.tied:
         module.unembed.weight = module.embed.weight
     return module.requires_grad_()
-
-
-def attend_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention by the kernel that torch chooses, flash where it can."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
 
 
 def ordinary_loss(
@@ -44,16 +38,16 @@ def ordinary_loss(
     With the arguments of `funcrl.logprob_fn`; `checkpointed` keeps of each block its input alone.
     """
     hidden, weight = _hidden(module, batch, dtype, checkpointed, attend)
-    targets = batch.tokens[:, 1:]
+    targets, cap = batch.tokens[:, 1:], module.config.logit_cap
     if chunk is None:
-        logits = (hidden @ weight.T)[:, :-1].float()
+        logits = cap_logits(hidden @ weight.T, cap)[:, :-1].float()
         log_softmax = torch.log_softmax(logits, dim=-1)
         logprobs = log_softmax.gather(-1, targets[..., None]).squeeze(-1)
         with torch.no_grad():
             entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
     else:
         flat = ops.linear_scores(
-            hidden[:, :-1].flatten(0, 1), weight, targets.flatten(), chunk=chunk
+            hidden[:, :-1].flatten(0, 1), weight, targets.flatten(), chunk=chunk, cap=cap
         )
         logprobs, entropy = (values.view(targets.shape) for values in flat)
     mask, behavior = batch.mask[:, 1:], batch.behavior_logprobs[:, 1:]
@@ -79,16 +73,16 @@ def _hidden(
     }
     config = module.config
     x = torch.nn.functional.embedding(batch.tokens, params["embed.weight"])
-    angles = rotary_angles(batch.positions, config.head_width, config.rope_theta)
-    rotation = rotary_factors(angles).unsqueeze(-3)
-    for index, block in enumerate(module.blocks):
+    x = x if config.embed_scale == 1 else x * config.embed_scale
+    rotations = module.rotations(batch.positions)
+    layers = module.each_layer(attend, recur_causal)
+    each = zip(module.blocks, config.kinds, layers, strict=True)
+    for index, (block, kind, layer_fn) in enumerate(each):
         start = f"blocks.{index}."
         own = {name.removeprefix(start): p for name, p in params.items() if name.startswith(start)}
         # The parameters are given, not held: the second forward pass must see the cast ones, too.
         run = partial(functional_call, block, own)
-        if checkpointed:
-            x = checkpoint(run, (x, rotation, attend), use_reentrant=False)
-        else:
-            x = run((x, rotation, attend))
+        inputs = x, rotations.get(kind), layer_fn
+        x = checkpoint(run, inputs, use_reentrant=False) if checkpointed else run(inputs)
     x = functional_call(module.norm, {"weight": params["norm.weight"]}, (x,))
     return x, params["embed.weight" if config.tied else "unembed.weight"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core.types import Params
-from funcrl.generators.embedded.cache import empty_cache, extend, prefill
+from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
 from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity.sides import LOGPROBS, Part, Side, Way
 from funcrl.models import Transformer
@@ -72,8 +72,7 @@ def steps(network: Transformer, operations: list[Operation], tokens: Tensor, pro
     lengths = torch.full((count,), prompt, device=tokens.device)
     prefix = prefill(network, tokens[:, :prompt], lengths)
     cache = empty_cache(network, count, length - 1, network.norm.weight)
-    for layer, pairs in zip(cache, prefix.pairs, strict=True):
-        layer[:, :, :prompt] = pairs
+    write_prefix(cache, prefix, slice(count), 1)
     logits = [prefix.logits]
     for place in range(prompt, length - 1):
         positions = torch.full_like(lengths, place)

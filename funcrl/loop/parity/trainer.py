@@ -27,6 +27,7 @@ from funcrl.graph.tracing import trace
 from funcrl.loop.parity.sides import LOGPROBS, Part, Side, TokensFn, Way, of_samples, tokens_fn
 from funcrl.models import Transformer
 from funcrl.models.logprobs import logprob_fn
+from funcrl.models.transformer import has_delta
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.packing import pack, pack_groups
 
@@ -66,7 +67,8 @@ def trainer_ways(
     padded = -(-(length + 1) // _PADDING) * _PADDING
     yield way(f"padded to {padded} tokens", batched, count, padded)
     yield way("packed rows", packed, prompt, pack)
-    yield way("packed rows, prompts shared", packed, prompt, pack_groups)
+    if not has_delta(model):  # whose state does not fork
+        yield way("packed rows, prompts shared", packed, prompt, pack_groups)
     yield way("4 micro-batches", batched, -(-count // 4), length)
     model_fn = logprob_fn(model)
 

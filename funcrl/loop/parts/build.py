@@ -31,6 +31,7 @@ from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
+from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
@@ -299,18 +300,17 @@ def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> Mode
 
 def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
     """Raise if samples of a packed row would see each other."""
-    if config.packing == "none" or forward_takes(model, "attend"):
-        return
-    if not forward_takes(model, "resets"):
+    carries = forward_takes(model, "resets") or has_delta(model)
+    if config.packing != "none" and not (carries or forward_takes(model, "attend")):
         raise ValueError(
             f"{function} expects --packing none for a network whose forward takes neither attend= "
             f"nor resets=, and would let samples of a row see each other, got {config.packing} for "
             f"{type(model).__name__}."
         )
-    if config.packing == "prefixes":
+    if config.packing == "prefixes" and carries:
         raise ValueError(
-            f"{function} expects --packing none or samples for a network with a state, which no "
-            f"two samples share, got prefixes for {type(model).__name__}."
+            f"{function} expects --packing none or samples for a network that carries a state, "
+            f"which does not fork behind a shared prompt, got prefixes for {type(model).__name__}."
         )
 
 

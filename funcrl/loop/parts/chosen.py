@@ -78,8 +78,10 @@ def optimizer_of(config: TrainConfig) -> GradientTransformation:
 
 
 def _is_muons(path: str, leaf: Tensor) -> bool:
-    """Return whether Muon updates a parameter: a matrix, but none of the vocabulary."""
-    return leaf.ndim == 2 and not any(part in path for part in ("embed", "lm_head", "wte", "wpe"))
+    """Return whether Muon updates a parameter: a matrix, but none of the vocabulary, and none
+    whose rows are the weights of a convolution."""
+    others = ("embed", "lm_head", "wte", "wpe", "delta.conv")
+    return leaf.ndim == 2 and not any(part in path for part in others)
 
 
 def _schedule(config: TrainConfig) -> Any:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.models.config import Kind
 
 _FLOAT = 4
 # A packed row is so many times as long as the longest sample, where its length is not given: that
@@ -68,12 +69,7 @@ def num_params(config: TransformerConfig) -> int:
         >>> funcrl.memory.num_params(config) == counted
         True
     """
-    c = config
-    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-    attention = 2 * c.width * heads + 2 * c.width * kv
-    attention += (heads + 2 * kv) * c.qkv_bias + 2 * c.head_width * c.qk_norm
-    block = attention + 3 * c.width * c.mlp_width + 2 * c.width
-    return c.num_layers * block + c.width + c.vocab_size * c.width * (1 if c.tied else 2)
+    return sum(leaf.numel() for leaf in Transformer(config).parameters())
 
 
 @checked
@@ -138,14 +134,9 @@ def estimate_memory(
     length = prompt_tokens + completion
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion)
     rows = min(config.microbatch or all_rows, all_rows)
-    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-    # A token's tensors that a block keeps for its backward pass: two norms (the input, widened,
-    # squared and scaled), the projections before and after rotation, and the gated MLP; scores and
-    # weights of attention are a row of `padded` a head, and one number by the flash kernel.
-    widened = 4 * c.width + heads + kv + (2 * heads if c.qk_norm else 0)  # float32 in any case
-    block = 4 * c.width + 2 * heads + 3 * kv + (2 * heads if c.qk_norm else 0) + 4 * c.mlp_width
-    block += 3 * c.num_heads * (padded if config.attend == "native" else 1)
-    block_bytes = block * compute + widened * _FLOAT
+    scores = padded if config.attend == "native" else 1  # one number by the flash kernel
+    kept = [_kept_by_block(c, kind, scores) for kind in c.kinds]
+    kept_bytes = sum(block * compute + widened * _FLOAT for block, widened in kept)
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     tokens, chunk = rows * padded, config.logprob_chunk
     # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
@@ -155,7 +146,7 @@ def estimate_memory(
     else:
         logits = min(chunk, tokens) * 4 * _FLOAT
     slots = min(config.slots, config.num_prompts * config.num_generations)
-    cache = 2 * c.num_layers * kv * slots * length * compute
+    cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
     captured = config.generator == "sampler" and config.device == "cuda" and copies
     return MemoryEstimate(
         parameters=trained + 2 * merged if merged else params,
@@ -163,7 +154,7 @@ def estimate_memory(
         reference=trained if config.algorithm.kl else 0,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
-        activations=rows * padded * c.num_layers * block_bytes + copies,
+        activations=rows * padded * kept_bytes + copies,
         logits=logits * c.vocab_size,
         gradients=trained + merged,
         # With several updates a step, the state before the first is kept.
@@ -172,6 +163,37 @@ def estimate_memory(
         cache=cache,
         kept_cache=cache if captured else 0,
     )
+
+
+def _kept_by_block(c: TransformerConfig, kind: Kind, scores: int) -> tuple[int, int]:
+    """Return the numbers of a token that a block keeps for its backward pass.
+
+    Those in the dtype that is computed in, and those that are float32 in any case. Two norms keep
+    the input, widened, squared and scaled; post norms do, too. Scores and weights of attention are
+    `scores` numbers a head.
+    """
+    norms = 2 * c.width * (2 if c.post_norms else 1)
+    block, widened = norms + 2 * c.width + 4 * c.mlp_width, 2 * norms
+    if kind == "delta":
+        keys = c.delta_key_heads * c.delta_key_width
+        repeated, values = c.delta_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
+        # The convolution before and after, queries and keys normed and repeated, and the gate.
+        block += 2 * (2 * keys + values) + 2 * (keys + repeated) + 5 * values
+        return block, widened + 6 * keys + 2 * values
+    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+    # The projections before and after rotation, and the gate.
+    block += 2 * heads + 3 * kv + 3 * c.num_heads * scores
+    block += 2 * heads * (c.qk_norm + c.attention_gate)
+    return block, widened + heads + kv + (2 * heads if c.qk_norm else 0)
+
+
+def _kept_by_sampler(c: TransformerConfig, kind: Kind, length: int, compute: int) -> int:
+    """Return the bytes that a layer keeps of a sample: keys and values, or a state."""
+    if kind != "delta":
+        return 2 * c.num_kv_heads * c.head_width * length * compute
+    channels = 2 * c.delta_key_heads * c.delta_key_width + c.delta_heads * c.delta_value_width
+    state = c.delta_heads * c.delta_key_width * c.delta_value_width
+    return (c.delta_conv - 1) * channels * compute + state * _FLOAT
 
 
 def _num_older(config: TrainConfig) -> int:

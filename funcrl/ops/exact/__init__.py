@@ -9,7 +9,19 @@ from typing import Any
 
 from funcrl.ops import arithmetic
 from funcrl.ops.contract import Ops
-from funcrl.ops.exact import attention, embedding, gate, linear, norm, norm_rotate, rotary, scores
+from funcrl.ops.exact import (
+    attention,
+    conv,
+    delta,
+    delta_gates,
+    embedding,
+    gate,
+    linear,
+    norm,
+    norm_rotate,
+    rotary,
+    scores,
+)
 
 EXACT = Ops(
     embed=embedding.embed,
@@ -18,9 +30,14 @@ EXACT = Ops(
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     swiglu=gate.swiglu,
+    geglu=gate.geglu,
+    sigmoid_gate=gate.sigmoid_gate,
     rotation=rotary.rotation,
     rotate=rotary.rotate,
     norm_rotate=norm_rotate.norm_rotate,
+    short_conv=conv.short_conv,
+    delta_gates=delta_gates.delta_gates,
+    gated_delta=delta.gated_delta,
     attend_causal=attention.attend_causal,
     attend_segments=attention.attend_segments,
     scores=scores.linear_scores,
@@ -38,15 +55,21 @@ EXACT_FORWARD = EXACT._replace(
     rms_norm=norm.plain_rms_norm,
     add_rms_norm=norm.plain_add_rms_norm,
     swiglu=gate.plain_swiglu,
+    geglu=gate.plain_geglu,
+    sigmoid_gate=gate.plain_sigmoid_gate,
     rotation=rotary.plain_rotation,
     rotate=rotary.plain_rotate,
     norm_rotate=norm_rotate.plain_norm_rotate,
+    short_conv=conv.plain_short_conv,
+    delta_gates=delta_gates.plain_delta_gates,
+    gated_delta=delta.plain_gated_delta,
     attend_causal=attention.plain_attend_causal,
 )
 """The same kernels, called without what a derivative needs: for generators."""
 
 _SUMMED = (  # over rows
     "embed", "linear", "project", "rms_norm", "add_rms_norm", "norm_rotate", "scores",
+    "short_conv", "delta_gates",
 )  # fmt: skip
 
 

@@ -18,18 +18,20 @@ from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.segments import first_places, spans_of_prefixes
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
-) -> Sequence[Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None,
+    window: int | None,
+) -> Sequence[Tensor]:  # fmt: skip
     """Return attention [..., H, T, C] and its log-normalisers [..., H, T]."""
     spans = (part.expand(*q.shape[:-3], q.shape[-2]).reshape(-1, q.shape[-2])
              for part in (first, last))  # fmt: skip
     flat = (_batch(part) for part in (q, k, v))
-    out, normaliser = kernels_of(q).attend(*flat, *spans, _spans_of_rows(shared))
+    out, normaliser = kernels_of(q).attend(*flat, *spans, _spans_of_rows(shared), window)
     return out.view(q.shape), normaliser.view(q.shape[:-1])
 
 
@@ -45,10 +47,11 @@ def _count(q: Sequence[int], k: Sequence[int], *_: Any) -> int:
 
 @operator("attend", _like, rows=range(6), flops=_count)
 def attend_op(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention and its log-normalisers."""
-    out, normaliser = _attended(q, k, v, first, last, shared)
+    out, normaliser = _attended(q, k, v, first, last, shared, window)
     return out, normaliser
 
 
@@ -65,44 +68,46 @@ def _count_gradients(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *
 @operator("attend_gradients", _like_gradients, rows=range(9), flops=_count_gradients)
 def attend_gradients_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor,
-    shared: Tensor | None, out: Tensor, normaliser: Tensor,
+    shared: Tensor | None, out: Tensor, normaliser: Tensor, window: int | None,
 ) -> Triple:  # fmt: skip
     """Return the gradients of queries, keys and values."""
     flat = [_batch(part) for part in (grad, q, k, v)]
     spans = [part.reshape(-1, q.shape[-2]) for part in (first, last)]
     normaliser = normaliser.reshape(-1, *normaliser.shape[-2:])
     grads = kernels_of(q).attend_gradients(
-        *flat, *spans, _batch(out), normaliser, _spans_of_rows(shared)
+        *flat, *spans, _batch(out), normaliser, _spans_of_rows(shared), window
     )
     grad_q, grad_k, grad_v = (g.view(p.shape) for g, p in zip(grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return attend_op(q, k, v, first, last, shared)
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return attend_op(q, k, v, first, last, shared, window)
 
 
 def _backward(
     wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Tensor]:
-    found = attend_gradients_op(grads[0], *inputs, *results)
+    *tensors, window = inputs
+    found = attend_gradients_op(grads[0], *tensors, *results, window)
     return [each for each, want in zip(found, wanted, strict=False) if want]
 
 
 _attend = differentiable("attend", _forward, _backward, rows=range(6))
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention in which a token sees itself and all tokens before it."""
-    out: Tensor = _attend(q, k, v, *_causal(q), None)
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Return attention in which a token sees itself and all tokens before it, or the last ones."""
+    out: Tensor = _attend(q, k, v, *_causal(q), None, window)
     return out
 
 
-def plain_attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Return `attend_causal`, without a derivative."""
-    return _attended(q, k, v, *_causal(q))[0]
+    return _attended(q, k, v, *_causal(q), None, window)[0]
 
 
 def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> AttendFn:
@@ -112,17 +117,17 @@ def attend_segments(segment_ids: Tensor, prefix_ids: Tensor | Absent = ()) -> At
         segment_ids: of which all tokens of one number are neighbours.
         prefix_ids: the segment that a token sees besides, -1 for none.
     """
-    first = _first_places(segment_ids)
+    first = first_places(segment_ids)
     last = torch.arange(segment_ids.shape[-1], device=segment_ids.device).expand_as(first)
     shared = None
     if not isinstance(prefix_ids, tuple):
-        shared = _spans_of_prefixes(segment_ids, prefix_ids, first)
+        shared = spans_of_prefixes(segment_ids, prefix_ids, first)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         lead = q.shape[:-3]
         spans = (part.expand(*lead, q.shape[-2]) for part in (first, last))
         prefixes = None if shared is None else shared.expand(*lead, *shared.shape[-2:])
-        out: Tensor = _attend(q, k, v, *spans, prefixes)
+        out: Tensor = _attend(q, k, v, *spans, prefixes, window)
         return out
 
     return attend
@@ -138,33 +143,16 @@ def attend_last(positions: Tensor, _layer: Tensor, _places: int) -> AttendFn:
     """
     last = positions[:, None]
     first = torch.zeros_like(last)
-    return lambda q, k, v: _attended(q, k, v, first, last)[0]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        return _attended(q, k, v, first, last, None, window)[0]
+
+    return attend
 
 
 def _causal(q: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.arange(q.shape[-2], device=q.device).expand(*q.shape[:-3], q.shape[-2])
     return torch.zeros_like(last), last
-
-
-def _first_places(segment_ids: Tensor) -> Tensor:
-    """Return where the segment of each token begins."""
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
-    places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    return torch.where(starts, places, 0).cummax(dim=-1).values
-
-
-def _spans_of_prefixes(segment_ids: Tensor, prefix_ids: Tensor, first: Tensor) -> Tensor:
-    """Return [..., T, 2], the first place and the length of each token's prefix, 0 for none."""
-    length = segment_ids.shape[-1]
-    ends = length - _first_places(segment_ids.flip(-1)).flip(-1)
-    # Tables by segment, and one place more, for padding. All tokens of a segment write the same.
-    segment = torch.where(segment_ids < 0, length, segment_ids)
-    prefix = torch.where(prefix_ids < 0, length, prefix_ids)
-    table = first.new_zeros(*first.shape[:-1], length + 1)
-    starts, counts = (table.scatter(-1, segment, each) for each in (first, ends - first))
-    spans = torch.stack([starts.gather(-1, prefix), counts.gather(-1, prefix)], dim=-1)
-    return torch.where(prefix_ids[..., None] < 0, 0, spans)
 
 
 def _spans_of_rows(shared: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.core.pairwise import pairwise_sum
+from funcrl.ops.caps import cap_gradient, cap_logits
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.linear import linear, plain_linear
 from funcrl.ops.exact.logits import score_logits
@@ -38,13 +39,16 @@ def _count(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> int:
 
 @operator("linear_scores", _like, rows=(0, 2), flops=_count)
 def linear_scores_op(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
-) -> Triple:
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int,
+    cap: float | None,
+) -> Triple:  # fmt: skip
     """Return log-probabilities, entropies and log-normalisers of rows of `hidden W^T`."""
     kernels, cast = kernels_of(hidden), weight.to(hidden.dtype)
     rows, flat = as_rows(hidden), targets.reshape(-1)
     parts = [
-        kernels.scores(plain_linear(rows[part], cast, None), flat[part], temperature)
+        kernels.scores(
+            cap_logits(plain_linear(rows[part], cast, None), cap), flat[part], temperature
+        )
         for part in _chunks(0, max(len(rows), 1), chunk)
     ]
     found = [torch.cat(columns).view(targets.shape) for columns in zip(*parts, strict=True)]
@@ -68,8 +72,8 @@ def _count_gradients(hidden: Sequence[int], weight: Sequence[int], *_: Any) -> i
 )  # fmt: skip
 def gradients_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
-    grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int, blocks: int,
-    trained: bool,
+    grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int,
+    cap: float | None, blocks: int, trained: bool,
 ) -> Pair:  # fmt: skip
     """Return the gradients of the rows and of the weight, whose logits are computed anew."""
     kernels, cast, rows = kernels_of(hidden), weight.to(hidden.dtype), as_rows(hidden)
@@ -80,10 +84,11 @@ def gradients_op(
 
     def of_chunk(part: slice) -> Tensor:
         """Return the gradient of the logits of some rows; write that of the rows."""
-        logits = plain_linear(rows[part], cast, None)
+        logits = cap_logits(plain_linear(rows[part], cast, None), cap)
         grad: Tensor = kernels.scores_gradients(
             logits, *(each[part] for each in columns), temperature
         )
+        grad = cap_gradient(grad, logits, cap)
         del logits  # it need not be in memory beside what follows
         grad_hidden[part] = plain_linear(grad, cast.mT, None)
         return grad
@@ -108,9 +113,10 @@ def gradients_op(
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, _blocks: int
-) -> Triple:
-    return linear_scores_op(hidden, weight, targets, temperature, chunk)
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int,
+    cap: float | None, _blocks: int,
+) -> Triple:  # fmt: skip
+    return linear_scores_op(hidden, weight, targets, temperature, chunk, cap)
 
 
 def _backward(
@@ -126,12 +132,38 @@ def _backward(
 _linear_scores = differentiable("linear_scores", _forward, _backward, rows=(0, 2), returned=2)
 
 
+@operator("cap_logits", lambda logits, _: torch.empty_like(logits), rows=(0,))
+def cap_op(logits: Tensor, cap: float) -> Tensor:
+    """Return capped logits, as an operator."""
+    return cap_logits(logits.contiguous(), cap)
+
+
+@operator("cap_gradient", lambda grad, *_: torch.empty_like(grad), rows=(0, 1))
+def cap_gradient_op(grad: Tensor, capped: Tensor, cap: float) -> Tensor:
+    """Return the gradient of logits from that of capped ones."""
+    return cap_gradient(grad.contiguous(), capped, cap)
+
+
+def _cap_forward(logits: Tensor, cap: float) -> tuple[Tensor]:
+    return (cap_op(logits, cap),)
+
+
+def _cap_backward(
+    _wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], results: Sequence[Any]
+) -> list[Tensor]:
+    return [cap_gradient_op(grads[0], results[0], inputs[1])]
+
+
+_cap_logits = differentiable("linear_scores", _cap_forward, _cap_backward, rows=(0,))
+
+
 def linear_scores(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float,
     chunk: int | Literal["all"],
+    cap: float | None = None,
     blocks: int = 1,
 ) -> Pair:
     """Return log-probabilities and entropies of targets under the logits `hidden W^T`.
@@ -141,9 +173,10 @@ def linear_scores(
     """
     if chunk == "all":
         logits = linear(hidden, weight, None, blocks)
+        logits = logits if cap is None else _cap_logits(logits, cap)
         logprobs, entropy = score_logits(logits, targets, temperature)
         return logprobs, entropy
-    logprobs, entropy = _linear_scores(hidden, weight, targets, temperature, chunk, blocks)
+    logprobs, entropy = _linear_scores(hidden, weight, targets, temperature, chunk, cap, blocks)
     return logprobs, entropy
 
 

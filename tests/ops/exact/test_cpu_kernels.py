@@ -122,15 +122,24 @@ def test_norms_and_their_gradients(offset, dtype):
         near(result, value, dtype)
 
 
+GATES = {
+    "swiglu": torch.nn.functional.silu,
+    "geglu": lambda gate: torch.nn.functional.gelu(gate, approximate="tanh"),
+    "sigmoid_gate": torch.sigmoid,
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gate_and_its_gradients(dtype):
+@pytest.mark.parametrize("name", GATES)
+def test_gates_and_their_gradients(name, dtype):
     gate, up, grad = (drawn(5, 24, dtype=dtype, seed=s) for s in range(3))
     gate[0, 0], gate[0, 1] = -200.0, 200.0
     leaves = [leaf.double().clone().requires_grad_() for leaf in (gate, up)]
-    expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
-    near(cpu.swiglu(gate, up), expected.detach(), dtype)
+    expected = GATES[name](leaves[0]) * leaves[1]
+    near(getattr(cpu, name)(gate, up), expected.detach(), dtype)
     expected_grads = torch.autograd.grad(expected, leaves, grad.double())
-    for result, value in zip(cpu.swiglu_gradients(grad, gate, up), expected_grads, strict=True):
+    found = getattr(cpu, f"{name}_gradients")(grad, gate, up)
+    for result, value in zip(found, expected_grads, strict=True):
         near(result, value, dtype)
 
 

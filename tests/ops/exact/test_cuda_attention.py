@@ -13,6 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Through the interpreter a case needs no GPU; else `-m gpu` runs it.
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 LENGTHS = (200, 513) if ON_GPU else (38,)
+WINDOWS = (None, 100) if ON_GPU else (None, 7)
 
 if ON_GPU or INTERPRETED:
     from funcrl.ops.exact import cuda as exact
@@ -24,11 +25,13 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-def oracle(q, k, v, first, last):
+def oracle(q, k, v, first, last, window=None):
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     places = torch.arange(k.shape[2], device=k.device)
     seen = (places >= first[..., None]) & (places <= last[..., None])
+    if window is not None:
+        seen = seen & (places > last[..., None] - window)
     score = (q @ k.mT) * q.shape[-1] ** -0.5
     score = score.masked_fill(~seen[:, None], -1e30)
     weights = torch.softmax(score, -1) * seen[:, None]
@@ -79,28 +82,30 @@ if ON_GPU:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_attention_and_its_gradients(heads, key_heads, width, length, dtype):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attention_and_its_gradients(heads, key_heads, width, length, dtype, window):
     q, k, v, first, last = inputs(length, heads, key_heads, width, dtype)
     leaves = [part.double().requires_grad_() for part in (q, k, v)]
-    expected, log_total = oracle(*leaves, first, last)
-    out, normaliser = exact.attend(q, k, v, first, last)
+    expected, log_total = oracle(*leaves, first, last, window)
+    out, normaliser = exact.attend(q, k, v, first, last, window=window)
     assert_near(out, expected, dtype)
     assert_near(normaliser, log_total, torch.float32)
     grad = randn(*out.shape, dtype=dtype, seed=7)
-    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser)
+    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, window=window)
     for part, wide in zip(ours, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
         assert_near(part, wide, dtype, factor=2)
-    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser)
+    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, window=window)
     assert all(torch.equal(part, other) for part, other in zip(ours, again, strict=True))
     # A segment of the packed row has the bits of a row of its own.
     third = length // 3
     cut = slice(third + 1, third + 1 + third - 5)
     alone = [part[1:2, :, cut] for part in (q, k, v)]
     ranges = [part[None] for part in rows(third - 5, length=third - 5)]
-    own, own_normaliser = exact.attend(*alone, *ranges)
+    own, own_normaliser = exact.attend(*alone, *ranges, window=window)
     assert torch.equal(own, out[1:2, :, cut])
     assert torch.equal(own_normaliser, normaliser[1:2, :, cut])
-    own_grads = exact.attend_gradients(grad[1:2, :, cut], *alone, *ranges, own, own_normaliser)
+    given = grad[1:2, :, cut], *alone, *ranges, own, own_normaliser
+    own_grads = exact.attend_gradients(*given, window=window)
     for part, whole in zip(own_grads, ours, strict=True):
         assert torch.equal(part, whole[1:2, :, cut])
 
@@ -108,10 +113,13 @@ def test_attention_and_its_gradients(heads, key_heads, width, length, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_and_decoding_have_the_bits_of_the_whole(heads, key_heads, width, length, dtype):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_chunks_and_decoding_have_the_bits_of_the_whole(
+    heads, key_heads, width, length, dtype, window
+):
     q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
     first, last = (part.expand(3, length) for part in rows(length, length=length))
-    out, normaliser = exact.attend(q, k, v, first, last)
+    out, normaliser = exact.attend(q, k, v, first, last, window=window)
     # A cache of another layout, with NaN past what is written.
     cache = torch.full(
         (3, length + 90, key_heads, 2 * width), float("nan"), dtype=dtype, device=DEVICE
@@ -130,7 +138,8 @@ def test_chunks_and_decoding_have_the_bits_of_the_whole(heads, key_heads, width,
         written = cache.clone()
         written[:, start + size :] = float("nan")
         keys, values = written.transpose(1, 2).split(width, -1)
-        ours, own = exact.attend(q[:, :, cut], keys, values, first[:, cut], last[:, cut])
+        given = q[:, :, cut], keys, values, first[:, cut], last[:, cut]
+        ours, own = exact.attend(*given, window=window)
         assert torch.equal(ours, out[:, :, cut]), (start, size)
         assert torch.equal(own, normaliser[:, :, cut])
 
@@ -204,13 +213,18 @@ def shared_row(prefix, *samples, length):
     return first, last, shared
 
 
-def shared_oracle(q, k, v, first, last, shared):
+def shared_oracle(q, k, v, first, last, shared, window=None):
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     places = torch.arange(k.shape[2], device=k.device)
     seen = (places >= first[..., None]) & (places <= last[..., None])
     start, count = shared[..., :1], shared[..., 1:]
-    seen = seen | ((places >= start) & (places < start + count) & (last >= first)[..., None])
+    of_prefix = (places >= start) & (places < start + count) & (last >= first)[..., None]
+    if window is not None:  # of the prefix's and the sample's own keys as if they were neighbours
+        seen = seen & (places > last[..., None] - window)
+        number = (first[..., None] - count) + places - start
+        of_prefix = of_prefix & (number > last[..., None] - window)
+    seen = seen | of_prefix
     score = ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -1e30)
     return (torch.softmax(score, -1) * seen[:, None]) @ v
 
@@ -221,7 +235,8 @@ SAMPLES = [(70, 64, 1, 200, 130), (64, 30, 31, 32)] if ON_GPU else [(13, 9, 1, 2
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), CASES)
 @pytest.mark.parametrize("sizes", SAMPLES)
-def test_a_shared_prefix(heads, key_heads, width, sizes, dtype):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_shared_prefix(heads, key_heads, width, sizes, dtype, window):
     """Results against float64; a sample's bits are those that it has with the prefix alone."""
     length, (prefix, *samples) = sum(sizes) + 5, sizes
     q, k, v, _, _ = inputs(length, heads, key_heads, width, dtype)
@@ -229,18 +244,18 @@ def test_a_shared_prefix(heads, key_heads, width, sizes, dtype):
     spans = [torch.stack([part] * 3) for part in row]
     spans[2][1] = 0  # a row without: its samples stand for themselves
     first, last, shared = spans
-    out, normaliser = exact.attend(q, k, v, first, last, shared)
-    plain = exact.attend(q[1:2], k[1:2], v[1:2], first[1:2], last[1:2])
+    out, normaliser = exact.attend(q, k, v, first, last, shared, window)
+    plain = exact.attend(q[1:2], k[1:2], v[1:2], first[1:2], last[1:2], window=window)
     assert torch.equal(out[1:2], plain[0])
     assert torch.equal(normaliser[1:2], plain[1])
     leaves = [part.double().requires_grad_() for part in (q, k, v)]
-    expected = shared_oracle(*leaves, *spans)
+    expected = shared_oracle(*leaves, *spans, window)
     assert_near(out, expected, dtype)
     grad = randn(*out.shape, dtype=dtype, seed=7)
-    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    ours = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared, window)
     for part, wide in zip(ours, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
         assert_near(part, wide, dtype, factor=2)
-    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared)
+    again = exact.attend_gradients(grad, q, k, v, first, last, out, normaliser, shared, window)
     assert all(torch.equal(part, other) for part, other in zip(ours, again, strict=True))
     start = prefix
     for size in samples:
@@ -248,7 +263,7 @@ def test_a_shared_prefix(heads, key_heads, width, sizes, dtype):
         places = torch.cat([torch.arange(prefix, device=DEVICE), own])
         alone = [part[:1, :, places] for part in (q, k, v)]
         ranges = [part[None] for part in rows(len(places), length=len(places))]
-        result, own_normaliser = exact.attend(*alone, *ranges)
+        result, own_normaliser = exact.attend(*alone, *ranges, window=window)
         assert torch.equal(result[:, :, prefix:], out[:1, :, own])
         assert torch.equal(own_normaliser[:, :, prefix:], normaliser[:1, :, own])
         start += size

@@ -176,19 +176,28 @@ def test_norms_and_their_gradients(dtype, width, offset):
     )
 
 
+GATES = {
+    "swiglu": torch.nn.functional.silu,
+    "geglu": lambda gate: torch.nn.functional.gelu(gate, approximate="tanh"),
+    "sigmoid_gate": torch.sigmoid,
+}
+
+
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [96, 1500] if ON_GPU else [96])
-def test_swiglu_and_its_gradients(dtype, width):
+@pytest.mark.parametrize("name", GATES)
+def test_gates_and_their_gradients(name, dtype, width):
+    value, gradients = getattr(exact, name), getattr(exact, f"{name}_gradients")
     gate, up, grad = (randn(40, width, dtype=dtype, seed=seed) for seed in (1, 2, 3))
     leaves = [part.double().requires_grad_() for part in (gate, up)]
-    oracle = torch.nn.functional.silu(leaves[0]) * leaves[1]
-    assert_near(exact.swiglu(gate, up), oracle, dtype)
+    oracle = GATES[name](leaves[0]) * leaves[1]
+    assert_near(value(gate, up), oracle, dtype)
     expected = torch.autograd.grad(oracle, leaves, grad.double())
-    for ours, wide in zip(exact.swiglu_gradients(grad, gate, up), expected, strict=True):
+    for ours, wide in zip(gradients(grad, gate, up), expected, strict=True):
         assert_near(ours, wide, dtype)
-    assert_rows_alone(exact.swiglu, gate, up)
-    assert_rows_alone(exact.swiglu_gradients, grad, gate, up)
+    assert_rows_alone(value, gate, up)
+    assert_rows_alone(gradients, grad, gate, up)
 
 
 @kernel_case

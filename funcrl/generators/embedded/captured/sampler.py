@@ -24,7 +24,7 @@ def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -
     """Return whether samples are drawn by captured graphs: in half precision on a GPU.
 
     A network of another class or with operations of its own is called as it is, and so is one of
-    other dtypes.
+    other dtypes, or with other layers than those of full attention without options.
 
     Args:
         model: the network.
@@ -32,6 +32,7 @@ def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -
         dtype: to compute in; None for that of the parameters.
     """
     known = type(model) is Transformer and (model.ops is ops.NATIVE or model.ops == ops.EXACT)
+    known = known and model.config.is_plain
     kinds = {(leaf.device.type, dtype or leaf.dtype) for leaf in params.values()}
     return known and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
 

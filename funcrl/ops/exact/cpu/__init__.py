@@ -2,7 +2,16 @@
 
 from funcrl.ops.exact.cpu.attention import attend
 from funcrl.ops.exact.cpu.attention_gradients import attend_gradients
-from funcrl.ops.exact.cpu.elements import rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cpu.delta import gated_delta, gated_delta_gradients
+from funcrl.ops.exact.cpu.elements import (
+    geglu,
+    geglu_gradients,
+    rotate,
+    sigmoid_gate,
+    sigmoid_gate_gradients,
+    swiglu,
+    swiglu_gradients,
+)
 from funcrl.ops.exact.cpu.norm import add_rms_norm, rms_norm, rms_norm_gradients
 from funcrl.ops.exact.cpu.norm_rotate import norm_rotate, norm_rotate_gradients
 from funcrl.ops.exact.cpu.paged import attend_new, attend_paged
@@ -24,6 +33,10 @@ __all__ = [
     "attend_paged",
     "bias_gradient",
     "embedding_gradient",
+    "gated_delta",
+    "gated_delta_gradients",
+    "geglu",
+    "geglu_gradients",
     "linear",
     "log_softmax",
     "logsumexp",
@@ -34,6 +47,8 @@ __all__ = [
     "rotate",
     "scores",
     "scores_gradients",
+    "sigmoid_gate",
+    "sigmoid_gate_gradients",
     "swiglu",
     "swiglu_gradients",
     "weight_gradient",

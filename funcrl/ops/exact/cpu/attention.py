@@ -15,8 +15,9 @@ SCORES = 2**19
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys first[t]..last[t].
 
     Args:
@@ -27,11 +28,12 @@ def attend(
         last: [B, T] int64; a query whose last is before its first sees nothing, its result is 0.
         shared: [B, T, 2] int64, the first one and the number of keys that are seen before those,
             equal for queries of the same first; none when left out.
+        window: how many keys a query sees, the last ones of these; all when left out.
     """
     start = common_first(first, last) if shared is None else None
     if start is not None:
         seen = last if start == 0 else torch.where(last >= first, last - start, -1)
-        return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen)
+        return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen, window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
     for part in split_segments(first, last, shared):
@@ -40,6 +42,7 @@ def attend(
             k[part.row, :, part.key].transpose(1, 2),
             v[part.row, :, part.key].transpose(1, 2),
             part.last,
+            window,
         )
         row = part.row.expand_as(part.query)[part.real]
         for whole, value in zip((out, normaliser), values, strict=True):
@@ -47,7 +50,9 @@ def attend(
     return out, normaliser
 
 
-def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def attend_from_zero(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys 0..last[t] [B, T].
 
     Rows and queries are computed in groups whose scores fit into the processor's cache.
@@ -57,7 +62,7 @@ def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Ten
     queries = max(1, min(length, max(16, SCORES // (num_heads * max(longest, 1)))))
     rows = max(1, SCORES // (num_heads * queries * max(longest, 1)))
     if longest > 0 and queries == length and rows >= batch:
-        return _attend_group(q, k, v, last, longest)
+        return _attend_group(q, k, v, last, longest, window)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
     if longest <= 0:
@@ -69,13 +74,14 @@ def attend_from_zero(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Ten
             seen = last[at_row, at_query]
             count = int(seen.amax()) + 1
             if count > 0:
-                parts = _attend_group(q[at_row, :, at_query], k[at_row], v[at_row], seen, count)
+                inputs = q[at_row, :, at_query], k[at_row], v[at_row], seen
+                parts = _attend_group(*inputs, count, window)
                 out[at_row, :, at_query], normaliser[at_row, :, at_query] = parts
     return out, normaliser
 
 
 def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, last: Tensor, count: int
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, count: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return (out, normaliser) where no query sees more than `count` keys.
 
@@ -84,12 +90,12 @@ def _attend_group(
     """
     wide = at_least_float32(q.dtype)
     keys, values = _widened(k, count, wide), _widened(v, count, wide)
-    out, normaliser = _softmax(q, keys, values, last)
+    out, normaliser = _softmax(q, keys, values, last, window)
     # A sum of many numbers is the fastest test of all of them.
     if not bool(torch.isfinite(out.sum() + normaliser.sum())):
         top = last.amax(dim=1)
         keys, values = (_widened(clear(x[:, :, :count], top), count, wide) for x in (k, v))
-        out, normaliser = _softmax(q, keys, values, last)
+        out, normaliser = _softmax(q, keys, values, last, window)
     return out.to(q.dtype), normaliser.contiguous()
 
 
@@ -105,7 +111,9 @@ def _widened(x: Tensor, count: int, wide: torch.dtype) -> Tensor:
     return whole.flatten(0, 1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Return (out [B, H, T, C], normaliser [B, H, T]) in at least float32."""
     (batch, _, length, width), (num, num_places) = q.shape, k.shape[:2]
     rows = q.shape[:3].numel() // num
@@ -116,7 +124,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Ten
         flat = nn.functional.pad(flat, (0, 0, 0, few))
     scores = batched_product(flat, k.mT, width)
     real = scores.unflatten(0, (batch, -1))[:, :, :rows].unflatten(2, (-1, length))
-    real.add_(mask_of(last, num_places, scores.dtype))
+    real.add_(mask_of(last, num_places, scores.dtype, window))
     # A query that sees nothing has a largest score of -inf; its weights are 0.
     largest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = exp_or_zero(scores.sub_(largest))
@@ -132,12 +140,14 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Ten
     return out[:, :rows].reshape(q.shape), normaliser[:, :rows].reshape(q.shape[:-1])
 
 
-def mask_of(last: Tensor, num_places: int, dtype: torch.dtype) -> Tensor:
+def mask_of(last: Tensor, num_places: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """Return [B or 1, 1, 1, T, S], 0 where a query sees the key and -inf where it does not."""
     if last.shape[0] > 1 and torch.equal(last[1:], last[:-1]):
         last = last[:1]
     places = torch.arange(num_places, dtype=dtype, device=last.device)
     distance = (last.to(dtype) + 0.5)[:, None, None, :, None] - places
+    if window is not None:  # also below 0 where a key stands too far before the query
+        distance = torch.minimum(distance, window - distance)
     return distance.mul_(torch.inf).clamp_(max=0)
 
 

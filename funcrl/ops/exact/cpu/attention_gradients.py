@@ -13,7 +13,7 @@ from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums
 
 def attend_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
-    normaliser: Tensor, shared: Tensor | None = None,
+    normaliser: Tensor, shared: Tensor | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (grad_q, grad_k, grad_v) of `attend`, whose results are `out` and `normaliser`.
 
@@ -25,7 +25,7 @@ def attend_gradients(
     if start is not None:
         seen = last if start == 0 else torch.where(last >= first, last - start, -1)
         keys = slice(start, k.shape[2])
-        parts = _in_groups(grad, q, k[:, :, keys], v[:, :, keys], seen, out, normaliser)
+        parts = _in_groups(grad, q, k[:, :, keys], v[:, :, keys], seen, out, normaliser, window)
         if not start:
             return parts
         padding = (0, 0, start, 0)
@@ -41,7 +41,8 @@ def attend_gradients(
             x[at_query].transpose(1, 2) for x in (grad, q, out, normaliser)
         )
         k_part, v_part = (x[at_key].transpose(1, 2).to(wide) for x in (k, v))
-        values = _in_groups(grad_part, q_part, k_part, v_part, part.last, out_part, normaliser_part)
+        inputs = grad_part, q_part, k_part, v_part, part.last, out_part, normaliser_part
+        values = _in_groups(*inputs, window)
         row = part.row.expand_as(part.query)[part.real]
         grad_q[row, :, part.query[part.real]] = values[0].transpose(1, 2)[part.real]
         _add_keys((grad_k, grad_v), values[1:], part)
@@ -58,8 +59,9 @@ def _add_keys(wholes: Sequence[Tensor], values: Sequence[Tensor], part: Segments
 
 
 def _in_groups(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients where query t sees the keys 0..last[t], a few rows at a time."""
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     if not q.numel() or not k.numel():
@@ -68,19 +70,20 @@ def _in_groups(
     for start in range(0, q.shape[0], rows):
         part = slice(start, start + rows)
         inputs = [x[part] for x in (grad, q, k, v, last, out, normaliser)]
-        values = _gradients(*inputs)
+        values = _gradients(*inputs, window=window)
         if not all(bool(torch.isfinite(value.sum())) for value in values):
             top = last[part].amax(dim=1)
             inputs[2:4] = [clear(x, top) for x in inputs[2:4]]
-            values = _gradients(*inputs)
+            values = _gradients(*inputs, window=window)
         for whole, value in zip(grads, values, strict=True):
             whole[part] = value
     return grads[0], grads[1], grads[2]
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor
-) -> tuple[Tensor, ...]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, last: Tensor, out: Tensor, normaliser: Tensor,
+    *, window: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients in at least float32."""
     (batch, num_keys, count, width), wide = k.shape, at_least_float32(q.dtype)
     num, rows = batch * num_keys, q.shape[1] // num_keys * q.shape[2]
@@ -90,7 +93,7 @@ def _gradients(
     k_flat, v_flat = (_matrices(x, num, wide) for x in (k, v))
     p = _products(flat, k_flat.mT)
     real = p.unflatten(0, (batch, -1)).unflatten(2, (-1, q.shape[2]))
-    real.add_(mask_of(last, count, wide))
+    real.add_(mask_of(last, count, wide, window))
     p = exp_or_zero(p.sub_(normaliser.reshape(num, rows, 1)))
     inner = row_sums((g * result).flatten(0, 1)).view(num, rows, 1)
     slope = _products(g, v_flat.mT).sub_(inner).mul_(p)

@@ -11,13 +11,13 @@ from funcrl.ops.exact.cpu.sums import row_sums
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Return (out [M, D], scale [M]) with scale = 1 / sqrt(mean(x^2) + eps), in at least float32.
 
-    out = (x * scale) * (weight + offset), each factor rounded to the dtype of `x`.
+    out = (x * scale) * (weight + offset), x * scale and the weight rounded to the dtype of `x`.
     """
     wide = x.to(at_least_float32(x.dtype)).contiguous()
     # Square root and quotient are rounded correctly in SIMD lanes and outside of them.
     scale = 1 / torch.sqrt(row_sums(wide * wide) / x.shape[-1] + eps)
     out = (wide * scale[:, None]).to(x.dtype)
-    return out.mul_(_factor(weight, offset, x.dtype)), scale
+    return (out * _factor(weight, offset, x.dtype)).to(x.dtype), scale
 
 
 def add_rms_norm(
@@ -46,4 +46,6 @@ def rms_norm_gradients(
 
 
 def _factor(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    return (weight + offset if offset else weight).to(dtype)
+    rounded = weight.to(dtype)
+    # A sum of 1 and a weight near 0 has more digits than half precision.
+    return rounded.to(at_least_float32(dtype)) + offset if offset else rounded

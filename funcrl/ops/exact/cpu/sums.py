@@ -55,3 +55,15 @@ def _zeros_are_nothing(dtype: torch.dtype) -> bool:
     shorter = [(x.clone()[:, :count], count) for count in (16, 32, 48)]
     filled = [torch.nn.functional.pad(part, (0, 64 - count)).sum(-1) for part, count in shorter]
     return all(torch.equal(a.sum(-1), b) for (a, _), b in zip(shorter, filled, strict=True))
+
+
+def halving_sum(x: Tensor, dim: int) -> Tensor:
+    """Return the sum along an axis of a fresh x, in its memory: one half is added to the other.
+
+    Each addition is of two numbers, so that the bits are those of any other machine, too.
+    """
+    while (size := x.shape[dim]) > 1:
+        half = (size + 1) // 2
+        x.narrow(dim, 0, size - half).add_(x.narrow(dim, half, size - half))
+        x = x.narrow(dim, 0, half)
+    return x.squeeze(dim)

@@ -7,8 +7,17 @@ hold that tiles of different sizes have equal bits: `tests/ops/exact` compares t
 from funcrl.ops.exact.cuda.attention import attend, attend_paged
 from funcrl.ops.exact.cuda.attention_gradients import attend_gradients
 from funcrl.ops.exact.cuda.decode import attend_new
+from funcrl.ops.exact.cuda.delta import gated_delta, gated_delta_gradients
 from funcrl.ops.exact.cuda.embedding import embedding_gradient
-from funcrl.ops.exact.cuda.gate import rotate, swiglu, swiglu_gradients
+from funcrl.ops.exact.cuda.gate import (
+    geglu,
+    geglu_gradients,
+    rotate,
+    sigmoid_gate,
+    sigmoid_gate_gradients,
+    swiglu,
+    swiglu_gradients,
+)
 from funcrl.ops.exact.cuda.gradients import add_weight_gradient, bias_gradient, weight_gradient
 from funcrl.ops.exact.cuda.norm import add_rms_norm, rms_norm, rms_norm_gradients
 from funcrl.ops.exact.cuda.norm_rotate import norm_rotate, norm_rotate_gradients
@@ -25,6 +34,10 @@ __all__ = [
     "bias_gradient",
     "draw",
     "embedding_gradient",
+    "gated_delta",
+    "gated_delta_gradients",
+    "geglu",
+    "geglu_gradients",
     "linear",
     "log_softmax",
     "logsumexp",
@@ -35,6 +48,8 @@ __all__ = [
     "rotate",
     "scores",
     "scores_gradients",
+    "sigmoid_gate",
+    "sigmoid_gate_gradients",
     "swiglu",
     "swiglu_gradients",
     "weight_gradient",

@@ -22,13 +22,15 @@ class Tile(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return softmax attention over the keys first..last [B, H, T, C], and normalisers [B, H, T].
 
     normaliser = log(sum_s exp(q k_s / sqrt(C)))
 
     The keys of a prefix, `shared` [B, T, 2] from its first one and of its number, are seen before.
+    With a window, only the last ones of all these are.
     """
     batch, heads, length, width = q.shape
     q, k, v = (aligned_heads(part) for part in (q, k, v))
@@ -42,8 +44,8 @@ def attend(
     attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
         q, k, v, out, normaliser, first, last, spans, group, length, width, log2_scale(width),
         *q.stride()[:3], *normaliser.stride(), *k.stride()[:3], *v.stride()[:3],
-        *first.stride(), *last.stride(), *span_strides, SIZE=0, PREFIX=shared is not None,
-        **tile.options, **STRICT,
+        *first.stride(), *last.stride(), *span_strides,
+        SIZE=0, PREFIX=shared is not None, WINDOW=window or 0, **tile.options, **STRICT,
     )  # fmt: skip
     return out, normaliser
 
@@ -74,7 +76,7 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
         q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
         *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
         *ends[0].stride(), *ends[1].stride(), *tables.stride(),
-        SIZE=k.shape[2], PREFIX=False, **tile.options, **STRICT,
+        SIZE=k.shape[2], PREFIX=False, WINDOW=0, **tile.options, **STRICT,
     )  # fmt: skip
     return out
 

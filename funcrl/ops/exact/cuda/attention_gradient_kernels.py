@@ -21,7 +21,8 @@ def query_kernel(
     grad, q, k, v, delta, power, first, last, out, normaliser, grad_q, H, G, T, C, scale, factor,
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
     o_b, o_h, o_t, n_b, n_h, n_t, shared, shared_b, shared_t,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PREFIX: tl.constexpr, IEEE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of queries, by the loop of the forward pass.
 
@@ -72,6 +73,9 @@ def query_kernel(
             if not simple:
                 one = tl.min(tl.where(own, times, NEVER), 0)
             begin, shift = prefix_span(shared + batch * shared_b + one * shared_t, current)
+        if WINDOW > 0:  # as in the forward pass
+            least = tl.min(tl.where(own, end, NEVER), 0) - WINDOW + 1
+            begin += tl.maximum(least - begin, 0) // BN * BN
         for start in range(begin, stop, BN):
             places = start + tl.arange(0, BN)
             inside = (columns < C)[None, :] & (places < stop)[:, None]
@@ -89,6 +93,8 @@ def query_kernel(
                 towards = tl.dot(given, tl.trans(values))
             p = tl.exp2(tl.fma(score, scale, -row_power[:, None]))
             p = tl.where(places[None, :] <= limit[:, None], p, 0.0)
+            if WINDOW > 0:
+                p = tl.where(places[None, :] > limit[:, None] - WINDOW, p, 0.0)
             slope = (p * (towards - row_delta[:, None])).to(keys.dtype)
             summed = tl.dot(slope, keys, summed, input_precision="ieee" if IEEE else "tf32")
         following = tl.full((), NEVER, tl.int32)
@@ -106,7 +112,7 @@ def key_kernel(
     g_b, g_h, g_t, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, first_b, first_t, last_b, last_t,
     shared, shared_b, shared_t,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
-    IEEE: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of keys and values: over segments, heads, blocks of queries.
 
@@ -141,10 +147,13 @@ def key_kernel(
     stop, following, final = tl.load(ranges + 2), tl.load(ranges + 3), tl.load(ranges + 4)
     while begin < NEVER:
         limit = tl.where(places >= segment, places, NEVER)  # keys of an earlier segment: none
+        number = places  # a key's place, as queries count it
         if PREFIX:  # but of the prefix all
             span = shared + begin * shared_t
             prefix, count = tl.load(span).to(tl.int32), tl.load(span + 1).to(tl.int32)
-            limit = tl.where((places >= prefix) & (places < prefix + count), -1, limit)
+            inside_prefix = (places >= prefix) & (places < prefix + count)
+            limit = tl.where(inside_prefix, -1, limit)
+            number = tl.where(inside_prefix, segment - count + places - prefix, number)
         start = begin - ((begin - segment) % BM + BM) % BM
         blocks = (stop - start + BM - 1) // BM
         for step in range(G * blocks):
@@ -166,6 +175,8 @@ def key_kernel(
                 score = tl.dot(keys, tl.trans(queries))
             p = tl.exp2(tl.fma(score, scale, -row_power[None, :]))
             p = tl.where(limit[:, None] <= end[None, :], p, 0.0)
+            if WINDOW > 0:
+                p = tl.where(number[:, None] > end[None, :] - WINDOW, p, 0.0)
             precision: tl.constexpr = "ieee" if IEEE else "tf32"
             sum_v = tl.dot(p.to(given.dtype), given, sum_v, input_precision=precision)
             if IEEE:

@@ -21,6 +21,7 @@ def attend_gradients(
     out: Tensor,
     normaliser: Tensor,
     shared: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q [B, H, T, C], k and v [B, K, S, C].
 
@@ -49,7 +50,7 @@ def attend_gradients(
     query_kernel[(-(-length // tile["BM"]), heads, batch)](
         *inputs, out, normaliser, grads[0], heads, heads // key_heads, length, width, *factors,
         *strides, *out.stride()[:3], *normaliser.stride(), spans, *span_strides,
-        BC=columns, PREFIX=prefix, **tile, **STRICT,
+        BC=columns, PREFIX=prefix, WINDOW=window or 0, **tile, **STRICT,
     )  # fmt: skip
     tile = _key_tile(q.dtype, columns)
     tiles = -(-places // tile["BN"])
@@ -65,7 +66,7 @@ def attend_gradients(
     key_kernel[(batch * tiles * key_heads,)](
         *inputs, ranges, order, *grads[1:], heads, heads // key_heads, length, places, width, tiles,
         *factors, *strides, spans, *span_strides, BC=columns, BT=_SCAN, PREFIX=prefix,
-        **tile, **STRICT,
+        WINDOW=window or 0, **tile, **STRICT,
     )  # fmt: skip
     return grads
 

@@ -64,13 +64,14 @@ def attend_kernel(
     q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     group_b, group_t, last_b, last_t, table_r, table_w,
     PACK: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, PREFIX: tl.constexpr, IEEE: tl.constexpr,
+    SIZE: tl.constexpr, PREFIX: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of a tile: BM / PACK queries, each by HEADS <= PACK heads.
 
     Queries of one `group` read the same keys: where SIZE is 0 it is their first key, else their
     request, whose keys begin at place 0 and lie in blocks of SIZE places. With PREFIX, where SIZE
-    is 0, `tables` has the first place and the number of the keys that they read before.
+    is 0, `tables` has the first place and the number of the keys that they read before. With a
+    WINDOW each reads the last so many keys alone.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal batch first
     batch = tl.program_id(2).to(tl.int64)
@@ -127,6 +128,9 @@ def attend_kernel(
             page = tables + current.to(tl.int64) * table_r
             places = tl.arange(0, BN)
             block = tl.load(page + places // SIZE * table_w, mask=places < stop, other=0)
+        if WINDOW > 0:  # blocks that no query of the tile sees are left out, and change no bit
+            least = tl.min(tl.where(own, end, NEVER), 0) - WINDOW + 1
+            begin += tl.maximum(least - begin, 0) // BN * BN
         for start in range(begin, stop, BN):
             places = start + tl.arange(0, BN)
             if PREFIX:
@@ -147,6 +151,8 @@ def attend_kernel(
                 keys = tl.load(k + k_at[:, None] + columns[None, :], mask=seen, other=0.0)
                 score = tl.dot(queries, tl.trans(keys))
             score = tl.where(places[None, :] <= limit[:, None], score, -float("inf"))
+            if WINDOW > 0:
+                score = tl.where(places[None, :] > limit[:, None] - WINDOW, score, -float("inf"))
             values = tl.load(v + v_at[:, None] + columns[None, :], mask=seen, other=0.0)
             top, total, summed = folded(score, values, top, total, summed, scale, IEEE)
         following = tl.full((), NEVER, tl.int32)

@@ -1,11 +1,16 @@
-"""SwiGLU and rotary positions by Triton: each number depends on one or two others alone."""
+"""Gates and rotary positions by Triton: each number depends on one or two others alone."""
+
+from typing import Any
 
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.gate_kernels import (
+    GELU,
+    SIGMOID,
+    SILU,
+    gate_gradient_kernel,
+    gate_kernel,
     rotation_kernel,
-    swiglu_gradient_kernel,
-    swiglu_kernel,
 )
 from funcrl.ops.exact.cuda.layout import STRICT, fresh, power_of_two, row_stride
 
@@ -15,25 +20,54 @@ _HEADS = 32  # of one token, that a program turns
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` [M, F], rounded once (arXiv:2002.05202)."""
-    size, width = gate.shape
-    gate, up = unit(gate), unit(up)
-    out = fresh(gate, size, width)
-    if out.numel():
-        swiglu_kernel[(size, -(-width // _BLOCK))](
-            gate, up, out, row_stride(gate), row_stride(up), width, BLOCK=_BLOCK, **STRICT
-        )
-    return out
+    return _gated(gate, up, SILU)
 
 
 def swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate [M, F] and up [M, F]."""
+    return _gate_gradients(grad, gate, up, SILU)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up` [M, F], by the GELU with tanh, rounded once (arXiv:2002.05202)."""
+    return _gated(gate, up, GELU)
+
+
+def geglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate [M, F] and up [M, F]."""
+    return _gate_gradients(grad, gate, up, GELU)
+
+
+def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
+    """Return `sigmoid(gate) * x` [M, F], rounded once."""
+    return _gated(gate, x, SIGMOID)
+
+
+def sigmoid_gate_gradients(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate [M, F] and x [M, F]."""
+    return _gate_gradients(grad, gate, x, SIGMOID)
+
+
+def _gated(gate: Tensor, up: Tensor, kind: Any) -> Tensor:
+    size, width = gate.shape
+    gate, up = unit(gate), unit(up)
+    out = fresh(gate, size, width)
+    if out.numel():
+        gate_kernel[(size, -(-width // _BLOCK))](
+            gate, up, out, row_stride(gate), row_stride(up), width, BLOCK=_BLOCK, KIND=kind.value,
+            **STRICT,
+        )  # fmt: skip
+    return out
+
+
+def _gate_gradients(grad: Tensor, gate: Tensor, up: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
     size, width = gate.shape
     grad, gate, up = unit(grad), unit(gate), unit(up)
     grad_gate, grad_up = fresh(gate, size, width), fresh(up, size, width)
     if grad_gate.numel():
-        swiglu_gradient_kernel[(size, -(-width // _BLOCK))](
+        gate_gradient_kernel[(size, -(-width // _BLOCK))](
             grad, gate, up, grad_gate, grad_up, row_stride(grad), row_stride(gate), row_stride(up),
-            width, BLOCK=_BLOCK, **STRICT,
+            width, BLOCK=_BLOCK, KIND=kind.value, **STRICT,
         )  # fmt: skip
     return grad_gate, grad_up
 

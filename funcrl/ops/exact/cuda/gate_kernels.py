@@ -1,35 +1,64 @@
-"""Kernels that treat each number, or each pair of numbers, by itself: SwiGLU and rotation."""
+"""Kernels that treat each number, or each pair of numbers, by itself: gates and rotation."""
 # Triton has no types, and its kernels take pointers.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 import triton
 import triton.language as tl
 
+# The gates: what multiplies `up`, as a function of the gate g.
+SILU = tl.constexpr(0)  # g sigmoid(g)
+GELU = tl.constexpr(1)  # g sigmoid(z(g)), the GELU with tanh
+SIGMOID = tl.constexpr(2)  # sigmoid(g)
+
 
 @triton.jit
-def swiglu_kernel(gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr):
-    """Write silu(gate) * up for a piece of one row."""
+def gelu_exponent(g):
+    """Return z with (1 + tanh(z / 2)) / 2 = sigmoid(z), as the GELU has it."""
+    return (g * g * 0.044715 + 1.0) * g * 1.5957691216057308
+
+
+@triton.jit
+def gate_kernel(
+    gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Write the gate's factor times `up` for a piece of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + row * gate_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
-    tl.store(out + row * F + columns, g / (1.0 + tl.exp(-g)) * u, mask=columns < F)
+    if KIND == SILU:
+        product = g / (1.0 + tl.exp(-g)) * u
+    elif KIND == GELU:
+        product = g / (1.0 + tl.exp(-gelu_exponent(g))) * u
+    else:
+        product = u / (1.0 + tl.exp(-g))
+    tl.store(out + row * F + columns, product, mask=columns < F)
 
 
 @triton.jit
-def swiglu_gradient_kernel(
-    grad, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, F, BLOCK: tl.constexpr
-):
-    """Write the gradients of a piece of one row: silu'(g) = s (1 + g (1 - s)), s = sigmoid(g)."""
+def gate_gradient_kernel(
+    grad, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, F,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a piece of one row: sigmoid' = s (1 - s), with s = sigmoid."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     d = tl.load(grad + row * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
-    tl.store(grad_gate + row * F + columns, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
-    tl.store(grad_up + row * F + columns, d * g * s, mask=inside)
+    if KIND == SILU:
+        s = 1.0 / (1.0 + tl.exp(-g))
+        of_gate, of_up = d * u * s * (1.0 + g * (1.0 - s)), d * g * s
+    elif KIND == GELU:
+        s = 1.0 / (1.0 + tl.exp(-gelu_exponent(g)))
+        slope = (g * g * (3 * 0.044715) + 1.0) * 1.5957691216057308
+        of_gate, of_up = d * u * s * (1.0 + g * (1.0 - s) * slope), d * g * s
+    else:
+        s = 1.0 / (1.0 + tl.exp(-g))
+        of_gate, of_up = d * u * s * (1.0 - s), d * s
+    tl.store(grad_gate + row * F + columns, of_gate, mask=inside)
+    tl.store(grad_up + row * F + columns, of_up, mask=inside)
 
 
 @triton.jit

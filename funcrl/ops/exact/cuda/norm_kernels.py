@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def shifted(weight, offset):
-    """Return weight + offset, rounded to the weight's own dtype."""
-    return (weight.to(tl.float32) + offset).to(weight.dtype)
+def shifted(weight, offset, dtype: tl.constexpr):
+    """Return weight + offset in float32, the weight rounded to a dtype before."""
+    return weight.to(dtype).to(tl.float32) + offset
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -32,9 +32,9 @@ def norm_kernel(
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     tl.store(scale + rows, factor, mask=rows < M)
-    gain = shifted(tl.load(weight + columns, mask=columns < D, other=0.0), offset).to(value.dtype)
+    gain = shifted(tl.load(weight + columns, mask=columns < D, other=0.0), offset, value.dtype)
     normed = (wide * factor[:, None]).to(value.dtype)
-    tl.store(out + at, normed.to(tl.float32) * gain.to(tl.float32)[None, :], mask=seen)
+    tl.store(out + at, normed.to(tl.float32) * gain[None, :], mask=seen)
 
 
 @triton.jit(do_not_specialize=["M", "of_block"])
@@ -51,8 +51,8 @@ def norm_gradient_kernel(
     end = tl.minimum(start + of_block, M)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
-    gain = shifted(tl.load(weight + columns, mask=inside, other=0.0), offset).to(x.dtype.element_ty)
-    gain = gain.to(tl.float32)[None, :]
+    rows_dtype: tl.constexpr = x.dtype.element_ty
+    gain = shifted(tl.load(weight + columns, mask=inside, other=0.0), offset, rows_dtype)[None, :]
     summed = tl.zeros((ROWS, BLOCK), tl.float32)
     for step in range(STEPS):
         rows = start + (program * STEPS + step) * ROWS + tl.arange(0, ROWS)

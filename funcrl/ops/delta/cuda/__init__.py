@@ -1,0 +1,101 @@
+"""The chunked scan by Triton, on memory in which the heads of a token lie together."""
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.delta.chunked import Tokens
+from funcrl.ops.delta.cuda.gradient_kernels import gradient_kernel
+from funcrl.ops.delta.cuda.scan_kernels import reverse_kernel, scan_kernel
+from funcrl.ops.delta.cuda.solve_kernels import solve_kernel
+from funcrl.ops.exact.cuda.layout import STRICT, fresh, power_of_two
+from funcrl.ops.streams import token_major
+
+__all__ = ["scan", "scan_gradients"]
+
+_COLUMNS = 64  # of a state, that a program holds
+_LEAST = 16  # rows and columns of a product of Triton
+
+
+def scan(tokens: Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return outputs [B, H, T, Cv] and the last state [B, H, Ck, Cv].
+
+    Args:
+        tokens: [B, H, T, ...], the resets [B, T].
+        state: [B, H, Ck, Cv].
+        chunk: the number of tokens that are treated at a time.
+    """
+    tokens = _laid_out(tokens)
+    q, k, v, decay, beta, resets = tokens
+    outputs, last = torch.empty_like(v), fresh(state, *state.shape)
+    sizes = _sizes(tokens, chunk)
+    scan_kernel[_columns(sizes, v)](
+        q, k, v, decay, beta, resets, _solve(tokens, sizes), state.contiguous(), outputs, last,
+        None, None, REPLAY=False, num_warps=4, **sizes, **STRICT,
+    )  # fmt: skip
+    return outputs, last
+
+
+def scan_gradients(
+    grad_outputs: Tensor, grad_state: Tensor, tokens: Tokens, state: Tensor, chunk: int
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, decay, beta, and of the state before the first token.
+
+    Three passes: the states at the chunks' starts and what the tokens learn are found again, the
+    gradients of the states go back from chunk to chunk, and then each chunk stands by itself.
+    """
+    tokens, grad_outputs = _laid_out(tokens), token_major(grad_outputs, -2)
+    q, k, v, decay, beta, resets = tokens
+    sizes = _sizes(tokens, chunk)
+    inverse = _solve(tokens, sizes)
+    learned, right, grad_v = (torch.empty_like(v) for _ in range(3))
+    states = fresh(v, *inverse.shape[:2], *state.shape[-2:])
+    scan_kernel[_columns(sizes, v)](
+        q, k, v, decay, beta, resets, inverse, state.contiguous(), None, None, states, learned,
+        REPLAY=True, num_warps=4, **sizes, **STRICT,
+    )  # fmt: skip
+    grad_states, grad_before = torch.empty_like(states), fresh(state, *state.shape)
+    reverse_kernel[_columns(sizes, v)](
+        q, k, decay, beta, resets, inverse, grad_outputs, grad_state.contiguous(), right, grad_v,
+        grad_states, grad_before, num_warps=4, **sizes, **STRICT,
+    )  # fmt: skip
+    grad_q, grad_k, grad_decay, grad_beta = (torch.empty_like(x) for x in (q, k, decay, beta))
+    gradient_kernel[(sizes["CHUNKS"], len(inverse))](
+        q, k, v, decay, beta, resets, states, learned, grad_outputs, right, grad_states, grad_q,
+        grad_k, grad_decay, grad_beta, num_warps=8, **sizes, **STRICT,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v, grad_decay, grad_beta, grad_before
+
+
+def _solve(tokens: Tokens, sizes: dict[str, int]) -> Tensor:
+    """Return the inverses [N, chunks, C, C] of the chunks' systems, in the dtype of the keys."""
+    _, k, _, decay, beta, resets = tokens
+    chunks, chunk, rows = sizes["CHUNKS"], sizes["C"], len(k) * sizes["H"]
+    inverse = fresh(k, rows, chunks, chunk, chunk)
+    own = {name: sizes[name] for name in ("T", "H", "CHUNKS", "CK", "BK", "C")}
+    solve_kernel[(chunks, rows)](
+        k, decay, beta, resets, inverse, num_warps=4, **own, **STRICT
+    )  # fmt: skip
+    return inverse
+
+
+def _laid_out(tokens: Tokens) -> Tokens:
+    q, k, v = (token_major(part, -2) for part in tokens[:3])
+    decay, beta = (token_major(part, -1) for part in tokens[3:5])
+    resets = tokens.resets[:, None].expand(decay.shape)
+    return Tokens(q, k, v, decay, beta, token_major(resets, -1))
+
+
+def _sizes(tokens: Tokens, chunk: int) -> dict[str, int]:
+    """Return the sizes that the kernels take, by name."""
+    _, heads, length, key_width = tokens.k.shape
+    width = tokens.v.shape[-1]
+    return {
+        "T": length, "H": heads, "CHUNKS": -(-length // chunk), "CK": key_width, "CV": width,
+        "BK": max(_LEAST, power_of_two(key_width)),
+        "BV": min(_COLUMNS, max(_LEAST, power_of_two(width))), "C": chunk,
+    }  # fmt: skip
+
+
+def _columns(sizes: dict[str, int], v: Tensor) -> tuple[int, int]:
+    """Return the grid of a kernel whose programs each go along a head, for columns of its state."""
+    return len(v) * sizes["H"], -(-sizes["CV"] // sizes["BV"])

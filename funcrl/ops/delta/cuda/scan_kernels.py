@@ -1,0 +1,118 @@
+"""The chunked scan: one program goes through the chunks of a head, for some columns of its state.
+
+Everything that has an axis of tokens lies in memory as [B, T, H, ...]; states and inverses, of one
+chunk each, as [N, chunks, ...] with N = B H.
+"""
+# Triton has no types, and its kernels take pointers.
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from funcrl.ops.delta.cuda.solve_kernels import (
+    kept_at_end,
+    kept_between,
+    last_of,
+    load_decays,
+)
+
+
+@triton.jit
+def scan_kernel(
+    q, k, v, decay, beta, resets, inverse, state, outputs, last, states, learned, T, H, CHUNKS,
+    CK: tl.constexpr, CV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    REPLAY: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs and the last state; or, as a replay, each chunk's state and what it learns.
+
+    U = (1 + A)^-1 beta (V - s K S), outputs s Q S + ((Q K^T) G) U, S = s[-1] S + (G[-1] K)^T U.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    wide, columns = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    places = tl.arange(0, C)
+    of_state = wide[:, None] * CV + columns[None, :]
+    within = (wide < CK)[:, None] & (columns < CV)[None, :]
+    memory = tl.load(state + n * (CK * CV) + of_state, mask=within, other=0.0)
+    for chunk in range(CHUNKS):
+        tokens = chunk * C + places
+        inside = tokens < T
+        rows = ((n // H) * T + tokens) * H + n % H
+        narrow = inside[:, None] & (wide < CK)[None, :]
+        of_keys = rows[:, None] * CK + wide[None, :]
+        of_values = rows[:, None] * CV + columns[None, :]
+        filled = inside[:, None] & (columns < CV)[None, :]
+        keys = tl.load(k + of_keys, mask=narrow, other=0.0)
+        values = tl.load(v + of_values, mask=filled, other=0.0).to(tl.float32)
+        share = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+        total, sequence = load_decays(decay, resets, rows, inside)
+        start = tl.where(sequence == 0, tl.exp(total), 0.0)
+        solved = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
+        held = memory.to(keys.dtype)
+        if REPLAY:
+            at = states + (n * CHUNKS + chunk) * (CK * CV) + of_state
+            tl.store(at, held, mask=within)
+        missing = values - start[:, None] * tl.dot(keys, held, input_precision="ieee")
+        right = (share[:, None] * missing).to(keys.dtype)
+        new = tl.dot(tl.load(solved), right, input_precision="ieee")
+        if REPLAY:
+            tl.store(learned + of_values, new, mask=filled)
+        else:
+            queries = tl.load(q + of_keys, mask=narrow, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
+            read = start[:, None] * tl.dot(queries, held, input_precision="ieee")
+            read += tl.dot(scores, new.to(keys.dtype), input_precision="ieee")
+            tl.store(outputs + of_values, read, mask=filled)
+        written = (kept_at_end(total, sequence, C)[:, None] * new).to(keys.dtype)
+        memory = memory * last_of(start, C)
+        memory += tl.dot(tl.trans(keys), written, input_precision="ieee")
+    if not REPLAY:
+        tl.store(last + n * (CK * CV) + of_state, memory, mask=within)
+
+
+@triton.jit
+def reverse_kernel(
+    q, k, decay, beta, resets, inverse, grad_outputs, grad_last, grad_right, grad_v, grad_states,
+    grad_state, T, H, CHUNKS,
+    CK: tl.constexpr, CV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the values, of the right side of each system, and of each state."""
+    n = tl.program_id(0).to(tl.int64)
+    wide, columns = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    places = tl.arange(0, C)
+    of_state = wide[:, None] * CV + columns[None, :]
+    within = (wide < CK)[:, None] & (columns < CV)[None, :]
+    grad = tl.load(grad_last + n * (CK * CV) + of_state, mask=within, other=0.0)
+    for step in range(CHUNKS):
+        chunk = CHUNKS - 1 - step
+        tokens = chunk * C + places
+        inside = tokens < T
+        rows = ((n // H) * T + tokens) * H + n % H
+        narrow = inside[:, None] & (wide < CK)[None, :]
+        of_keys = rows[:, None] * CK + wide[None, :]
+        of_values = rows[:, None] * CV + columns[None, :]
+        filled = inside[:, None] & (columns < CV)[None, :]
+        keys = tl.load(k + of_keys, mask=narrow, other=0.0)
+        queries = tl.load(q + of_keys, mask=narrow, other=0.0)
+        given = tl.load(grad_outputs + of_values, mask=filled, other=0.0)
+        share = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+        total, sequence = load_decays(decay, resets, rows, inside)
+        start = tl.where(sequence == 0, tl.exp(total), 0.0)
+        solved = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
+        held = grad.to(keys.dtype)
+        tl.store(grad_states + (n * CHUNKS + chunk) * (CK * CV) + of_state, held, mask=within)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
+        new = tl.dot(keys, held, input_precision="ieee")
+        new = kept_at_end(total, sequence, C)[:, None] * new
+        new += tl.dot(tl.trans(scores), given, input_precision="ieee")
+        right = tl.dot(tl.trans(tl.load(solved)), new.to(keys.dtype), input_precision="ieee")
+        tl.store(grad_right + of_values, right, mask=filled)
+        missing = share[:, None] * right
+        tl.store(grad_v + of_values, missing, mask=filled)
+        read_q = (start[:, None] * given.to(tl.float32)).to(keys.dtype)
+        read_k = (start[:, None] * missing).to(keys.dtype)
+        grad = grad * last_of(start, C)
+        grad += tl.dot(tl.trans(queries), read_q, input_precision="ieee")
+        grad -= tl.dot(tl.trans(keys), read_k, input_precision="ieee")
+    tl.store(grad_state + n * (CK * CV) + of_state, grad, mask=within)

@@ -1,0 +1,127 @@
+"""The gated delta rule from token to token, as an operator whose rows stand alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcrl.ops.exact import cpu
+from funcrl.ops.exact.kernels import kernels_of
+from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.streams import as_samples, complete_scan, token_major
+
+Shape: TypeAlias = Sequence[int]
+Pair: TypeAlias = tuple[Tensor, Tensor]
+Six: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def like_scan(
+    _q: Tensor, _k: Tensor, v: Tensor, _decay: Tensor, _beta: Tensor, state: Tensor, *_: Any
+) -> Pair:
+    """Return results of a scan's shapes."""
+    return token_major(v.new_empty(v.shape), -2), state.new_empty(state.shape)
+
+
+def like_gradients(_grad: Tensor, _grad_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return gradients of a scan's shapes."""
+    return in_order([part.new_empty(part.shape) for part in inputs[:6]], inputs)
+
+
+def _count(q: Shape, _k: Shape, v: Shape, *_: Shape) -> int:
+    return 6 * math.prod(q) * v[-1]  # what is found, what is written, and what is read
+
+
+def _count_gradients(_grad: Shape, _grad_state: Shape, *inputs: Shape) -> int:
+    return 3 * _count(*inputs)  # the replay, and two gradients of each product
+
+
+def in_order(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Six:
+    """Return gradients in the shapes of the inputs, those of tokens as `token_major` has them."""
+    q, k, v, decay, beta, state = (
+        grad if tokens is None else token_major(grad, tokens)
+        for grad, tokens in zip(grads, (-2, -2, -2, -1, -1, None), strict=True)
+    )
+    shaped = zip((q, k, v, decay, beta, state), inputs, strict=False)
+    q, k, v, decay, beta, state = (grad.view(part.shape) for grad, part in shaped)
+    return q, k, v, decay, beta, state
+
+
+def plain_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> Pair:
+    """Return the outputs, in memory as `token_major` has them, and the last state."""
+    samples = as_samples(q, k, v, decay, beta, state, resets)
+    outputs, last = _kernels(q).gated_delta(*samples)
+    return token_major(outputs, -2).view(v.shape), last.view(state.shape)
+
+
+def _kernels(q: Tensor) -> Any:
+    return cpu if q.dtype == torch.float64 else kernels_of(q)  # which any device can run
+
+
+@operator("gated_delta", like_scan, rows=range(7), flops=_count)
+def gated_delta_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> Pair:
+    """Return the outputs and the last state."""
+    return plain_scan(q, k, v, decay, beta, state, resets)
+
+
+@operator("gated_delta_gradients", like_gradients, rows=range(9), flops=_count_gradients)
+def gated_delta_gradients_op(
+    grad_outputs: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
+    beta: Tensor, state: Tensor, resets: Tensor,
+) -> Six:  # fmt: skip
+    """Return the gradients of all but the resets."""
+    given = (q, k, v, decay, beta, state)
+    grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
+    found = _kernels(q).gated_delta_gradients(*grads, *as_samples(*given, resets))
+    return in_order(found, given)
+
+
+def backward_of(gradients: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Return the backward pass, for `differentiable`, of a scan with this operator of gradients."""
+
+    def backward(
+        wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
+    ) -> list[Tensor]:
+        found = gradients(*grads, *inputs)
+        return [each for each, want in zip(found, wanted, strict=False) if want]
+
+    return backward
+
+
+def _forward(*inputs: Tensor) -> Pair:
+    outputs, last = gated_delta_op(*inputs)
+    return outputs, last
+
+
+recurrent_scan = differentiable(
+    "gated_delta_scan",
+    _forward,
+    backward_of(gated_delta_gradients_op),
+    rows=range(7),
+    returned=2,
+    instead='backend="loop" has them all',
+)
+
+
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None,
+    resets: Tensor | None,
+) -> Pair:  # fmt: skip
+    """Return the outputs and the last state of `gated_delta_scan`."""
+    state, resets = complete_scan(q, k, v, decay, beta, state, resets)
+    outputs, last = recurrent_scan(q, k, v, decay, beta, state, resets)
+    return outputs, last
+
+
+def plain_gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None,
+    resets: Tensor | None,
+) -> Pair:  # fmt: skip
+    """Return `gated_delta`, without a derivative."""
+    state, resets = complete_scan(q, k, v, decay, beta, state, resets)
+    return plain_scan(q, k, v, decay, beta, state, resets)
