@@ -35,9 +35,11 @@ def layer_op(
     bias_hh: Tensor | None, cell: str, keep: bool,
 ) -> Results:  # fmt: skip
     """Return the outputs, the last states, what cuDNN keeps, and the weights in its own layout."""
-    weights = _weights(weight_ih, weight_hh, bias_ih, bias_hh)
+    # Copies, for the next call makes them views of one piece of memory.
+    weights = [each.clone() for each in _weights(weight_ih, weight_hh, bias_ih, bias_hh)]
+    layout = aten._cudnn_rnn_flatten_weight(weights, len(weights), x.shape[-1], *_sizes(cell, h))
     outputs, last_h, last_c, *kept = aten._cudnn_rnn(
-        _one_batch(x), weights, len(weights), None, *_states(h, c), *_options(cell, h, keep)
+        _one_batch(x), weights, len(weights), layout, *_states(h, c), *_options(cell, h, keep)
     )
     last_c = last_c.view(c.shape) if cell == "lstm" else torch.empty_like(c)
     return outputs.view(*x.shape[:-1], -1), last_h.view(h.shape), last_c, kept[0], kept[1]
@@ -78,17 +80,26 @@ def _one_batch(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def _states(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor | None]:
+def _states(h: Tensor, c: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return h and c as [1, N, H], for one layer; a GRU has no c."""
     shape = (1, math.prod(h.shape[:-1]), h.shape[-1])
-    return h.reshape(shape), c.reshape(shape) if c.shape[-1] else None
+    flat = [each.reshape(shape).contiguous() if each.shape[-1] else None for each in (h, c)]
+    return flat[0], flat[1]
+
+
+def _sizes(cell: str, h: Tensor) -> tuple[Any, ...]:
+    """Return what torch's functions call sizes and modes.
+
+    They are the mode, H, the width of a projection, the number of layers, whether the batch is the
+    first axis, and whether there are two directions.
+    """
+    return _MODES[cell], h.shape[-1], 0, 1, True, False
 
 
 def _options(cell: str, h: Tensor, train: bool) -> tuple[Any, ...]:
-    """Return the arguments of torch's function, from the mode to the state of dropout."""
-    num_layers, batch_first, two_directions = 1, True, False
-    sizes = (h.shape[-1], 0, num_layers)
-    return _MODES[cell], *sizes, batch_first, 0.0, train, two_directions, [], None
+    """Return the sizes, with dropout, training, lengths of sequences and dropout's state."""
+    *sizes, two_directions = _sizes(cell, h)
+    return *sizes, 0.0, train, two_directions, [], None
 
 
 def _forward(*inputs: Any) -> Results:

@@ -168,7 +168,7 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
-    return min(max(32768 // max(num_sequences, 1), 8), 64)
+    return min(max(16384 // max(num_sequences, 1), 4), 64)
 
 
 def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:

@@ -61,11 +61,11 @@ def backward_pass(
         of_weights: zeros, to which the gradients of W_ih, W_hh, b_ih and b_hh of each group of
             sequences are added; None if they are not wanted.
     """
-    grad_outputs, *of_states = grads
+    grad_outputs, of_states = grads[0], grads[1:]
     starts = _starts(given, kernels, saved)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
         inputs, before = given.inputs(piece), given.before(saved.outputs, piece)
-        of_gates, *of_states = _gate_gradients(
+        of_gates, of_states = _gate_gradients(
             given, kernels, saved, (inputs, before, start), of_piece(grad_outputs, piece),
             of_states, piece,
         )  # fmt: skip
@@ -80,14 +80,13 @@ def backward_pass(
             _add_rows(kernels, of_weights[1], of_weights[3], of_mixed, before)
             del of_mixed
         del inputs, before, of_gates, of_pre  # or they are in memory beside the next piece
-    grad_h, grad_c = of_states
-    return grad_h, grad_c
+    return of_states
 
 
 def _gate_gradients(
     given: Sequences, kernels: ScanKernels, saved: Saved, known: tuple[Tensor, Tensor, Tensor],
-    grad_outputs: Tensor, of_states: Sequence[Tensor], piece: slice,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_outputs: Tensor, of_states: tuple[Tensor, Tensor], piece: slice,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the gradients of a piece's gates [k, N, 4 H], and of the states before it.
 
     Args:
@@ -106,11 +105,11 @@ def _gate_gradients(
     else:
         found = _replayed(given, kernels, inputs, before, start, piece)
         of_gates = found[0]  # in the same memory
-    grad_h, grad_c = kernels.backward(
+    of_states = kernels.backward(
         grad_outputs, *found, before, start, given.weight_hh, given.resets_of(piece), *of_states,
         of_gates,
     )  # fmt: skip
-    return of_gates, grad_h, grad_c
+    return of_gates, of_states
 
 
 def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor]:

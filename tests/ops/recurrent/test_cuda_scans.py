@@ -25,7 +25,7 @@ cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 UNIT = 2.0**-8  # of bfloat16: half the distance of 1 and the next number
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.recurrent.cuda import plans, scan_kernels
+    from funcrl.ops.recurrent.cuda import plans, products, scan_kernels
 
 
 @pytest.mark.slow
@@ -167,6 +167,22 @@ def test_pieces_and_launches_do_not_change_a_bit(cell):
 
 
 @kernel_case
+@pytest.mark.parametrize(
+    ("size", "width", "other"), [(5000, 300, 260), (16384, 1024, 256)] if ON_GPU else [(300, 20, 9)]
+)
+def test_products_in_tf32(size, width, other):
+    left, right = torch.randn(2, size, width + 16, device=DEVICE), torch.randn(2, size, other)
+    left, right = left[..., 16:], right.to(DEVICE)
+    total = torch.ones(2, width, other, device=DEVICE)
+    expected = total + left.double().mT @ right.double()
+    products.add_outer(total, left, right)
+    assert (total - expected).abs().max() < 2e-3 * size**0.5
+    weight, bias = right[0, :width].mT, torch.randn(other, device=DEVICE)
+    expected = left[1].double() @ weight.double().T + bias
+    assert (products.linear(left[1], weight, bias) - expected).abs().max() < 0.05
+
+
+@kernel_case
 @cells
 def test_rows_with_any_strides(cell):
     """The gradient of a sum is one number for all; rows of x may be a part of wider ones."""
@@ -205,14 +221,14 @@ def test_tf32_products_have_the_errors_of_tf32(cell):
 
 @pytest.mark.gpu
 def test_bfloat16_is_within_the_bound_of_its_roundings():
-    """The outputs of an LSTM; its gradients have no larger errors than cuDNN's in bfloat16."""
+    """The outputs of an LSTM; its gradients err no more than those of torch's operations."""
     x, params, (h, c), _ = drawn("lstm", 256, 48, 64, 256, dtype=torch.bfloat16)
     inputs = x, params, (h, c), None
     expected = oracle("lstm", *inputs)
     found = results("lstm", *inputs, backend="triton")
     bound = roundings_of_lstm(*(each.double() for each in (x, *params.values(), h[:, 0], c[:, 0])))
     assert ((found[0][0].double() - expected[0][0]).abs() < bound).all()
-    theirs = results("lstm", *inputs, backend="cudnn")
+    theirs = results("lstm", *inputs, backend="op")
     for ours, other, wide in zip(found[1], theirs[1], expected[1], strict=True):
         assert (ours.double() - wide).norm() < 1.5 * (other.double() - wide).norm()
 

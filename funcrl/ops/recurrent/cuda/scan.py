@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.ops.recurrent.cuda import products
 from funcrl.ops.recurrent.cuda.piece_kernels import (
     backward_kernel,
     forward_kernel,
@@ -115,7 +116,10 @@ def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) ->
         )  # fmt: skip
         return grad_h0, carry if cell == "lstm" else grad_c.clone()
 
-    return ScanKernels(_project, forward, replay, backward)
+    found = ScanKernels(_project, forward, replay, backward)
+    if precision == "tf32":
+        return found._replace(linear=products.linear, add_outer=products.add_outer)
+    return found
 
 
 def _project(x: Tensor, weight_ih: Tensor, bias: Tensor | None, /) -> Source:
