@@ -119,7 +119,16 @@ OWN: dict[str, dict[str, Any]] = {
     "models.shape": {"name": "micro"},
     "numerics.power_of_two": {"values": LOGPROBS},
     "ops.attend_hidden": {"hidden": torch.eye(2) > 2},
+    "ops.delta_gates": {
+        "a": torch.zeros(2, 3), "b": torch.zeros(2, 3), "log_rate": torch.zeros(3),
+        "step_bias": torch.zeros(3)},
+    "ops.gated_delta_scan": {
+        "decay": torch.zeros(1, 2), "beta": torch.zeros(1, 2), "state": torch.zeros(1, 4, 4),
+        "resets": torch.zeros(2, dtype=torch.bool)},
     "ops.rms_norm": {"weight": torch.ones(4)},
+    "ops.short_conv": {
+        "weight": torch.zeros(4, 2), "history": torch.zeros(1, 4),
+        "resets": torch.zeros(2, dtype=torch.bool)},
     "optim.apply_updates": {"params": purity.MATRICES},
     "optim.masked": {"mask": {"a": True, "b": False}},
     "optim.freeze": {"mask": {"a": True, "b": False}},

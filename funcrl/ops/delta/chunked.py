@@ -69,7 +69,7 @@ def scan_gradients(
 
 
 def _widened(tokens: Tokens, dtype: torch.dtype) -> Tokens:
-    return Tokens(*(part.to(dtype) for part in tokens[:-1]), tokens.resets)
+    return Tokens._make([*(part.to(dtype) for part in tokens[:-1]), tokens.resets])
 
 
 def _split(tokens: Tokens, chunk: int) -> list[Tokens]:

@@ -39,7 +39,7 @@ def chunked_op(
 ) -> Pair:  # fmt: skip
     """Return the outputs and the last state, by the kernels of that name."""
     *parts, before, begins = as_samples(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(kernels).scan(chunked.Tokens(*parts, begins), before, chunk)
+    outputs, last = _kernels(kernels).scan(chunked.Tokens._make([*parts, begins]), before, chunk)
     return token_major(outputs, -2).view(v.shape), last.view(state.shape)
 
 
@@ -52,7 +52,7 @@ def chunked_gradients_op(
     given = (q, k, v, decay, beta, state)
     grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
     *parts, before, begins = as_samples(*given, resets)
-    tokens = chunked.Tokens(*parts, begins)
+    tokens = chunked.Tokens._make([*parts, begins])
     return in_order(_kernels(kernels).scan_gradients(*grads, tokens, before, chunk), given)
 
 

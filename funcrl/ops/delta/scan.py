@@ -5,7 +5,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrl.core import checks
 from funcrl.core.arguments import Count, checked
 from funcrl.ops.delta import loop
 from funcrl.ops.delta.operators import chunked_scan
@@ -16,7 +15,7 @@ Backend = Literal["auto", "loop", "recurrent", "chunked", "triton"]
 # What the kernels of a GPU take.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 128
-_CHUNKS = (16, 32, 64)
+_CHUNK = 64
 
 
 @checked
@@ -51,7 +50,7 @@ def gated_delta_scan(
             not depend on what stands beside or before it. "chunked" is one operator that treats
             some tokens at a time by products of matrices, and "triton" is the same by kernels of a
             GPU. "auto" takes the fastest one.
-        chunk: the number of tokens that "chunked" and "triton" treat at a time.
+        chunk: the number of tokens that "chunked" treats at a time; "triton" takes 64.
 
     Example:
         >>> import torch, funcrl
@@ -64,7 +63,7 @@ def gated_delta_scan(
     state, resets = complete_scan(q, k, v, decay, beta, state, resets)
     given = (q, k, v, decay, beta, state, resets)
     if backend == "auto":
-        backend = _fastest(q, v)
+        backend = _fastest(q, v, chunk)
     if backend == "triton":
         _check_kernels(q, v, chunk)
     if backend == "loop":
@@ -76,11 +75,11 @@ def gated_delta_scan(
     return outputs, last
 
 
-def _fastest(q: Tensor, v: Tensor) -> Backend:
+def _fastest(q: Tensor, v: Tensor, chunk: int) -> Backend:
     """Return the backend for these inputs; a single token, as of a generator, needs no chunk."""
     if q.shape[-2] == 1:
         return "recurrent"
-    return "triton" if _has_kernels(q, v) else "chunked"
+    return "triton" if _has_kernels(q, v) and chunk == _CHUNK else "chunked"
 
 
 def _has_kernels(q: Tensor, v: Tensor) -> bool:
@@ -91,11 +90,11 @@ def _has_kernels(q: Tensor, v: Tensor) -> bool:
 
 def _check_kernels(q: Tensor, v: Tensor, chunk: int) -> None:
     """Raise, in the name of `gated_delta_scan`, for inputs that the kernels do not take."""
-    checks.check_choice("gated_delta_scan", "chunk", chunk, _CHUNKS)
-    if _has_kernels(q, v):
+    if _has_kernels(q, v) and chunk == _CHUNK:
         return
     raise ValueError(
         f'gated_delta_scan expects for backend="triton" bfloat16, float16 or float32 on cuda and '
-        f"heads of at most {_LARGEST} numbers, got {q.dtype} on {q.device.type} and heads of "
-        f'{q.shape[-1]} and {v.shape[-1]}; backend="chunked" takes all.'
+        f"heads of at most {_LARGEST} numbers, in chunks of {_CHUNK} tokens, got {q.dtype} on "
+        f"{q.device.type}, heads of {q.shape[-1]} and {v.shape[-1]}, and chunks of {chunk}; "
+        'backend="chunked" takes all.'
     )

@@ -21,7 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
 # The samples, heads, tokens and widths of keys and values.
-SHAPES = [(2, 3, 200, 128, 128), (1, 2, 70, 40, 96)] if ON_GPU else [(1, 2, 37, 6, 20)]
+SHAPES = [(2, 3, 200, 128, 128), (1, 2, 70, 40, 20)] if ON_GPU else [(1, 2, 70, 6, 20)]
+CHUNK = 64
 # Through the interpreter a case needs no GPU; else `-m gpu` runs it.
 kernel_case = (lambda case: case) if INTERPRETED else pytest.mark.gpu
 
@@ -71,7 +72,8 @@ def assert_near(found, expected, dtype):
     """
     limit = 1.5e-2 if dtype == torch.bfloat16 else 2e-5
     for number, (ours, wide) in enumerate(zip(found, expected, strict=True)):
-        error = (ours.double() - wide).norm() / wide.norm()
+        # A state before a first token that begins anew has a gradient of 0.
+        error = (ours.double() - wide).norm() / wide.norm().clamp(min=1e-30)
         assert error < limit, (number, error)
 
 
@@ -84,14 +86,13 @@ def grads_like(given):
 @kernel_case
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("chunk", [16, 32, 64] if ON_GPU else [16, 32])
-def test_scans_in_chunks(shape, dtype, chunk):
+def test_scans_in_chunks(shape, dtype):
     given = draw(shape, dtype)
     grads = grads_like(given)
     expected = oracle(given, grads)
     tokens = Tokens(*given[:5], given[6])
-    results = in_chunks.scan(tokens, given[5], chunk)
-    found = [*results, *in_chunks.scan_gradients(*grads, tokens, given[5], chunk)]
+    results = in_chunks.scan(tokens, given[5], CHUNK)
+    found = [*results, *in_chunks.scan_gradients(*grads, tokens, given[5], CHUNK)]
     assert [x.dtype for x in found] == [dtype, torch.float32, *[dtype] * 5, torch.float32]
     assert_near(found, expected, dtype)
 
@@ -115,8 +116,8 @@ def test_keys_that_are_all_alike():
     given[6] = torch.zeros_like(given[6])
     grads = grads_like(given)
     tokens = Tokens(*given[:5], given[6])
-    results = in_chunks.scan(tokens, given[5], 64 if ON_GPU else 32)
-    gradients = in_chunks.scan_gradients(*grads, tokens, given[5], 64 if ON_GPU else 32)
+    results = in_chunks.scan(tokens, given[5], CHUNK)
+    gradients = in_chunks.scan_gradients(*grads, tokens, given[5], CHUNK)
     assert_near([*results, *gradients], oracle(given, grads), torch.float32)
 
 

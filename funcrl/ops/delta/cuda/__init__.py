@@ -1,5 +1,7 @@
 """The chunked scan by Triton, on memory in which the heads of a token lie together."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,13 +9,19 @@ from funcrl.ops.delta.chunked import Tokens
 from funcrl.ops.delta.cuda.gradient_kernels import gradient_kernel
 from funcrl.ops.delta.cuda.scan_kernels import reverse_kernel, scan_kernel
 from funcrl.ops.delta.cuda.solve_kernels import solve_kernel
-from funcrl.ops.exact.cuda.layout import STRICT, fresh, power_of_two
+from funcrl.ops.exact.cuda.layout import STRICT, fresh
 from funcrl.ops.streams import token_major
 
 __all__ = ["scan", "scan_gradients"]
 
-_COLUMNS = 64  # of a state, that a program holds
-_LEAST = 16  # rows and columns of a product of Triton
+# What a program holds: rows of keys, filled up with zeros, and columns of a state by the bytes of a
+# value's number. Triton 3.6 made an illegal access of 32 columns in half precision, so that there
+# is one size for all widths, which the tests cover.
+_WIDTH = 128
+_COLUMNS = {2: 64, 4: 32}
+# One stage leaves memory for two programs at a time.
+_ONE_HEAD = {"num_warps": 4, "num_stages": 1}
+_ONE_CHUNK = {"num_warps": 8, "num_stages": 1}
 
 
 def scan(tokens: Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +38,7 @@ def scan(tokens: Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     sizes = _sizes(tokens, chunk)
     scan_kernel[_columns(sizes, v)](
         q, k, v, decay, beta, resets, _solve(tokens, sizes), state.contiguous(), outputs, last,
-        None, None, REPLAY=False, num_warps=4, **sizes, **STRICT,
+        None, None, REPLAY=False, **sizes, **_ONE_HEAD, **STRICT,
     )  # fmt: skip
     return outputs, last
 
@@ -51,17 +59,17 @@ def scan_gradients(
     states = fresh(v, *inverse.shape[:2], *state.shape[-2:])
     scan_kernel[_columns(sizes, v)](
         q, k, v, decay, beta, resets, inverse, state.contiguous(), None, None, states, learned,
-        REPLAY=True, num_warps=4, **sizes, **STRICT,
+        REPLAY=True, **sizes, **_ONE_HEAD, **STRICT,
     )  # fmt: skip
     grad_states, grad_before = torch.empty_like(states), fresh(state, *state.shape)
     reverse_kernel[_columns(sizes, v)](
         q, k, decay, beta, resets, inverse, grad_outputs, grad_state.contiguous(), right, grad_v,
-        grad_states, grad_before, num_warps=4, **sizes, **STRICT,
+        grad_states, grad_before, **sizes, **_ONE_HEAD, **STRICT,
     )  # fmt: skip
     grad_q, grad_k, grad_decay, grad_beta = (torch.empty_like(x) for x in (q, k, decay, beta))
     gradient_kernel[(sizes["CHUNKS"], len(inverse))](
         q, k, v, decay, beta, resets, states, learned, grad_outputs, right, grad_states, grad_q,
-        grad_k, grad_decay, grad_beta, num_warps=8, **sizes, **STRICT,
+        grad_k, grad_decay, grad_beta, **sizes, **_ONE_CHUNK, **STRICT,
     )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_decay, grad_beta, grad_before
 
@@ -71,9 +79,10 @@ def _solve(tokens: Tokens, sizes: dict[str, int]) -> Tensor:
     _, k, _, decay, beta, resets = tokens
     chunks, chunk, rows = sizes["CHUNKS"], sizes["C"], len(k) * sizes["H"]
     inverse = fresh(k, rows, chunks, chunk, chunk)
-    own = {name: sizes[name] for name in ("T", "H", "CHUNKS", "CK", "BK", "C")}
+    own: dict[str, Any] = {name: sizes[name] for name in ("T", "H", "CHUNKS", "CK", "BK", "C")}
+    own["PRECISION"] = "tf32x3" if k.dtype == torch.float32 else "tf32"
     solve_kernel[(chunks, rows)](
-        k, decay, beta, resets, inverse, num_warps=4, **own, **STRICT
+        k, decay, beta, resets, inverse, num_warps=2, num_stages=1, **own, **STRICT
     )  # fmt: skip
     return inverse
 
@@ -88,11 +97,9 @@ def _laid_out(tokens: Tokens) -> Tokens:
 def _sizes(tokens: Tokens, chunk: int) -> dict[str, int]:
     """Return the sizes that the kernels take, by name."""
     _, heads, length, key_width = tokens.k.shape
-    width = tokens.v.shape[-1]
     return {
-        "T": length, "H": heads, "CHUNKS": -(-length // chunk), "CK": key_width, "CV": width,
-        "BK": max(_LEAST, power_of_two(key_width)),
-        "BV": min(_COLUMNS, max(_LEAST, power_of_two(width))), "C": chunk,
+        "T": length, "H": heads, "CHUNKS": -(-length // chunk), "CK": key_width,
+        "CV": tokens.v.shape[-1], "BK": _WIDTH, "BV": _COLUMNS[tokens.v.element_size()], "C": chunk,
     }  # fmt: skip
 
 

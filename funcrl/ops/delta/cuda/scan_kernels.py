@@ -14,6 +14,7 @@ from funcrl.ops.delta.cuda.solve_kernels import (
     kept_between,
     last_of,
     load_decays,
+    product,
 )
 
 
@@ -36,36 +37,38 @@ def scan_kernel(
     for chunk in range(CHUNKS):
         tokens = chunk * C + places
         inside = tokens < T
-        rows = ((n // H) * T + tokens) * H + n % H
+        first = ((n // H) * T + chunk * C) * H + n % H
+        rows = places * H
         narrow = inside[:, None] & (wide < CK)[None, :]
         of_keys = rows[:, None] * CK + wide[None, :]
         of_values = rows[:, None] * CV + columns[None, :]
         filled = inside[:, None] & (columns < CV)[None, :]
-        keys = tl.load(k + of_keys, mask=narrow, other=0.0)
-        values = tl.load(v + of_values, mask=filled, other=0.0).to(tl.float32)
-        share = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
-        total, sequence = load_decays(decay, resets, rows, inside)
+        keys = tl.load(k + first * CK + of_keys, mask=narrow, other=0.0)
+        values = tl.load(v + first * CV + of_values, mask=filled, other=0.0).to(tl.float32)
+        share = tl.load(beta + first + rows, mask=inside, other=0.0).to(tl.float32)
+        total, sequence = load_decays(decay + first, resets + first, rows, inside)
         start = tl.where(sequence == 0, tl.exp(total), 0.0)
-        solved = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
+        solved = inverse + (n * CHUNKS + chunk) * (C * C)
+        solved += places[:, None] * C + places[None, :]
         held = memory.to(keys.dtype)
         if REPLAY:
             at = states + (n * CHUNKS + chunk) * (CK * CV) + of_state
             tl.store(at, held, mask=within)
-        missing = values - start[:, None] * tl.dot(keys, held, input_precision="ieee")
+        missing = values - start[:, None] * product(keys, held)
         right = (share[:, None] * missing).to(keys.dtype)
-        new = tl.dot(tl.load(solved), right, input_precision="ieee")
+        new = product(tl.load(solved), right)
         if REPLAY:
-            tl.store(learned + of_values, new, mask=filled)
+            tl.store(learned + first * CV + of_values, new, mask=filled)
         else:
-            queries = tl.load(q + of_keys, mask=narrow, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            queries = tl.load(q + first * CK + of_keys, mask=narrow, other=0.0)
+            scores = product(queries, tl.trans(keys))
             scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
-            read = start[:, None] * tl.dot(queries, held, input_precision="ieee")
-            read += tl.dot(scores, new.to(keys.dtype), input_precision="ieee")
-            tl.store(outputs + of_values, read, mask=filled)
+            read = start[:, None] * product(queries, held)
+            read += product(scores, new.to(keys.dtype))
+            tl.store(outputs + first * CV + of_values, read, mask=filled)
         written = (kept_at_end(total, sequence, C)[:, None] * new).to(keys.dtype)
         memory = memory * last_of(start, C)
-        memory += tl.dot(tl.trans(keys), written, input_precision="ieee")
+        memory += product(tl.trans(keys), written)
     if not REPLAY:
         tl.store(last + n * (CK * CV) + of_state, memory, mask=within)
 
@@ -87,32 +90,34 @@ def reverse_kernel(
         chunk = CHUNKS - 1 - step
         tokens = chunk * C + places
         inside = tokens < T
-        rows = ((n // H) * T + tokens) * H + n % H
+        first = ((n // H) * T + chunk * C) * H + n % H
+        rows = places * H
         narrow = inside[:, None] & (wide < CK)[None, :]
         of_keys = rows[:, None] * CK + wide[None, :]
         of_values = rows[:, None] * CV + columns[None, :]
         filled = inside[:, None] & (columns < CV)[None, :]
-        keys = tl.load(k + of_keys, mask=narrow, other=0.0)
-        queries = tl.load(q + of_keys, mask=narrow, other=0.0)
-        given = tl.load(grad_outputs + of_values, mask=filled, other=0.0)
-        share = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
-        total, sequence = load_decays(decay, resets, rows, inside)
+        keys = tl.load(k + first * CK + of_keys, mask=narrow, other=0.0)
+        queries = tl.load(q + first * CK + of_keys, mask=narrow, other=0.0)
+        given = tl.load(grad_outputs + first * CV + of_values, mask=filled, other=0.0)
+        share = tl.load(beta + first + rows, mask=inside, other=0.0).to(tl.float32)
+        total, sequence = load_decays(decay + first, resets + first, rows, inside)
         start = tl.where(sequence == 0, tl.exp(total), 0.0)
-        solved = inverse + ((n * CHUNKS + chunk) * C + places[:, None]) * C + places[None, :]
+        solved = inverse + (n * CHUNKS + chunk) * (C * C)
+        solved += places[:, None] * C + places[None, :]
         held = grad.to(keys.dtype)
         tl.store(grad_states + (n * CHUNKS + chunk) * (CK * CV) + of_state, held, mask=within)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = product(queries, tl.trans(keys))
         scores = (scores * kept_between(total, sequence, C)).to(keys.dtype)
-        new = tl.dot(keys, held, input_precision="ieee")
+        new = product(keys, held)
         new = kept_at_end(total, sequence, C)[:, None] * new
-        new += tl.dot(tl.trans(scores), given, input_precision="ieee")
-        right = tl.dot(tl.trans(tl.load(solved)), new.to(keys.dtype), input_precision="ieee")
-        tl.store(grad_right + of_values, right, mask=filled)
+        new += product(tl.trans(scores), given)
+        right = product(tl.trans(tl.load(solved)), new.to(keys.dtype))
+        tl.store(grad_right + first * CV + of_values, right, mask=filled)
         missing = share[:, None] * right
-        tl.store(grad_v + of_values, missing, mask=filled)
+        tl.store(grad_v + first * CV + of_values, missing, mask=filled)
         read_q = (start[:, None] * given.to(tl.float32)).to(keys.dtype)
         read_k = (start[:, None] * missing).to(keys.dtype)
         grad = grad * last_of(start, C)
-        grad += tl.dot(tl.trans(queries), read_q, input_precision="ieee")
-        grad -= tl.dot(tl.trans(keys), read_k, input_precision="ieee")
+        grad += product(tl.trans(queries), read_q)
+        grad -= product(tl.trans(keys), read_k)
     tl.store(grad_state + n * (CK * CV) + of_state, grad, mask=within)

@@ -72,8 +72,8 @@ def gated_delta_gradients(
             *found, grad_state = _step_gradients(given, grad_state, piece[place], *steps[place])
             for whole, part in zip(grads, found, strict=True):
                 whole[:, :, start + place] = part
-    given = zip(grads, (q, k, v, decay, beta), strict=True)
-    return *(whole.to(part.dtype) for whole, part in given), grad_state
+    pairs = zip(grads, (q, k, v, decay, beta), strict=True)
+    return *(whole.to(part.dtype) for whole, part in pairs), grad_state
 
 
 def _tokens(
