@@ -288,6 +288,9 @@ TABLE_OF_CALLS = {
     "numerics.exp_ratio": (numerics.exp_ratio, (T[0],)),
     "numerics.power_of_two": (numerics.power_of_two, (T[0],)),
     "models.rotary_angles": (lambda p: models.rotary_angles(p, 8, 1e4), (TOKENS,)),
+    "models.recur_causal": (lambda x: models.recur_causal(lambda past: (x, past)), (T[0],)),
+    "models.recur_segments": (
+        lambda ids: models.recur_segments(ids)(lambda past: (past.resets, past)), (TOKENS // 3,)),
     "models.rotate": (models.rotate, (torch.randn(4, 6), torch.randn(2, 4, 6))),
     **{f"advantages.{name}": vector(getattr(advantages, name)) for name in (
         "raw", "center", "standardize", "leave_one_out")},

@@ -40,6 +40,7 @@ MixFn: TypeAlias = Callable[[Past], tuple[Tensor, Memory]]
 RecurFn: TypeAlias = Callable[[MixFn], Tensor]
 
 
+@checked
 def recur_causal(mix: MixFn) -> Tensor:
     """Return a delta layer's result where the tokens are one sample.
 

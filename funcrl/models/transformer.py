@@ -105,7 +105,9 @@ class Transformer(nn.Module):
             self.unembed.weight = self.embed.weight
         # Rounded to each dtype here, where nothing is traced.
         scale = config.embed_scale
-        self._embed_scales = {dtype: torch.tensor(scale, dtype=dtype).item() for dtype in _DTYPES}
+        self._embed_scales = {
+            dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in _DTYPES
+        }
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import equal, relative, tiny_batch, tiny_model, twice
+from cases import equal, relative, tiny_batch, twice
 from hybrids import KINDS, OPTIONS, hybrid, literal_logits, spread_params
 from torch.func import grad, vmap
 
@@ -202,24 +202,16 @@ def tiny_rollout():
     )
 
 
-class LoopOps:
-    """Native operations whose scan is the definition, one token after the other."""
-
-    @staticmethod
-    def ops():
-        def loop(*inputs):
-            return ops.gated_delta_scan(*inputs, backend="loop")
-
-        return ops.NATIVE._replace(gated_delta=loop)
+def by_loop(*inputs):
+    """The definition of the gated delta scan, one token after the other."""
+    return ops.gated_delta_scan(*inputs, backend="loop")
 
 
-@pytest.mark.parametrize("pack", [None, funcrl.pack])
-@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize(("pack", "microbatch"), [(None, 2), (funcrl.pack, None)])
 def test_a_compiled_step_is_the_loops(pack, microbatch):
     """Several steps with a hybrid network, microbatched, packed, per sample and compiled."""
-    options = OPTIONS["all"] | {"num_layers": 3}
-    model = tiny_model(**options)
-    loop = Transformer(model.config, LoopOps.ops())
+    model = hybrid("all", num_layers=2)
+    loop = Transformer(model.config, ops.NATIVE._replace(gated_delta=by_loop))
     params = spread_params(model)
     rows = rows_of(pack)
     per_sample = funcrl.clip_per_sample(0.5) if pack is None else None

@@ -39,6 +39,7 @@ def norm_rotate(chosen, q, k, *gains):
 
 
 SEGMENTS = torch.tensor([0, 0, 1, 1, -1])
+PREFIXES = torch.tensor([-1, -1, 0, 0, -1])
 RESETS = torch.tensor([False, False, False, True, False])
 TARGETS = torch.tensor([1, 10, 0, 4, 4])
 # Each operation as a function of floating-point tensors, and such tensors.
@@ -84,6 +85,23 @@ CASES = {
         lambda o, *given: o.attend_causal(*given),
         (draw(4, T, 4), draw(2, T, 4), draw(2, T, 4, seed=1)),
     ),
+    "attend_causal with a window": (
+        lambda o, *given: o.attend_causal(*given, window=2),
+        (draw(4, T, 4), draw(2, T, 4), draw(2, T, 4, seed=1)),
+    ),
+    "attend_segments with a window and a prefix": (
+        lambda o, *given: o.attend_segments(SEGMENTS, PREFIXES)(*given, window=3),
+        (draw(4, T, 4), draw(2, T, 4), draw(2, T, 4, seed=1)),
+    ),
+    "rms_norm with an offset": (lambda o, x, w: o.rms_norm(x, w, 1e-5, 1.0), (draw(T, D), draw(D))),
+    "scores with a cap": (
+        lambda o, h, w: torch.stack(o.scores(h, w, TARGETS, 0.7, 2, cap=1.5)),
+        (draw(T, D), draw(V, D)),
+    ),
+    "scores with a cap, of kept logits": (
+        lambda o, h, w: torch.stack(o.scores(h, w, TARGETS, 0.7, "all", cap=1.5)),
+        (draw(T, D), draw(V, D)),
+    ),
     "attend_segments": (
         lambda o, *given: o.attend_segments(SEGMENTS)(*given),
         (draw(4, T, 4), draw(2, T, 4), draw(2, T, 4, seed=1)),
@@ -93,7 +111,11 @@ CASES = {
         (draw(T, D), draw(V, D)),
     ),
 }  # fmt: skip
-FORWARD_ONLY = {"scores"}  # a generator has log_softmax
+FORWARD_ONLY = {
+    "scores",
+    "scores with a cap",
+    "scores with a cap, of kept logits",
+}  # a generator has log_softmax
 
 
 @pytest.mark.parametrize("name", CASES)
