@@ -13,7 +13,6 @@ from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.prompts import Hash, Prompts, hashed, seeds_of
 from funcrl.models import Recurrent, RecurrentState
 
-
 # Last tokens of a sequence that are compared first: most lengths are then not tried in full.
 _TAIL = 8
 
