@@ -180,13 +180,6 @@ def _scores_fn(
     return scores_of
 
 
-def _each_layer(model: nn.Module, attend: ops.AttendFn, recur: RecurFn) -> Any:
-    """Return what a network takes as `attend`: a function for each layer where layers differ."""
-    if isinstance(model, Transformer) and has_delta(model):
-        return model.each_layer(attend, recur)
-    return attend
-
-
 def _of_packed_row(
     model: nn.Module,
     segment_ids: Tensor,
@@ -195,12 +188,14 @@ def _of_packed_row(
     attend_segments: ops.AttendSegmentsFn | None,
 ) -> dict[str, Any]:
     """Return the arguments of a network by which no sample of a packed row sees another one."""
-    if forward_takes(model, "resets"):
-        if not isinstance(prefix_ids, tuple):
-            raise ValueError(
-                f"logprob_fn expects rows of whole samples for a network with a state, which no "
-                f"two samples share, got a PackedBatch with prefixes for {type(model).__name__}."
-            )
+    resets = forward_takes(model, "resets")
+    if (resets or has_delta(model)) and not isinstance(prefix_ids, tuple):
+        raise ValueError(
+            f"logprob_fn expects rows without shared prefixes for a network that carries a state, "
+            f"which does not fork, got a PackedBatch with prefix_ids for {type(model).__name__}; "
+            f"funcrl.pack gives each sample a prompt of its own."
+        )
+    if resets:
         return {"resets": segment_ids != segment_ids.roll(1, dims=-1)}
     if attend_segments is None:
         raise ValueError(
@@ -213,14 +208,15 @@ def _of_packed_row(
             f"logprob_fn expects one sample a row, a Batch, for a network whose forward takes "
             f"neither attend= nor resets=, got a PackedBatch for {type(model).__name__}."
         )
-    if has_delta(model) and not isinstance(prefix_ids, tuple):
-        raise ValueError(
-            "logprob_fn expects rows without shared prefixes for a network with delta layers, "
-            "whose state does not fork, got a PackedBatch with prefix_ids; funcrl.pack gives each "
-            "sample a prompt of its own."
-        )
     of_segments = attend_segments(segment_ids, prefix_ids)
     return {"attend": _each_layer(model, of_segments, recur_segments(segment_ids))}
+
+
+def _each_layer(model: nn.Module, attend: ops.AttendFn, recur: RecurFn) -> Any:
+    """Return what a network takes as `attend`: a function for each layer where layers differ."""
+    if isinstance(model, Transformer) and has_delta(model):
+        return model.each_layer(attend, recur)
+    return attend
 
 
 @checked

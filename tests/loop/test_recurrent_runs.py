@@ -51,7 +51,7 @@ def test_kills_of_a_recurrent_run_end_in_the_same_bits(tmp_path):
 def test_what_only_a_transformer_has_is_refused_by_name(tmp_path):
     for wrong, words in (
         ({"numerics": "exact"}, "--numerics native for a recurrent network"),
-        ({"packing": "prefixes"}, "--packing none or samples for a network with a state"),
+        ({"packing": "prefixes"}, "--packing none or samples for a network that carries a state"),
         ({"generator": "vllm"}, "--generator sampler for a network that is no Transformer"),
         ({"attend": "flash"}, "--attend native"),
     ):

@@ -119,7 +119,9 @@ def test_no_bit_of_a_sample_depends_on_another_one_of_its_row(cell):
 def test_what_shares_a_prompt_is_refused():
     model, params = tiny()
     prefixed = funcrl.pack_groups(rollout_of(), funcrl.grpo(), length=20)
-    with pytest.raises(ValueError, match="^logprob_fn expects rows of whole samples.*Recurrent"):
+    with pytest.raises(
+        ValueError, match="^logprob_fn expects rows without shared prefixes.*Recurrent"
+    ):
         funcrl.score(funcrl.logprob_fn(model), params, prefixed)
     with pytest.raises(ValueError, match="^logprob_fn expects no attend= .*for Recurrent"):
         funcrl.logprob_fn(model, attend=funcrl.ops.attend_flash)

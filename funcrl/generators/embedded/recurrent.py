@@ -13,6 +13,9 @@ from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.prompts import Hash, Prompts, hashed, seeds_of
 from funcrl.models import Recurrent, RecurrentState
 
+# Last tokens of a sequence that are compared first: most lengths are then not tried in full.
+_TAIL = 8
+
 
 class Known(NamedTuple):
     """What is known of the first tokens of a prompt: the row of their state, and their hash."""
@@ -33,6 +36,7 @@ class States:
     def __init__(self, zero: RecurrentState, count: int) -> None:
         self._states = tree.map(lambda leaf: leaf.expand(1 + count, -1, -1).clone(), zero)
         self._known: dict[tuple[int, ...], Known] = {}
+        self._tails: dict[int, set[tuple[int, ...]]] = {}  # by the lengths of the sequences
         self._used = 1
 
     def add(
@@ -42,6 +46,7 @@ class States:
         write(self._states, slice(self._used, self._used + len(sequences)), states)
         for tokens, hash in zip(sequences, hashes, strict=True):
             self._known[tokens] = Known(self._used, len(tokens), hash)
+            self._tails.setdefault(len(tokens), set()).add(tokens[-_TAIL:])
             self._used += 1
 
     def find(self, prompts: Prompts) -> list[Known]:
@@ -49,7 +54,7 @@ class States:
 
         At least one token follows it; where there is none, nothing is known.
         """
-        lengths = sorted({known.length for known in self._known.values()}, reverse=True)
+        lengths = sorted(self._tails, reverse=True)
         return [self._find(prompt, lengths) for prompt in prompts]
 
     def take(self, rows: list[int]) -> RecurrentState:
@@ -58,9 +63,12 @@ class States:
 
     def _find(self, prompt: Sequence[int], lengths: Sequence[int]) -> Known:
         for length in lengths:
-            known = self._known.get(tuple(prompt[:length])) if length < len(prompt) else None
-            if known is not None:
-                return known
+            if length >= len(prompt):
+                continue
+            if tuple(prompt[max(length - _TAIL, 0) : length]) in self._tails[length]:
+                known = self._known.get(tuple(prompt[:length]))
+                if known is not None:
+                    return known
         return Known()
 
 

@@ -299,19 +299,18 @@ def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> Mode
 
 
 def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
-    """Raise if samples of a packed row would see each other, or share what cannot be shared."""
-    if config.packing == "none":
-        return
-    if not forward_takes(model, "attend") and not forward_takes(model, "resets"):
+    """Raise if samples of a packed row would see each other."""
+    carries = forward_takes(model, "resets") or has_delta(model)
+    if config.packing != "none" and not (carries or forward_takes(model, "attend")):
         raise ValueError(
             f"{function} expects --packing none for a network whose forward takes neither attend= "
             f"nor resets=, and would let samples of a row see each other, got {config.packing} for "
             f"{type(model).__name__}."
         )
-    if config.packing == "prefixes" and (forward_takes(model, "resets") or has_delta(model)):
+    if config.packing == "prefixes" and carries:
         raise ValueError(
-            f"{function} expects --packing none or samples for a network with a state, which does "
-            f"not fork behind a shared prompt, got prefixes for {type(model).__name__}."
+            f"{function} expects --packing none or samples for a network that carries a state, "
+            f"which does not fork behind a shared prompt, got prefixes for {type(model).__name__}."
         )
 
 
