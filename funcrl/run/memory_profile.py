@@ -81,7 +81,7 @@ class MemoryProfiler(contextlib.ContextDecorator):
 
     def __enter__(self) -> "MemoryProfiler":
         """Begin to record."""
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             raise RuntimeError(
                 f"memory_profile expects no other profile of torch to be running when "
                 f"{self.label!r} begins, got one; profile one block after the other."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def _recorded(case: Case, part: Part, way: Way) -> Row:
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
     """Let cuBLAS and cuDNN multiply float32 numbers so, and then as before."""
-    libraries = (torch.backends.cuda.matmul, torch.backends.cudnn.rnn)
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.rnn)
     before = [each.fp32_precision for each in libraries]
     try:
         for each in libraries:
