@@ -284,7 +284,7 @@ def test_functions_that_do_not_fit_a_layer_are_refused_by_name():
     with pytest.raises(ValueError, match="one function a layer .*delta layers.* got attend_causal"):
         apply(params, TOKENS, SAMPLE.positions, attend=ops.attend_causal)
     options = funcrl.config.TrainConfig(model="micro-hybrid", packing="prefixes")
-    with pytest.raises(ValueError, match="build expects --packing none or samples .*delta layers"):
+    with pytest.raises(ValueError, match="train expects --packing none or samples .*delta layers"):
         funcrl.build(options)
     rows = funcrl.pack_groups(tiny_rollout(), funcrl.grpo(), 21)
     step = funcrl.grpo_step(funcrl.logprob_fn(delta))
