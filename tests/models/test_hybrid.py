@@ -207,7 +207,9 @@ def by_loop(*inputs):
     return ops.gated_delta_scan(*inputs, backend="loop")
 
 
-@pytest.mark.parametrize(("pack", "microbatch"), [(None, 2), (funcrl.pack, None)])
+@pytest.mark.parametrize(
+    ("pack", "microbatch"), [pytest.param(None, 2, marks=pytest.mark.slow), (funcrl.pack, None)]
+)
 def test_a_compiled_step_is_the_loops(pack, microbatch):
     """Several steps with a hybrid network, microbatched, packed, per sample and compiled."""
     model = hybrid("all", num_layers=2)
@@ -281,6 +283,9 @@ def test_functions_that_do_not_fit_a_layer_are_refused_by_name():
     params, apply = spread_params(delta), funcrl.functional(delta)
     with pytest.raises(ValueError, match="one function a layer .*delta layers.* got attend_causal"):
         apply(params, TOKENS, SAMPLE.positions, attend=ops.attend_causal)
+    options = funcrl.config.TrainConfig(model="micro-hybrid", packing="prefixes")
+    with pytest.raises(ValueError, match="train expects --packing none or samples .*delta layers"):
+        funcrl.build(options)
     rows = funcrl.pack_groups(tiny_rollout(), funcrl.grpo(), 21)
     step = funcrl.grpo_step(funcrl.logprob_fn(delta))
     with pytest.raises(ValueError, match="logprob_fn expects rows without shared prefixes"):
