@@ -80,7 +80,7 @@ class ReplayFn(Protocol):
         before: Tensor,  # [k, N, H], contiguous: the state h before each step, zero at a reset
         c0: Tensor,  # [N, C]
         resets: Tensor | None,  # [k, N]
-        gates: Tensor | None,  # [k, N, 4 H], written, or None
+        gates: Tensor | None,  # [k, N, 4 H], written, or None; it may be `pre` itself
         cells: Tensor | None,  # [k, N, C], written; None with gates
         /,
     ) -> Tensor:

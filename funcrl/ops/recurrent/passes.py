@@ -29,7 +29,7 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
         if kept == "starts":
             cells[:, index] = c
         c = kernels.forward(
-            _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n, h, c,
+            _project(given, kernels, piece), given.weight_hh, given.bias_n, h, c,
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
@@ -37,9 +37,9 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
     return h, c
 
 
-def _project(given: Sequences, kernels: ScanKernels, x: Tensor) -> Any:
-    """Return what the kernels take for the product of a piece's x [k, N, D] with W_ih."""
-    return kernels.project(x, given.weight_ih, given.bias)
+def _project(given: Sequences, kernels: ScanKernels, piece: slice) -> Any:
+    """Return what the kernels take for the product of a piece's x with W_ih."""
+    return kernels.project(of_piece(given.x, piece), given.weight_ih, given.bias)
 
 
 def backward_pass(
@@ -64,27 +64,20 @@ def backward_pass(
     grad_outputs, of_states = grads[0], grads[1:]
     starts = _starts(given, kernels, saved)
     for piece, start in zip(reversed(given.pieces()), reversed(starts), strict=True):
-        inputs, before = given.inputs(piece), given.before(saved.outputs, piece)
+        before = given.before(saved.outputs, piece)
         of_gates, of_states = _gate_gradients(
-            given, kernels, saved, (inputs, before, start), of_piece(grad_outputs, piece),
-            of_states, piece,
-        )  # fmt: skip
-        of_pre = of_gates[..., : len(given.weight_ih)]
+            given, kernels, saved, (before, start), of_piece(grad_outputs, piece), of_states, piece
+        )
         if of_x is not None:
-            rows = kernels.linear(of_pre.flatten(0, 1), given.weight_ih.mT, None)
-            of_x[:, piece] = rows.unflatten(0, inputs.shape[:2]).transpose(0, 1)
+            of_x[:, piece] = _input_gradients(kernels, of_gates, given.weight_ih).transpose(0, 1)
         if of_weights is not None:
-            is_gru = len(given.weight_hh) < of_gates.shape[-1]
-            of_mixed = of_hidden(of_gates) if is_gru else of_gates
-            _add_rows(kernels, of_weights[0], of_weights[2], of_pre, inputs)
-            _add_rows(kernels, of_weights[1], of_weights[3], of_mixed, before)
-            del of_mixed
-        del inputs, before, of_gates, of_pre  # or they are in memory beside the next piece
+            _add_weight_gradients(given, kernels, of_weights, of_gates, before, piece)
+        del before, of_gates  # or they are in memory beside the next piece
     return of_states
 
 
 def _gate_gradients(
-    given: Sequences, kernels: ScanKernels, saved: Saved, known: tuple[Tensor, Tensor, Tensor],
+    given: Sequences, kernels: ScanKernels, saved: Saved, known: tuple[Tensor, Tensor],
     grad_outputs: Tensor, of_states: tuple[Tensor, Tensor], piece: slice,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """Return the gradients of a piece's gates [k, N, 4 H], and of the states before it.
@@ -93,17 +86,17 @@ def _gate_gradients(
         given: the inputs.
         kernels: of the cell.
         saved: by the forward pass.
-        known: x of the piece, the state h before each of its steps, and c before the first.
+        known: the state h before each step of the piece, and c before the first.
         grad_outputs: [k, N, H].
         of_states: the gradients of the states after the piece.
         piece: its steps.
     """
-    inputs, before, start = known
+    before, start = known
     if saved.kept == "gates":
         found = of_piece(saved.gates, piece), of_piece(saved.cells, piece)
         of_gates = torch.empty_like(found[0], memory_format=torch.contiguous_format)
     else:
-        found = _replayed(given, kernels, inputs, before, start, piece)
+        found = _replayed(given, kernels, before, start, piece)
         of_gates = found[0]  # in the same memory
     of_states = kernels.backward(
         grad_outputs, *found, before, start, given.weight_hh, given.resets_of(piece), *of_states,
@@ -124,7 +117,7 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
             start = saved.cells[:, piece.stop - 1].contiguous()
         else:
             start = kernels.replay(
-                _project(given, kernels, of_piece(given.x, piece)), given.weight_hh, given.bias_n,
+                _project(given, kernels, piece), given.weight_hh, given.bias_n,
                 given.before(saved.outputs, piece), starts[-1], given.resets_of(piece), None, None,
             )  # fmt: skip
         starts.append(start)
@@ -132,21 +125,36 @@ def _starts(given: Sequences, kernels: ScanKernels, saved: Saved) -> list[Tensor
 
 
 def _replayed(
-    given: Sequences,
-    kernels: ScanKernels,
-    inputs: Tensor,
-    before: Tensor,
-    start: Tensor,
-    piece: slice,
+    given: Sequences, kernels: ScanKernels, before: Tensor, start: Tensor, piece: slice
 ) -> tuple[Tensor, Tensor]:
     """Return the gates and the cell states of a piece."""
-    gates = before.new_empty(*before.shape[:2], 4 * before.shape[2])
+    pre, shape = _project(given, kernels, piece), (*before.shape[:2], 4 * before.shape[2])
+    in_place = isinstance(pre, Tensor) and pre.shape == shape
+    gates = pre if in_place else before.new_empty(shape)
     cells = start.new_empty(len(before), *start.shape)
     kernels.replay(
-        _project(given, kernels, inputs), given.weight_hh, given.bias_n, before, start,
-        given.resets_of(piece), gates, cells,
-    )  # fmt: skip
+        pre, given.weight_hh, given.bias_n, before, start, given.resets_of(piece), gates, cells
+    )
     return gates, cells
+
+
+def _input_gradients(kernels: ScanKernels, of_gates: Tensor, weight_ih: Tensor) -> Tensor:
+    """Return the gradient of a piece's x, [k, N, D]."""
+    of_pre = of_gates[..., : len(weight_ih)]
+    rows = kernels.linear(of_pre.flatten(0, 1), weight_ih.mT, None)
+    return rows.unflatten(0, of_gates.shape[:2])
+
+
+def _add_weight_gradients(
+    given: Sequences, kernels: ScanKernels, totals: Sequence[Tensor], of_gates: Tensor,
+    before: Tensor, piece: slice,
+) -> None:  # fmt: skip
+    """Add a piece to the gradients of W_ih, W_hh, b_ih and b_hh."""
+    is_gru = len(given.weight_hh) < of_gates.shape[-1]
+    of_mixed = of_hidden(of_gates) if is_gru else of_gates
+    _add_rows(kernels, totals[1], totals[3], of_mixed, before)
+    of_pre = of_gates[..., : len(given.weight_ih)]
+    _add_rows(kernels, totals[0], totals[2], of_pre, of_piece(given.x, piece))
 
 
 def _add_rows(

@@ -28,10 +28,6 @@ class Sequences(NamedTuple):
         k = steps_of_piece(num_sequences)
         return [slice(at, min(at + k, length)) for at in range(0, length, k)]
 
-    def inputs(self, piece: slice) -> Tensor:
-        """Return x of a piece, [k, N, D]."""
-        return of_piece(self.x, piece).contiguous()
-
     def resets_of(self, piece: slice) -> Tensor | None:
         """Return where new episodes begin in a piece, [k, N]."""
         return None if self.resets is None else self.resets[piece]
