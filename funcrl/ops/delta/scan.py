@@ -2,20 +2,16 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from funcrl.core.arguments import Count, checked
 from funcrl.ops.delta import loop
 from funcrl.ops.delta.operators import chunked_scan
-from funcrl.ops.exact.delta import recurrent_scan
+from funcrl.ops.exact.delta import LARGEST, has_kernels, recurrent_scan
 from funcrl.ops.streams import complete_scan
 
 Backend = Literal["auto", "loop", "recurrent", "chunked", "triton"]
-# What the kernels of a GPU take.
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LARGEST = 128
-_CHUNK = 64
+_CHUNK = 64  # tokens that the kernels of a GPU treat at a time
 
 
 @checked
@@ -79,22 +75,16 @@ def _fastest(q: Tensor, v: Tensor, chunk: int) -> Backend:
     """Return the backend for these inputs; a single token, as of a generator, needs no chunk."""
     if q.shape[-2] == 1:
         return "recurrent"
-    return "triton" if _has_kernels(q, v) and chunk == _CHUNK else "chunked"
-
-
-def _has_kernels(q: Tensor, v: Tensor) -> bool:
-    """Return whether the kernels of a GPU take inputs of this kind."""
-    small = max(q.shape[-1], v.shape[-1]) <= _LARGEST
-    return q.device.type == "cuda" and q.dtype in _DTYPES and small
+    return "triton" if has_kernels(q, v) and chunk == _CHUNK else "chunked"
 
 
 def _check_kernels(q: Tensor, v: Tensor, chunk: int) -> None:
     """Raise, in the name of `gated_delta_scan`, for inputs that the kernels do not take."""
-    if _has_kernels(q, v) and chunk == _CHUNK:
+    if has_kernels(q, v) and chunk == _CHUNK:
         return
     raise ValueError(
         f'gated_delta_scan expects for backend="triton" bfloat16, float16 or float32 on cuda and '
-        f"heads of at most {_LARGEST} numbers, in chunks of {_CHUNK} tokens, got {q.dtype} on "
+        f"heads of at most {LARGEST} numbers, in chunks of {_CHUNK} tokens, got {q.dtype} on "
         f"{q.device.type}, heads of {q.shape[-1]} and {v.shape[-1]}, and chunks of {chunk}; "
         'backend="chunked" takes all.'
     )

@@ -16,6 +16,10 @@ Shape: TypeAlias = Sequence[int]
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Six: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
+# What the kernels of a GPU take: the numbers of a key or a value, and their dtypes.
+LARGEST = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def like_scan(
     _q: Tensor, _k: Tensor, v: Tensor, _decay: Tensor, _beta: Tensor, state: Tensor, *_: Any
@@ -53,12 +57,18 @@ def plain_scan(
 ) -> Pair:
     """Return the outputs, in memory as `token_major` has them, and the last state."""
     samples = as_samples(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(q).gated_delta(*samples)
+    outputs, last = _kernels(q, v).gated_delta(*samples)
     return token_major(outputs, -2).view(v.shape), last.view(state.shape)
 
 
-def _kernels(q: Tensor) -> Any:
-    return cpu if q.dtype == torch.float64 else kernels_of(q)  # which any device can run
+def has_kernels(q: Tensor, v: Tensor) -> bool:
+    """Return whether Triton's kernels take inputs of this kind."""
+    small = max(q.shape[-1], v.shape[-1]) <= LARGEST
+    return q.device.type == "cuda" and q.dtype in _DTYPES and small
+
+
+def _kernels(q: Tensor, v: Tensor) -> Any:
+    return kernels_of(q) if has_kernels(q, v) else cpu  # whose operations any device has
 
 
 @operator("gated_delta", like_scan, rows=range(7), flops=_count)
@@ -77,7 +87,7 @@ def gated_delta_gradients_op(
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
     grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
-    found = _kernels(q).gated_delta_gradients(*grads, *as_samples(*given, resets))
+    found = _kernels(q, v).gated_delta_gradients(*grads, *as_samples(*given, resets))
     return in_order(found, given)
 
 

@@ -151,6 +151,11 @@ def test_a_sample_has_the_bits_that_it_has_alone(dtype):
     for rows in (slice(0, 1), slice(1, 3), slice(2, 3)):
         few = run([x[rows] for x in given], [x[rows] for x in grads])
         assert all(torch.equal(a, b[rows]) for a, b in zip(few, whole, strict=True))
+    # Heads of which there is one, whose tokens lie apart in memory.
+    one = [x[:, :1] for x in given[:5]]
+    one[0] = torch.cat((one[0], one[0]), dim=-1)[..., : one[0].shape[-1]]
+    alone = exact.gated_delta(*one, given[5][:, :1], given[6])
+    assert torch.equal(alone[0], whole[0][:, :1])
     given[6][:, 11] = True
     packed = exact.gated_delta(*given)
     later = [x[:, :, 11:] for x in given[:5]]

@@ -375,7 +375,7 @@ def test_wrong_arguments_are_named(place, value, words):
 
 def test_kernels_are_refused_by_name_where_there_is_no_gpu():
     with pytest.raises(
-        ValueError, match='for backend="triton" .*float64 on cpu .*"chunked" takes all'
+        ValueError, match='for backend="triton" .*float64 on cpu, .*"chunked" takes all'
     ):
         gated_delta_scan(*draw(), backend="triton")
     with pytest.raises(ValueError, match="in chunks of 64 tokens, got .* and chunks of 5"):

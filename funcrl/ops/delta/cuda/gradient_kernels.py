@@ -14,7 +14,7 @@ from funcrl.ops.delta.cuda.solve_kernels import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "CHUNKS"])
 def gradient_kernel(
     q, k, v, decay, beta, resets, states, learned, grad_outputs, grad_right, grad_states,
     grad_q, grad_k, grad_decay, grad_beta, T, H, CHUNKS,

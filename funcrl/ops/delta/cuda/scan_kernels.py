@@ -18,7 +18,7 @@ from funcrl.ops.delta.cuda.solve_kernels import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "CHUNKS"])
 def scan_kernel(
     q, k, v, decay, beta, resets, inverse, state, outputs, last, states, learned, T, H, CHUNKS,
     CK: tl.constexpr, CV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -73,7 +73,7 @@ def scan_kernel(
         tl.store(last + n * (CK * CV) + of_state, memory, mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "CHUNKS"])
 def reverse_kernel(
     q, k, decay, beta, resets, inverse, grad_outputs, grad_last, grad_right, grad_v, grad_states,
     grad_state, T, H, CHUNKS,

@@ -45,7 +45,7 @@ def kept_at_end(total, sequence, C: tl.constexpr):
     return tl.where(alike, tl.exp(last_of(total, C) - total), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "CHUNKS"])
 def solve_kernel(
     k, decay, beta, resets, inverse, T, H, CHUNKS,
     CK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,

@@ -29,14 +29,14 @@ def gated_delta(
     size, heads, length, key_width = q.shape
     width = v.shape[-1]
     resets = resets[:, None].expand(decay.shape)
-    rows = [aligned_rows(part.transpose(1, 2).flatten(0, 2)) for part in (q, k, v)]
+    rows = [aligned_rows(part.transpose(1, 2).contiguous().flatten(0, 2)) for part in (q, k, v)]
     numbers = [token_major(part, -1) for part in (decay, beta, resets)]
-    last = fresh(state, *state.shape)
+    before, last = aligned_rows(state.contiguous().flatten(0, 2)), fresh(state, *state.shape)
     outputs = fresh(v, size, length, heads, width)
     block = min(_COLUMNS, power_of_two(width))
     recurrent_kernel[(size * heads, -(-width // block))](
-        *rows, *numbers, aligned_rows(state.flatten(0, 2)), outputs, last, length, heads,
-        CK=key_width, CV=width, BK=power_of_two(key_width), BV=block, num_warps=4, **STRICT,
+        *rows, *numbers, before, outputs, last, length, heads, CK=key_width, CV=width,
+        BK=power_of_two(key_width), BV=block, num_warps=4, **STRICT,
     )  # fmt: skip
     return outputs.transpose(1, 2), last
 
