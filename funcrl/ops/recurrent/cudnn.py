@@ -42,7 +42,7 @@ def layer_op(
         _one_batch(x), weights, len(weights), layout, *_states(h, c), *_options(cell, h, keep)
     )
     last_c = last_c.view(c.shape) if cell == "lstm" else torch.empty_like(c)
-    return outputs.view(*x.shape[:-1], -1), last_h.view(h.shape), last_c, kept[0], kept[1]
+    return outputs.view(*x.shape[:-1], h.shape[-1]), last_h.view(h.shape), last_c, kept[0], kept[1]
 
 
 def _like_gradients(*inputs: Any) -> Gradients:
