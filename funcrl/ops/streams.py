@@ -16,6 +16,23 @@ def tokens_since(resets: Tensor) -> Tensor:
     return places - starts.cummax(dim=-1).values
 
 
+def conv_reads(x: Tensor, taps: int, history: Tensor, resets: Tensor) -> list[Tensor]:
+    """Return what each tap of a convolution reads for each token [..., T, E], fresh, and widened.
+
+    Args:
+        x: [..., T, E].
+        taps: K.
+        history: [..., K - 1, E].
+        resets: [..., T] bool; what is before one is read as 0.
+    """
+    stream = torch.cat((history, x), dim=-2).to(numerics.at_least_float32(x.dtype))
+    since, length = tokens_since(resets)[..., None], x.shape[-2]
+    return [
+        stream[..., tap : tap + length, :].masked_fill(since < taps - 1 - tap, 0.0)
+        for tap in range(taps)
+    ]
+
+
 def last_tokens(x: Tensor, history: Tensor, resets: Tensor) -> Tensor:
     """Return as many of the last tokens as the history has, 0 where they are before a reset.
 

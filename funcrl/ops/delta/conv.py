@@ -1,11 +1,10 @@
 """A causal convolution over a few tokens, each channel by itself, and the activation after it."""
 
-import torch
 from torch import Tensor, nn
 
 from funcrl.core import numerics
 from funcrl.core.arguments import checked
-from funcrl.ops.streams import complete_conv, last_tokens, tokens_since
+from funcrl.ops.streams import complete_conv, conv_reads, last_tokens
 
 
 @checked
@@ -31,13 +30,9 @@ def short_conv(
         (tensor([0.7311, 2.8577]), tensor([[2.]]))
     """
     history, resets = complete_conv(x, weight, history, resets)
-    length, taps = x.shape[-2], weight.shape[-1]
-    wide = numerics.at_least_float32(x.dtype)
-    stream, since = torch.cat((history, x), dim=-2), tokens_since(resets)
-    weight = weight.to(x.dtype).to(wide)
-    total = x.new_zeros(x.shape, dtype=wide)
-    for tap in range(taps):
-        seen = (since >= taps - 1 - tap)[..., None]
-        read = torch.where(seen, stream[..., tap : tap + length, :].to(wide), 0)
-        total = total + weight[:, tap] * read
+    columns = weight.to(x.dtype).to(numerics.at_least_float32(x.dtype)).unbind(-1)
+    reads = conv_reads(x, len(columns), history, resets)
+    total, *others = (read * column for read, column in zip(reads, columns, strict=True))
+    for product in others:
+        total = total + product
     return nn.functional.silu(total).to(x.dtype), last_tokens(x, history, resets)

@@ -15,6 +15,8 @@ import torch
 import funcrl
 from funcrl.ops import gated_delta_scan
 from funcrl.ops.delta.chunked import Tokens
+from funcrl.ops.exact import cpu
+from funcrl.ops.streams import last_tokens
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -181,3 +183,41 @@ def test_a_compiled_step_with_a_cuda_graph_runs_the_kernels():
         for _ in range(3):
             found = [x.clone() for x in compiled(given, resets)]
     assert all(map(torch.equal, found, step(given, resets)))
+
+
+@kernel_case
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [1, 4])
+def test_the_short_convolution(dtype, taps):
+    size, length, width = (3, 70, 300) if ON_GPU else (2, 11, 5)
+    generator = torch.Generator().manual_seed(taps)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    x, history, weight = (
+        normal(size, length, width),
+        normal(size, taps - 1, width),
+        normal(width, taps),
+    )
+    grad = normal(size, length, width)
+    resets = (torch.rand(size, length, generator=generator) < 0.2).to(DEVICE)
+    out = exact.short_conv(x, weight, history, resets)
+    found = exact.short_conv_gradients(grad, x, weight, history, resets)
+    wide = [part.double() for part in (grad, x, weight, history)]
+    expected = cpu.short_conv_gradients(*wide, resets)
+    assert_near(
+        [out, *found[:: 1 if taps > 1 else 2]],
+        [cpu.short_conv(*wide[1:], resets), *expected[:: 1 if taps > 1 else 2]],
+        dtype,
+    )
+    for cuts in ([4], list(range(1, length))):
+        before, outs = history, []
+        for part, begins in zip(
+            x.tensor_split(cuts, dim=1), resets.tensor_split(cuts, dim=1), strict=True
+        ):
+            outs.append(exact.short_conv(part, weight, before, begins))
+            before = last_tokens(part, before, begins)
+        assert torch.equal(torch.cat(outs, dim=1), out)
+    few = exact.short_conv_gradients(grad[1:], x[1:], weight, history[1:], resets[1:])
+    assert all(torch.equal(a, b[1:]) for a, b in zip(few, found, strict=True))

@@ -2,6 +2,7 @@
 
 from funcrl.ops.exact.cpu.attention import attend
 from funcrl.ops.exact.cpu.attention_gradients import attend_gradients
+from funcrl.ops.exact.cpu.conv import short_conv, short_conv_gradients
 from funcrl.ops.exact.cpu.delta import gated_delta, gated_delta_gradients
 from funcrl.ops.exact.cpu.elements import (
     geglu,
@@ -47,6 +48,8 @@ __all__ = [
     "rotate",
     "scores",
     "scores_gradients",
+    "short_conv",
+    "short_conv_gradients",
     "sigmoid_gate",
     "sigmoid_gate_gradients",
     "swiglu",

@@ -6,6 +6,7 @@ hold that tiles of different sizes have equal bits: `tests/ops/exact` compares t
 
 from funcrl.ops.exact.cuda.attention import attend, attend_paged
 from funcrl.ops.exact.cuda.attention_gradients import attend_gradients
+from funcrl.ops.exact.cuda.conv import short_conv, short_conv_gradients
 from funcrl.ops.exact.cuda.decode import attend_new
 from funcrl.ops.exact.cuda.delta import gated_delta, gated_delta_gradients
 from funcrl.ops.exact.cuda.embedding import embedding_gradient
@@ -48,6 +49,8 @@ __all__ = [
     "rotate",
     "scores",
     "scores_gradients",
+    "short_conv",
+    "short_conv_gradients",
     "sigmoid_gate",
     "sigmoid_gate_gradients",
     "swiglu",
