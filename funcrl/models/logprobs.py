@@ -67,7 +67,8 @@ def logprob_fn(
         model: an `nn.Module` from tokens [T], and positions [T] if it takes them, to logits [T, V],
             such as `funcrl.models.Transformer`, or a model of transformers; see
             `funcrl.models.logits_fn`. Only its structure is used, never its weights. For the rows
-            of a `PackedBatch` it must take `attend`, as `Transformer` does.
+            of a `PackedBatch` it must take `attend`, as `Transformer` does, or `resets`, as
+            `Recurrent` does: True where a sample begins.
         temperature: that of sampling.
         chunk: the number of tokens whose logits are in memory at a time, forward and backward, or
             "all": the backward pass then reads the logits instead of computing them anew. Such
