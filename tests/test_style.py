@@ -85,6 +85,7 @@ FACTORIES = {
 MADE_BY_OTHERS = {
     "models/layers.py": 1,
     "models/delta.py": 3,
+    "models/recurrent.py": 2,
     "generators/vllm/inside/unified.py": 1,
 }
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import test_purity as purity
 import torch
+from recurrent_cases import case as scan_case
 from torch import Tensor
 
 import funcrl
@@ -121,6 +122,9 @@ OWN: dict[str, dict[str, Any]] = {
     "models.shape": {"name": "micro"},
     "numerics.power_of_two": {"values": LOGPROBS},
     "ops.attend_hidden": {"hidden": torch.eye(2) > 2},
+    **{f"ops.{cell}_scan": dict(
+           zip(("x", "params", "state", "resets"), scan_case(cell, (2,))[:4], strict=True))
+       for cell in ("gru", "lstm")},
     "ops.delta_gates": {
         "a": torch.zeros(2, 3), "b": torch.zeros(2, 3), "log_rate": torch.zeros(3),
         "step_bias": torch.zeros(3)},
