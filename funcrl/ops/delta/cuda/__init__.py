@@ -67,7 +67,7 @@ def scan_gradients(
         grad_states, grad_before, **sizes, **_ONE_HEAD, **STRICT,
     )  # fmt: skip
     grad_q, grad_k, grad_decay, grad_beta = (torch.empty_like(x) for x in (q, k, decay, beta))
-    gradient_kernel[(sizes["CHUNKS"], len(inverse))](
+    gradient_kernel[(len(inverse), sizes["CHUNKS"])](
         q, k, v, decay, beta, resets, states, learned, grad_outputs, right, grad_states, grad_q,
         grad_k, grad_decay, grad_beta, **sizes, **_ONE_CHUNK, **STRICT,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def _solve(tokens: Tokens, sizes: dict[str, int]) -> Tensor:
     inverse = fresh(k, rows, chunks, chunk, chunk)
     own: dict[str, Any] = {name: sizes[name] for name in ("T", "H", "CHUNKS", "CK", "BK", "C")}
     own["PRECISION"] = "tf32x3" if k.dtype == torch.float32 else "tf32"
-    solve_kernel[(chunks, rows)](
+    solve_kernel[(rows, chunks)](
         k, decay, beta, resets, inverse, num_warps=2, num_stages=1, **own, **STRICT
     )  # fmt: skip
     return inverse

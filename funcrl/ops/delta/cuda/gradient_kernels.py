@@ -21,7 +21,7 @@ def gradient_kernel(
     CK: tl.constexpr, CV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of q, k, decay and beta of one chunk of one head."""
-    chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, n = tl.program_id(1), tl.program_id(0).to(tl.int64)
     wide, places = tl.arange(0, BK), tl.arange(0, C)
     tokens = chunk * C + places
     inside = tokens < T

@@ -51,7 +51,7 @@ def solve_kernel(
     CK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write (1 + A)^-1 [C, C] of a chunk, with A = beta (K K^T) G below the diagonal."""
-    chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, n = tl.program_id(1), tl.program_id(0).to(tl.int64)
     tokens, columns, places = chunk * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, C)
     inside = tokens < T
     first = ((n // H) * T + chunk * C) * H + n % H
