@@ -12,7 +12,7 @@ import funcrl
 from funcrl.generators import Sampler, Sampling, sample
 from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded import sampler as choice
-from funcrl.generators.embedded.cache import empty_cache, extend, prefill
+from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
 from funcrl.generators.embedded.captured import sampler as kept
 from funcrl.generators.embedded.captured.extend import (
     SIZE,
@@ -149,8 +149,7 @@ def test_a_step_on_pages_is_a_step_on_a_plain_cache():
         network = pack_weights(model, params)
         plain = empty_cache(network, 3, 3 * SIZE, network.norm.weight)
         prefix = prefill(network, prompts, lengths)
-        for layer, pairs in zip(plain, prefix.pairs, strict=True):
-            layer[:, :, :longest] = pairs
+        write_prefix(plain, prefix, slice(3), group=1)
         cache = empty_pages(model.config, 20, network.norm.weight)
         tables = (torch.randperm(19)[:12] + 1).view(4, 3)
         copies = torch.tensor([[tables[0, 0]], [tables[3, 2]]])
