@@ -1,4 +1,4 @@
-"""The kernel of a product in tf32, whatever precision the process has chosen for torch's products."""
+"""The kernel of a product in tf32, whatever the process has chosen for torch's products."""
 # Triton has no types, and its kernels take pointers.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
