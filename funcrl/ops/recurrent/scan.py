@@ -62,8 +62,9 @@ def lstm_scan(
             bit. "loop" and "cudnn" take "none" only.
         precision: of the products of float32 numbers in the kernels of "triton": "ieee", three
             products of tf32 each, with the errors of float32, or "tf32", whose factors have 10
-            bits. The products of the others, and with "ieee" those for the gradients of x and of
-            the weights, are torch's: `torch.backends.cuda.matmul.fp32_precision`, and of cuDNN
+            bits. The products of the others, those for the gradients of the weights, and with
+            "ieee" those for the gradient of x, are torch's:
+            `torch.backends.cuda.matmul.fp32_precision`, and of cuDNN
             `torch.backends.cudnn.rnn.fp32_precision`, say how they are computed.
 
     Returns:

@@ -67,11 +67,11 @@ PlanFn: TypeAlias = Callable[[Tensor, Precision], Plan]
 # The fastest on an H200 with a state of 256: of 4096 sequences, and of few.
 _HALF = Plan(Tile(64, 64, 64, 8, 3), Tile(64, 64, 64, 8, 3), "step")
 _HALF_OF_FEW = Plan(Tile(16, 32, 128, 4, 3), Tile(16, 32, 128, 4, 3), "step")
-_TF32 = Plan(Tile(64, 32, 32, 4, 3), Tile(64, 64, 64, 8, 3), "step")
+_TF32 = Plan(Tile(128, 64, 32, 8, 3), Tile(64, 64, 64, 8, 3), "step")
 _TF32_OF_FEW = Plan(Tile(16, 32, 64, 4, 3), Tile(16, 32, 64, 4, 3), "step")
 _IEEE = Plan(Tile(64, 64, 32, 4, 2), Tile(64, 32, 32, 4, 3), "step")
 _IEEE_OF_FEW = Plan(Tile(16, 32, 64, 4, 3), Tile(16, 32, 64, 4, 3), "step")
-_FEW = 256  # sequences
+_FEW = 512  # sequences
 
 
 def plan_of(state: Tensor, precision: Precision) -> Plan:

@@ -1,4 +1,4 @@
-"""Kernels of products in tf32, whatever precision the process has chosen for torch's products."""
+"""The kernel of a product in tf32, whatever the process has chosen for torch's products."""
 # Triton has no types, and its kernels take pointers.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
@@ -32,30 +32,3 @@ def linear_kernel(
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     seen = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out + rows[:, None] * N + columns[None, :], total, mask=seen)
-
-
-@triton.jit(do_not_specialize=["M", "part"])
-def outer_kernel(
-    left, right, out, M, part, l_group, l_row, r_group, r_row, P: tl.constexpr, Q: tl.constexpr,
-    BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Write left^T right [P, Q] of `part` rows of a group, `out` [groups, parts, P, Q]."""
-    ps = tl.program_id(0) // tl.cdiv(Q, BQ) * BP + tl.arange(0, BP)
-    qs = tl.program_id(0) % tl.cdiv(Q, BQ) * BQ + tl.arange(0, BQ)
-    group = tl.program_id(2).to(tl.int64)
-    first = tl.program_id(1).to(tl.int64) * part
-    last = tl.minimum(first + part, M)
-    left += group * l_group
-    right += group * r_group
-    total = tl.zeros((BP, BQ), tl.float32)
-    for start in range(0, part, BK):
-        rows = first + start + tl.arange(0, BK)
-        known = (rows < last)[:, None]
-        own = tl.load(left + rows[:, None] * l_row + ps[None, :], mask=known & (ps < P), other=0.0)
-        other = tl.load(
-            right + rows[:, None] * r_row + qs[None, :], mask=known & (qs < Q), other=0.0
-        )
-        total = tl.dot(tl.trans(own), other, total, input_precision="tf32")
-    at = out + (group * tl.num_programs(1) + tl.program_id(1)) * P * Q
-    seen = (ps < P)[:, None] & (qs < Q)[None, :]
-    tl.store(at + ps[:, None] * Q + qs[None, :], total, mask=seen)

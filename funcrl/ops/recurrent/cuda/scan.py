@@ -117,9 +117,7 @@ def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) ->
         return grad_h0, carry if cell == "lstm" else grad_c.clone()
 
     found = ScanKernels(_project, forward, replay, backward)
-    if precision == "tf32":
-        return found._replace(linear=products.linear, add_outer=products.add_outer)
-    return found
+    return found._replace(linear=products.linear) if precision == "tf32" else found
 
 
 def _project(x: Tensor, weight_ih: Tensor, bias: Tensor | None, /) -> Source:
