@@ -82,10 +82,12 @@ class RecurrentLayers(nn.Module):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, resets: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        """Return the last layer's output [..., T, D], and the state after the last token."""
+        """Return the last layer's output [..., T, D] in the dtype of x, and the last state."""
         c, scan = self.config, _SCANS[self.config.cell]
-        params = dict(self.named_parameters())
-        backend = "exact" if c.numerics == "exact" else c.backend
+        params, backend = dict(self.named_parameters()), c.backend
+        if c.numerics == "exact":  # which casts weights where they are used
+            params = {name: leaf.to(x.dtype) for name, leaf in params.items()}
+            backend = "exact"
         found: tuple[Tensor, RecurrentState] = scan(
             x, params, state, resets, backend=backend, recompute=c.recompute
         )
@@ -140,10 +142,16 @@ class Recurrent(nn.Module):
         positions: Tensor,
         resets: Tensor | None = None,
         head: HeadFn | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
         checks.check_shape("Recurrent", "positions", positions, "tokens", tokens.shape)
-        hidden, _ = self.read(tokens, None, resets)
+        if dtype is not None and not self.ops.exact:
+            raise ValueError(
+                f"Recurrent expects no dtype= with native numerics, whose weights say it, got "
+                f"{dtype}; cast the parameters."
+            )
+        hidden, _ = self.layers(self.ops.embed(tokens, self.embed.weight, dtype), None, resets)
         return self._logits(hidden) if head is None else head(hidden, self.unembed.weight)
 
     def read(

@@ -50,7 +50,7 @@ def test_kills_of_a_recurrent_run_end_in_the_same_bits(tmp_path):
 
 def test_what_only_a_transformer_has_is_refused_by_name(tmp_path):
     for wrong, words in (
-        ({"numerics": "exact"}, "--numerics native for a recurrent network"),
+        ({"numerics": "exact", "device": "cuda"}, "--device cpu with --numerics exact"),
         ({"packing": "prefixes"}, "--packing none or samples for a network with a state"),
         ({"generator": "vllm"}, "--generator sampler for a network that is no Transformer"),
         ({"attend": "flash"}, "--attend native"),

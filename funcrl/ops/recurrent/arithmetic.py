@@ -22,7 +22,9 @@ class Arithmetic(NamedTuple):
     """The operations of a step that torch may compute in more than one way."""
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, W, b) -> x W^T + b
-    add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]  # (y, x, W) -> y + x W^T, at least float32
+    add_linear: Callable[
+        [Tensor, Tensor, Tensor], Tensor
+    ]  # (y, x, W) -> y + x W^T, at least float32
     sigmoid_: Callable[[Tensor], Tensor]  # in place
     addcmul: Callable[..., Tensor]  # (x, y, z, out=None) -> x + y z
 
@@ -78,8 +80,6 @@ def kernels_by_backend(
     }
 
 
-def _project(
-    arithmetic: Arithmetic, x: Tensor, weight_ih: Tensor, bias: Tensor | None
-) -> Tensor:
+def _project(arithmetic: Arithmetic, x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W_ih^T and the bias, [k, N, G]."""
     return arithmetic.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])
