@@ -12,6 +12,7 @@ from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConf
 from funcrl.core.types import Sample
 from funcrl.models import Recurrent, RecurrentConfig
 from funcrl.ops import gru_scan, lstm_scan
+from funcrl.ops.recurrent import arithmetic
 
 CELLS = ("lstm", "gru")
 SCANS = {"lstm": lstm_scan, "gru": gru_scan}
@@ -64,6 +65,19 @@ def test_a_sequence_has_its_bits_in_any_batch_row_and_part(cell, width, layers):
             after, state = run(some[:, step, None], state=state)
             outputs = torch.cat([outputs, after], dim=1)
         assert torch.equal(outputs, whole[10:16])
+
+
+def test_an_activation_has_one_value_wherever_a_number_stands():
+    x = 4 * torch.randn(301, generator=torch.Generator().manual_seed(0))
+    operations = [
+        arithmetic.EXACT.sigmoid_,
+        torch.Tensor.tanh_,
+        lambda x: arithmetic.EXACT.addcmul(x, x + 0.7, x),
+    ]
+    for operation in operations:
+        alone = torch.stack([operation(each.clone()) for each in x])
+        for start in range(17):
+            assert torch.equal(operation(x[start:].clone()), alone[start:])
 
 
 @pytest.mark.parametrize("cell", CELLS)

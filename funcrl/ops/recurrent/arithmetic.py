@@ -22,9 +22,8 @@ class Arithmetic(NamedTuple):
     """The operations of a step that torch may compute in more than one way."""
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, W, b) -> x W^T + b
-    add_linear: Callable[
-        [Tensor, Tensor, Tensor], Tensor
-    ]  # (y, x, W) -> y + x W^T, at least float32
+    # (y, x, W) -> y + x W^T, in at least float32
+    add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
     sigmoid_: Callable[[Tensor], Tensor]  # in place
     addcmul: Callable[..., Tensor]  # (x, y, z, out=None) -> x + y z
 
