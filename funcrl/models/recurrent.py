@@ -84,10 +84,10 @@ class RecurrentLayers(nn.Module):
     ) -> tuple[Tensor, RecurrentState]:
         """Return the last layer's output [..., T, D] in the dtype of x, and the last state."""
         c, scan = self.config, _SCANS[self.config.cell]
-        params, backend = dict(self.named_parameters()), c.backend
+        params: dict[str, Tensor] = dict(self.named_parameters())
         if c.numerics == "exact":  # which casts weights where they are used
             params = {name: leaf.to(x.dtype) for name, leaf in params.items()}
-            backend = "exact"
+        backend = "exact" if c.numerics == "exact" else c.backend
         found: tuple[Tensor, RecurrentState] = scan(
             x, params, state, resets, backend=backend, recompute=c.recompute
         )
