@@ -16,7 +16,7 @@ from funcrl.core import checks, numerics
 from funcrl.core.arguments import Count, check_fields
 from funcrl.models.config import LARGEST
 from funcrl.models.transformer import HeadFn
-from funcrl.ops import gru_scan, lstm_scan
+from funcrl.ops import choose_ops, gru_scan, lstm_scan
 
 # What a layer carries from token to token: h and c [..., L, D] of an LSTM, h [..., L, D] of a GRU.
 RecurrentState: TypeAlias = tuple[Tensor, Tensor] | Tensor
@@ -39,6 +39,9 @@ class RecurrentConfig:
         context_length: the longest sample, prompt and completion, that a generator makes.
         backend: what runs the layers over the tokens; see `funcrl.ops.lstm_scan`.
         recompute: what the backward pass computes again to save memory; see there.
+        numerics: "native", torch's fastest operations; or "exact", on a CPU, operations whose
+            result for a sample depends on that sample alone, so that trainer and generator agree to
+            the last bit. `backend` is then left at "auto".
     """
 
     vocab_size: Count = 512
@@ -49,12 +52,18 @@ class RecurrentConfig:
     context_length: Count = 4096
     backend: Literal["auto", "loop", "op", "triton", "cudnn"] = "auto"
     recompute: Literal["none", "full", "chunk"] = "none"
+    numerics: Literal["native", "exact"] = "native"
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("vocab_size", "width", "num_layers", "context_length"):
             value = getattr(self, name)
             checks.check_range("RecurrentConfig", name, value, 1, LARGEST[name])
+        if self.numerics == "exact" and self.backend != "auto":
+            raise ValueError(
+                f"RecurrentConfig expects backend='auto' with numerics='exact', which has a "
+                f"backend of its own, got {self.backend!r}."
+            )
 
 
 class RecurrentLayers(nn.Module):
@@ -73,11 +82,14 @@ class RecurrentLayers(nn.Module):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, resets: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        """Return the last layer's output [..., T, D], and the state after the last token."""
+        """Return the last layer's output [..., T, D] in the dtype of x, and the last state."""
         c, scan = self.config, _SCANS[self.config.cell]
-        params = dict(self.named_parameters())
+        params: dict[str, Tensor] = dict(self.named_parameters())
+        if c.numerics == "exact":  # which casts weights where they are used
+            params = {name: leaf.to(x.dtype) for name, leaf in params.items()}
+        backend = "exact" if c.numerics == "exact" else c.backend
         found: tuple[Tensor, RecurrentState] = scan(
-            x, params, state, resets, backend=c.backend, recompute=c.recompute
+            x, params, state, resets, backend=backend, recompute=c.recompute
         )
         return found
 
@@ -107,6 +119,7 @@ class Recurrent(nn.Module):
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.config = config
+        self.ops = choose_ops("Recurrent", config.numerics)
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.width)
             self.layers = RecurrentLayers(config)
@@ -129,24 +142,33 @@ class Recurrent(nn.Module):
         positions: Tensor,
         resets: Tensor | None = None,
         head: HeadFn | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Return logits [..., T, V], where `logits[t]` predicts the token after `tokens[t]`."""
         checks.check_shape("Recurrent", "positions", positions, "tokens", tokens.shape)
-        hidden, _ = self.read(tokens, None, resets)
-        return self.unembed(hidden) if head is None else head(hidden, self.unembed.weight)
+        if dtype is not None and not self.ops.exact:
+            raise ValueError(
+                f"Recurrent expects no dtype= with native numerics, whose weights say it, got "
+                f"{dtype}; cast the parameters."
+            )
+        hidden, _ = self.layers(self.ops.embed(tokens, self.embed.weight, dtype), None, resets)
+        return self._logits(hidden) if head is None else head(hidden, self.unembed.weight)
 
     def read(
         self, tokens: Tensor, state: RecurrentState | None = None, resets: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:
         """Return the last layer's output [..., T, D], and the state after the last token."""
-        found: tuple[Tensor, RecurrentState] = self.layers(self.embed(tokens), state, resets)
+        embedded = self.ops.embed(tokens, self.embed.weight, None)
+        found: tuple[Tensor, RecurrentState] = self.layers(embedded, state, resets)
         return found
 
     def next_logits(self, state: RecurrentState) -> Tensor:
         """Return the logits [..., V] of what follows: the last layer's output is its state."""
         h = state if isinstance(state, Tensor) else state[0]
-        logits: Tensor = self.unembed(h[..., -1, :])
-        return logits
+        return self._logits(h[..., -1, :])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.ops.linear(hidden, self.unembed.weight, None)
 
     def zero_state(self) -> RecurrentState:
         """Return the state of a sample before its first token."""

@@ -7,6 +7,7 @@ from test_train import assert_kills_end_in_the_same_bits
 
 import funcrl
 from funcrl.config import CompileConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.loop.parts.sources import Source, network_of
 
 
 def small(run_dir, **options):
@@ -50,13 +51,15 @@ def test_kills_of_a_recurrent_run_end_in_the_same_bits(tmp_path):
 
 def test_what_only_a_transformer_has_is_refused_by_name(tmp_path):
     for wrong, words in (
-        ({"numerics": "exact"}, "--numerics native for a recurrent network"),
         ({"packing": "prefixes"}, "--packing none or samples for a network that carries a state"),
         ({"generator": "vllm"}, "--generator sampler for a network that is no Transformer"),
         ({"attend": "flash"}, "--attend native"),
     ):
         with pytest.raises(ValueError, match=f"^train expects {words}.*Recurrent"):
             funcrl.build(small(tmp_path / "run", **wrong))
+    on_gpu = small(tmp_path / "run", numerics="exact", device="cuda")
+    with pytest.raises(ValueError, match="^train expects --device cpu with --numerics exact.*Recu"):
+        network_of("train", on_gpu, Source(), vocab_size=11)
     model = funcrl.build(small(tmp_path / "run")).model
     params = funcrl.init_params(model, seed=0)
     with pytest.raises(TypeError, match="^save_params expects .*Transformer, got Recurrent"):

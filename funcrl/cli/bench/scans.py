@@ -14,7 +14,7 @@ from funcrl.ops import gru_scan, lstm_scan
 
 Cell: TypeAlias = Literal["lstm", "gru"]
 Part: TypeAlias = Literal["forward", "gradient"]
-Backend: TypeAlias = Literal["torch", "loop", "op", "triton", "cudnn"]
+Backend: TypeAlias = Literal["torch", "loop", "op", "exact", "triton", "cudnn"]
 Recompute: TypeAlias = Literal["none", "chunk", "full"]
 
 _SCANS: dict[Cell, Callable[..., Any]] = {"lstm": lstm_scan, "gru": gru_scan}

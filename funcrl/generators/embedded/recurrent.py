@@ -112,7 +112,9 @@ class RecurrentDraw:
 
         leaf = self._model.embed.weight
         seeds, lengths = seeds_of(hashes, group, request.seed), [len(new) for new in unread]
-        batch = Batch(open_decoder, request, leaf.device, seeds=seeds, unread=lengths)
+        batch = Batch(
+            open_decoder, request, leaf.device, self._model.ops.log_softmax, seeds, lengths
+        )
         return completions(batch.run(), leaf)
 
 

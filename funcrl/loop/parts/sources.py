@@ -15,6 +15,7 @@ from funcrl.models import (
     RECURRENT_SHAPES,
     SHAPES,
     Recurrent,
+    RecurrentConfig,
     Transformer,
     init_params,
     shape,
@@ -162,6 +163,8 @@ def network_of(
         found = network_of_run(function, source.run, trust=trust, tokenizer=tokenizer)
         if isinstance(found, Transformer):  # of the numerics of this run, not of that one
             return Transformer(replace(found.config, numerics=config.numerics))
+        if isinstance(found, Recurrent):
+            return _recurrent(function, config, found.config)
         return _of_native_numerics(function, config, found)
     if source.weights is not None:
         return Transformer(replace(load_config(source.weights), numerics=config.numerics))
@@ -173,20 +176,27 @@ def network_of(
         own = _own_network(function, config, source.code, vocab_size, tokenizer)
         return _of_native_numerics(function, config, own)
     if config.model in RECURRENT_SHAPES:
-        recurrent = Recurrent(replace(RECURRENT_SHAPES[config.model], vocab_size=vocab_size))
-        return _of_native_numerics(function, config, recurrent)
+        chosen = replace(RECURRENT_SHAPES[config.model], vocab_size=vocab_size)
+        return _recurrent(function, config, chosen)
     return Transformer(replace(shape(config.model, vocab_size), numerics=config.numerics))
 
 
-def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
-    """Return a network that is no `Transformer`; raise if its numerics should be others."""
-    if config.numerics == "exact" and not ops_of(network).exact:
-        whose = (
-            "a recurrent network" if isinstance(network, Recurrent) else "a network of one's own"
-        )
+def _recurrent(function: str, config: TrainConfig, chosen: RecurrentConfig) -> Recurrent:
+    """Return a recurrent network with the numerics of this run."""
+    if config.numerics == "exact" and config.device != "cpu":
         raise ValueError(
-            f"{function} expects --numerics native for {whose}, whose operations are its own, got "
-            f"exact for {type(network).__name__}."
+            f"{function} expects --device cpu with --numerics exact for a recurrent network, which "
+            f"has exact operations on a CPU only, got {config.device} for Recurrent."
+        )
+    return Recurrent(replace(chosen, numerics=config.numerics))
+
+
+def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
+    """Return a network of one's own; raise if its numerics should be others."""
+    if config.numerics == "exact" and not ops_of(network).exact:
+        raise ValueError(
+            f"{function} expects --numerics native for a network of one's own, whose operations "
+            f"are its own, got exact for {type(network).__name__}."
         )
     return network
 

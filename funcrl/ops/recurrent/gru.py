@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.recurrent.kernels import ScanKernels, project, unless_reset
+from funcrl.ops.recurrent.arithmetic import Arithmetic, kernels_by_backend
+from funcrl.ops.recurrent.kernels import unless_reset
 
 aten = torch.ops.aten
 
 
 def _forward(
+    arithmetic: Arithmetic,
     pre: Tensor,
     weight_hh: Tensor,
     bias_n: Tensor | None,
@@ -27,9 +29,9 @@ def _forward(
     h = h0
     for step in range(len(pre)):
         h = unless_reset(h, resets, step)
-        step_gates = _gates(pre[step], h, weight_hh, bias_n)
+        step_gates = _gates(arithmetic, pre[step], h, weight_hh, bias_n)
         _, z, n, _ = step_gates.chunk(4, dim=1)
-        h = torch.addcmul(n, z, h - n).to(outputs.dtype)
+        h = arithmetic.addcmul(n, z, h - n).to(outputs.dtype)
         outputs[step] = h
         if gates is not None:
             gates[step] = step_gates
@@ -37,6 +39,7 @@ def _forward(
 
 
 def _replay(
+    arithmetic: Arithmetic,
     pre: Tensor,
     weight_hh: Tensor,
     bias_n: Tensor | None,
@@ -48,22 +51,24 @@ def _replay(
 ) -> Tensor:
     if gates is not None:
         for step in range(len(pre)):
-            gates[step] = _gates(pre[step], before[step].clone(), weight_hh, bias_n)
+            gates[step] = _gates(arithmetic, pre[step], before[step].clone(), weight_hh, bias_n)
     return c0
 
 
-def _gates(pre: Tensor, h: Tensor, weight_hh: Tensor, bias_n: Tensor | None) -> Tensor:
+def _gates(
+    arithmetic: Arithmetic, pre: Tensor, h: Tensor, weight_hh: Tensor, bias_n: Tensor | None
+) -> Tensor:
     """Return r, z and n after their activations, then m, [N, 4 H] in at least float32."""
     width, wide = h.shape[1], numerics.at_least_float32(pre.dtype)
-    mixed = (h @ weight_hh.mT).to(wide)
+    mixed = arithmetic.linear(h, weight_hh, None).to(wide)
     gates = mixed.new_empty(len(h), 4 * width)
     r_and_z, n, m = gates.split([2 * width, width, width], dim=1)
     torch.add(mixed[:, : 2 * width], pre[:, : 2 * width], out=r_and_z)
-    r_and_z.sigmoid_()
+    arithmetic.sigmoid_(r_and_z)
     m.copy_(mixed[:, 2 * width :])
     if bias_n is not None:
         m.add_(bias_n)
-    torch.addcmul(pre[:, 2 * width :].to(wide), r_and_z[:, :width], m, out=n)
+    arithmetic.addcmul(pre[:, 2 * width :].to(wide), r_and_z[:, :width], m, out=n)
     n.tanh_()
     return gates
 
@@ -108,4 +113,4 @@ def of_hidden(grads: Tensor) -> Tensor:
     return torch.cat([grads[..., : 2 * width], grads[..., 3 * width :]], dim=-1)
 
 
-KERNELS = ScanKernels(project, _forward, _replay, _backward)
+KERNELS = kernels_by_backend(_forward, _replay, _backward)

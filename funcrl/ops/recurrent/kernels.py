@@ -156,11 +156,6 @@ class ScanKernels(NamedTuple):
     add_outer: AddOuterFn = add_outer
 
 
-def project(x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W_ih^T and the bias, [k, N, G]."""
-    return torch.nn.functional.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])
-
-
 def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
     """Return a state [N, ...] before a step, zero where a new episode begins."""
     return state if resets is None else state.masked_fill(resets[step][:, None], 0.0)
@@ -172,7 +167,7 @@ def steps_of_piece(num_sequences: int) -> int:
 
 
 def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
-    """Return the kernels of the backend "op" or "triton".
+    """Return the kernels of the backend "op", "exact" or "triton".
 
     `funcrl.ops.recurrent.cuda` has `scan_kernels(cell, precision) -> ScanKernels`, and
     `why_not(cell, x, width) -> str`: why its kernels do not take such an x [..., T, D] and a state
@@ -185,4 +180,5 @@ def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
         return cuda.scan_kernels(cast(Cell, cell), cast(Precision, precision))
     from funcrl.ops.recurrent import gru, lstm
 
-    return lstm.KERNELS if cell == "lstm" else gru.KERNELS
+    kernels = lstm.KERNELS if cell == "lstm" else gru.KERNELS
+    return kernels[backend]

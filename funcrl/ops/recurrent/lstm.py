@@ -7,13 +7,14 @@ the forward pass wherever the caller keeps what they are computed from.
 import torch
 from torch import Tensor
 
-from funcrl.core import numerics
-from funcrl.ops.recurrent.kernels import ScanKernels, project, unless_reset
+from funcrl.ops.recurrent.arithmetic import Arithmetic, kernels_by_backend
+from funcrl.ops.recurrent.kernels import unless_reset
 
 aten = torch.ops.aten
 
 
 def _forward(
+    arithmetic: Arithmetic,
     pre: Tensor,
     weight_hh: Tensor,
     _bias_n: Tensor | None,  # of a GRU
@@ -27,8 +28,8 @@ def _forward(
     h, c = h0, c0
     for step in range(len(pre)):
         h = unless_reset(h, resets, step)
-        step_gates = _gates(pre[step], h, weight_hh)
-        c = _advance(step_gates, unless_reset(c, resets, step))
+        step_gates = _gates(arithmetic, pre[step], h, weight_hh)
+        c = _advance(arithmetic, step_gates, unless_reset(c, resets, step))
         h = (step_gates[:, 3 * c.shape[1] :] * c.tanh()).to(outputs.dtype)
         outputs[step] = h
         if gates is not None and cells is not None:
@@ -37,6 +38,7 @@ def _forward(
 
 
 def _replay(
+    arithmetic: Arithmetic,
     pre: Tensor,
     weight_hh: Tensor,
     _bias_n: Tensor | None,  # of a GRU
@@ -48,26 +50,27 @@ def _replay(
 ) -> Tensor:
     c = c0
     for step in range(len(pre)):
-        step_gates = _gates(pre[step], before[step].clone(), weight_hh)
-        c = _advance(step_gates, unless_reset(c, resets, step))
+        step_gates = _gates(arithmetic, pre[step], before[step].clone(), weight_hh)
+        c = _advance(arithmetic, step_gates, unless_reset(c, resets, step))
         if gates is not None and cells is not None:
             gates[step], cells[step] = step_gates, c
     return c
 
 
-def _gates(pre: Tensor, h: Tensor, weight_hh: Tensor) -> Tensor:
+def _gates(arithmetic: Arithmetic, pre: Tensor, h: Tensor, weight_hh: Tensor) -> Tensor:
     """Return i, f, g and o after their activations, [N, 4 H] in at least float32."""
     width = h.shape[1]
-    gates = torch.addmm(pre, h, weight_hh.mT).to(numerics.at_least_float32(pre.dtype))
-    gates[:, : 2 * width].sigmoid_()
+    gates = arithmetic.add_linear(pre, h, weight_hh)
+    arithmetic.sigmoid_(gates[:, : 2 * width])
     gates[:, 2 * width : 3 * width].tanh_()
-    gates[:, 3 * width :].sigmoid_()
+    arithmetic.sigmoid_(gates[:, 3 * width :])
     return gates
 
 
-def _advance(gates: Tensor, c: Tensor) -> Tensor:
+def _advance(arithmetic: Arithmetic, gates: Tensor, c: Tensor) -> Tensor:
     i, f, g, _ = gates.chunk(4, dim=1)
-    return (f * c).addcmul_(i, g)
+    kept = f * c
+    return arithmetic.addcmul(kept, i, g, out=kept)
 
 
 def _backward(
@@ -111,4 +114,4 @@ def _step_gradients(
     return found, grad_c * f
 
 
-KERNELS = ScanKernels(project, _forward, _replay, _backward)
+KERNELS = kernels_by_backend(_forward, _replay, _backward)

@@ -14,7 +14,7 @@ from funcrl.ops.recurrent.kernels import Cell, Precision
 from funcrl.ops.recurrent.layer import LAYERS
 from funcrl.ops.recurrent.params import Layer, check_like, layers_of
 
-Backend = Literal["auto", "loop", "op", "triton", "cudnn"]
+Backend = Literal["auto", "loop", "op", "exact", "triton", "cudnn"]
 Recompute = Literal["none", "full", "chunk"]
 # (x, layer, h0, c0, resets) -> outputs, h, c
 LayerFn: TypeAlias = Callable[
@@ -54,7 +54,10 @@ def lstm_scan(
         backend: "op", torch's operations inside one operator, on any device; "triton", kernels for
             a GPU; "auto", "triton" where it takes the inputs and else "op"; "cudnn", cuDNN's
             kernels, without resets, and under `vmap` one call a sample; "loop", torch's operations
-            step by step, which has all derivatives, where the others have the first one.
+            step by step, which has all derivatives, where the others have the first one; "exact",
+            "op" on a CPU with operations by which a sequence's outputs and states, to the last bit,
+            do not depend on the others in the batch, on steps before a reset, or on whether it is
+            read in one call or in several.
         recompute: how the backward pass gets the gates [T, 4 H] and cell states [T, H] of a
             sequence. "none": all are kept. "full": nothing is kept beyond the outputs, and both are
             computed anew, for some steps at a time. "chunk": the cell state every so many steps is
@@ -212,6 +215,8 @@ def _chosen(
             got = f"{x.dtype} on {x.device}"
             _refuse(function, backend, "float64, 32 or 16 on a GPU that has cuDNN", got)
         return functools.partial(cudnn.run_layer, cell)
+    if backend == "exact" and x.device.type != "cpu":
+        _refuse(function, backend, "x on a CPU", f"{x.device}")
     if backend == "triton" and (reason := _why_not_triton(cell, x, width)):
         raise ValueError(f"{function} with backend='triton' expects {reason}.")
     return functools.partial(_run_operator, cell, backend, precision, recompute)

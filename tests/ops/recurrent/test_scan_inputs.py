@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_refused(cell, change, message):
     ({"backend": "loop", "precision": "tf32"},
      "with backend='loop' expects precision='ieee', got 'tf32'"),
     ({"precision": "tf32"}, "with backend='op' expects precision='ieee', got 'tf32'"),
-    ({"backend": "cuda"}, "expects backend to be 'auto' or 'loop' or 'op' or 'triton' or 'cudnn'"),
+    ({"backend": "cuda"}, "expects backend to be 'auto' or 'loop' or 'op' or 'exact' or 'triton'"),
     ({"recompute": True}, "expects recompute to be 'none' or 'full' or 'chunk', got True"),
 ])  # fmt: skip
 @pytest.mark.parametrize("cell", CELLS)
