@@ -81,6 +81,11 @@ def complete(
         stop_tokens=tuple(dict.fromkeys(ends)),
         stop=tuple(dict.fromkeys((*sampling.stop, *task.stop))),
     )
+    # What it draws may not depend on what it drew before, or a run that resumes would differ from
+    # one that was never stopped. A generator of one's own need not have this method.
+    forget = getattr(generator, "forget", None)
+    if forget is not None:
+        forget()
     samples = generator.generate(encoded, sampling, seed)
     rows = [
         (prompt, tokens)

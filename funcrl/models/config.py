@@ -1,5 +1,6 @@
 """The shape of a `Transformer`: its sizes, the kinds of its layers, and its options."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -15,6 +16,7 @@ LARGEST = {
     "num_kv_heads": 1 << 14, "head_width": 1 << 14, "mlp_width": 1 << 20,
     "context_length": 1 << 28, "delta_heads": 1 << 14, "delta_key_heads": 1 << 14,
     "delta_key_width": 1 << 14, "delta_value_width": 1 << 14, "delta_conv": 1 << 10,
+    "window": 1 << 28,
 }  # fmt: skip
 
 
@@ -99,7 +101,12 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name, largest in LARGEST.items():
-            checks.check_range("TransformerConfig", name, getattr(self, name), 1, largest)
+            if getattr(self, name) is not None:
+                checks.check_range("TransformerConfig", name, getattr(self, name), 1, largest)
+        if not math.isfinite(self.norm_offset):
+            raise ValueError(
+                f"TransformerConfig expects a finite norm_offset, got {self.norm_offset}."
+            )
         for few, many in (("num_kv_heads", "num_heads"), ("delta_key_heads", "delta_heads")):
             if getattr(self, many) % getattr(self, few):
                 raise ValueError(
@@ -135,11 +142,11 @@ class TransformerConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers are full, and none of the options from `layers` on is used."""
+        """Whether all layers are full, and none of the options after `layers` is used."""
         plain = TransformerConfig()
         names = list(TransformerConfig.__dataclass_fields__)
-        added = names[names.index("layers") : names.index("delta_heads")]
-        full = set(self.kinds) == {"full"}
-        return full and all(
-            getattr(self, name) == getattr(plain, name) for name in added if name != "layers"
-        )
+        options = [
+            name for name in names[names.index("layers") + 1 :] if not name.startswith("delta_")
+        ]
+        unused = all(getattr(self, name) == getattr(plain, name) for name in options)
+        return unused and set(self.kinds) == {"full"}

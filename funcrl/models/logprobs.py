@@ -15,6 +15,7 @@ from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
 from funcrl.models.delta import RecurFn, recur_causal, recur_segments
 from funcrl.models.logits import forward_takes, logits_fn
 from funcrl.models.transformer import Transformer, has_delta
+from funcrl.ops import segments
 
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
 # scores.
@@ -197,7 +198,7 @@ def _of_packed_row(
             f"funcrl.pack gives each sample a prompt of its own."
         )
     if resets:
-        return {"resets": segment_ids != segment_ids.roll(1, dims=-1)}
+        return {"resets": segments.starts(segment_ids)}
     if attend_segments is None:
         raise ValueError(
             "logprob_fn expects attend_segments= beside attend= for the rows of a PackedBatch, "

@@ -8,7 +8,7 @@ becomes of the last layer's output (`head`).
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         if self.config.embed_scale != 1.0:
             x = x * self._embed_scales[x.dtype]
         rotations = self.rotations(positions)
-        for block, kind, layer_fn in zip(self.blocks, self.config.kinds, layers, strict=True):
+        for block, kind, layer_fn in zip(self.blocks, self._kinds(), layers, strict=True):
             x = block(x, rotations.get(kind), layer_fn)
         x = self.norm(x)
         return self.logits(x) if head is None else head(x, self.unembed.weight)
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
 
     def each_layer(self, attend: AttendFn, recur: RecurFn) -> list[LayerFn]:
         """Return the function of each layer: `recur` for a delta layer, `attend` for others."""
-        return [recur if kind == "delta" else attend for kind in self.config.kinds]
+        return [recur if kind == "delta" else attend for kind in self._kinds()]
 
     def rotations(self, positions: Tensor) -> dict[Kind, Tensor]:
         """Return the rotation, by `ops.rotation`, of each kind of attention in the network."""
@@ -159,9 +159,14 @@ class Transformer(nn.Module):
             )
         return rotations
 
+    def _kinds(self) -> list[Kind]:
+        """Return the kind of each block that is there, which a caller may have added to."""
+        blocks: Iterable[Any] = self.blocks
+        return [block.kind for block in blocks]
+
     def _layer_fns(self, attend: AttendFn | Sequence[LayerFn] | None) -> Sequence[LayerFn]:
-        """Return the function of each layer; raise for one that does not fit its layer's kind."""
-        kinds = self.config.kinds
+        """Return the function of each layer; raise unless there is one, with a window if needed."""
+        kinds = self._kinds()
         if attend is None:
             return self.each_layer(self.ops.attend_causal, recur_causal)
         if callable(attend):
@@ -172,6 +177,11 @@ class Transformer(nn.Module):
                     f"alone."
                 )
             attend = [attend] * len(kinds)
+        if len(attend) != len(kinds):
+            raise ValueError(
+                f"Transformer expects attend= with one function a layer, {len(kinds)}, got "
+                f"{len(attend)}."
+            )
         if "sliding" in kinds:
             for kind, layer_fn in zip(kinds, attend, strict=True):
                 if kind == "sliding" and not _takes_window(layer_fn):

@@ -4,12 +4,16 @@ import torch
 from torch import Tensor
 
 
-def first_places(segment_ids: Tensor) -> Tensor:
-    """Return where the segment of each token begins; the tokens of a segment are neighbours."""
+def starts(segment_ids: Tensor) -> Tensor:
+    """Return whether each token is the first of its segment; those of a segment are neighbours."""
     changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
+    return torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
+
+
+def first_places(segment_ids: Tensor) -> Tensor:
+    """Return where the segment of each token begins."""
     places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
-    return torch.where(starts, places, 0).cummax(dim=-1).values
+    return torch.where(starts(segment_ids), places, 0).cummax(dim=-1).values
 
 
 def spans_of_prefixes(segment_ids: Tensor, prefix_ids: Tensor, first: Tensor) -> Tensor:
@@ -26,6 +30,6 @@ def spans_of_prefixes(segment_ids: Tensor, prefix_ids: Tensor, first: Tensor) ->
     segment = torch.where(segment_ids < 0, length, segment_ids)
     prefix = torch.where(prefix_ids < 0, length, prefix_ids)
     table = first.new_zeros(*first.shape[:-1], length + 1)
-    starts, counts = (table.scatter(-1, segment, each) for each in (first, ends - first))
-    spans = torch.stack([starts.gather(-1, prefix), counts.gather(-1, prefix)], dim=-1)
+    begins, counts = (table.scatter(-1, segment, each) for each in (first, ends - first))
+    spans = torch.stack([begins.gather(-1, prefix), counts.gather(-1, prefix)], dim=-1)
     return torch.where(prefix_ids[..., None] < 0, 0, spans)

@@ -4,10 +4,12 @@ import pytest
 import torch
 from cases import equal, relative, tiny_batch, twice
 from hybrids import KINDS, OPTIONS, hybrid, literal_logits, spread_params
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 
 import funcrl
 from funcrl import CompileConfig, PackedBatch, ops
+from funcrl.generators.embedded.captured.sampler import is_captured
 from funcrl.models import Transformer, TransformerConfig, recur_causal, recur_segments
 
 TOKENS = torch.tensor([1, 5, 2, 9, 10, 3, 3])
@@ -271,6 +273,15 @@ def test_patterns_and_options_are_refused_by_name():
     assert not config(norm_offset=1.0).is_plain
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_captured_sampler_takes_no_network_with_an_option(name):
+    """Its program knows of none, and would draw from another network."""
+    with FakeTensorMode():
+        leaf = torch.empty(1, device="cuda", dtype=torch.bfloat16)
+    captured = is_captured(hybrid(name), {"embed.weight": leaf}, None)
+    assert captured == (name == "full")
+
+
 def test_functions_that_do_not_fit_a_layer_are_refused_by_name():
     def windowless(q, k, v):
         return ops.attend_causal(q, k, v)
@@ -280,11 +291,15 @@ def test_functions_that_do_not_fit_a_layer_are_refused_by_name():
     apply = funcrl.functional(sliding)
     with pytest.raises(ValueError, match="Transformer expects .*sliding layer, got windowless"):
         apply(params, TOKENS, SAMPLE.positions, attend=windowless)
+    with pytest.raises(ValueError, match=r"Transformer expects attend= with one .*, got 1\."):
+        apply(params, TOKENS, SAMPLE.positions, attend=[ops.attend_causal])
     params, apply = spread_params(delta), funcrl.functional(delta)
     with pytest.raises(ValueError, match="one function a layer .*delta layers.* got attend_causal"):
         apply(params, TOKENS, SAMPLE.positions, attend=ops.attend_causal)
     options = funcrl.config.TrainConfig(model="micro-hybrid", packing="prefixes")
-    with pytest.raises(ValueError, match="train expects --packing none or samples .*delta layers"):
+    with pytest.raises(
+        ValueError, match="train expects --packing none or samples .*carries a state"
+    ):
         funcrl.build(options)
     rows = funcrl.pack_groups(tiny_rollout(), funcrl.grpo(), 21)
     step = funcrl.grpo_step(funcrl.logprob_fn(delta))

@@ -1,7 +1,7 @@
 """What the generators in this process have in common: parameters are pushed, samples are drawn."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,8 @@ class Network(NamedTuple):
     check_params: Callable[[Params], None]  # raises unless they are the network's
     lay_out: LayOutFn
     free: Callable[[], None] = lambda: None  # lets go of what is kept from one push to the next
+    # Lets what draws go of what it keeps of the samples of its last call, to go on from them.
+    forget: Callable[[Any], None] = lambda _: None
 
 
 class EmbeddedGenerator:
@@ -86,6 +88,14 @@ class EmbeddedGenerator:
                 self._lifecycle.state = State.READY
             drawn = self._draw(request)
         return _owned(drawn, held.version)
+
+    def forget(self) -> None:
+        """Go on from no sample of earlier calls: the next one depends on its arguments alone.
+
+        Only the sampler of a recurrent network keeps its last samples' states for their next turns.
+        """
+        if self._draw is not None:
+            self._network.forget(self._draw)
 
     def score(self, prompts: Prompts) -> list[list[float]]:
         """Return the log-probability of each prompt's tokens, from the second on."""

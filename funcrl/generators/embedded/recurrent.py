@@ -86,8 +86,8 @@ def write(states: RecurrentState, rows: list[int] | slice, new: RecurrentState) 
 class RecurrentDraw:
     """Draws from one network's parameters.
 
-    The states of the samples of a call are kept until the next one: a prompt that continues such a
-    sample, as the turns of an environment do, costs the tokens that are new.
+    The states of the samples of a call are kept until the next one, or `forget`: a prompt that
+    continues such a sample, as the turns of an environment do, costs the tokens that are new.
 
     Args:
         model: bound to its parameters.
@@ -95,27 +95,34 @@ class RecurrentDraw:
 
     def __init__(self, model: Recurrent) -> None:
         self._model = model
-        self._kept = States(model.zero_state(), 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the states of earlier samples."""
+        self._kept = States(self._model.zero_state(), 0)
 
     def __call__(self, request: Request) -> Completions:
         """Return the samples, each drawn to its end."""
         prompts, group = request.prompts, request.sampling.num_samples
-        found, before = self._kept.find(prompts), self._kept
-        self._kept = States(self._model.zero_state(), group * len(prompts))
+        before = self._kept  # another thread's call may put others there
+        found = before.find(prompts)
+        kept = States(self._model.zero_state(), group * len(prompts))
         unread = [prompt[each.length :] for prompt, each in zip(prompts, found, strict=True)]
         hashes = [hashed(new, each.hash) for new, each in zip(unread, found, strict=True)]
         states = before.take([each.row for each in found])
 
         def open_decoder(rows: int, _places: int) -> RecurrentDecoder:
             entering = Entering(prompts, hashes, unread, states)
-            return RecurrentDecoder(self._model, entering, self._kept, rows)
+            return RecurrentDecoder(self._model, entering, kept, rows)
 
         leaf = self._model.embed.weight
         seeds, lengths = seeds_of(hashes, group, request.seed), [len(new) for new in unread]
         batch = Batch(
             open_decoder, request, leaf.device, self._model.ops.log_softmax, seeds, lengths
         )
-        return completions(batch.run(), leaf)
+        drawn = batch.run()
+        self._kept = kept
+        return completions(drawn, leaf)
 
 
 class Entering(NamedTuple):

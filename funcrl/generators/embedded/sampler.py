@@ -83,9 +83,10 @@ class Sampler(EmbeddedGenerator):
 
     A push is a reference: parameters that are written into afterwards are read again.
 
-    Of a recurrent network the states of a call's samples are kept until the next call, or a push: a
-    prompt that continues one of these samples, as the turns of an environment do, costs its new
-    tokens alone.
+    Of a recurrent network the states of a call's samples are kept until the next call, `forget`, or
+    a push that names no version or another one: a prompt that continues one of these samples, as
+    the turns of an environment do, costs its new tokens alone. Such states are of the parameters as
+    they were: after a write that torch does not count (see `push`), push them without a version.
 
     In half precision on a GPU a `Transformer`'s tokens are drawn by CUDA graphs, with the exact
     kernels: the first completions wait for their capture, and `sleep` frees what is kept for the
@@ -119,6 +120,7 @@ class Sampler(EmbeddedGenerator):
             check_params=lambda params: check_params(model, params),
             lay_out=lay_out,
             free=free,
+            forget=RecurrentDraw.forget if isinstance(own, Recurrent) else lambda _: None,
         )
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
 

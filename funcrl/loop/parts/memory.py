@@ -145,7 +145,7 @@ def estimate_memory(
         logits = min(chunk, tokens) * 4 * _FLOAT
     slots = min(config.slots, config.num_prompts * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
-    captured = config.generator == "sampler" and config.device == "cuda" and copies
+    captured = config.generator == "sampler" and config.device == "cuda" and copies and c.is_plain
     return MemoryEstimate(
         parameters=trained + 2 * merged if merged else params,
         optimizer=2 * trained,

@@ -1,5 +1,6 @@
 """Environments of gymnasium with discrete actions, whose observations are written as words."""
 
+import math
 import re
 import string
 from bisect import bisect
@@ -41,6 +42,7 @@ class Play(NamedTuple):
     num_actions: int = 0
     total: float = 0.0  # of the rewards
     over: bool = False
+    ended: bool = False  # by the environment, not by a word that is no action
 
 
 class Gymnasium(GeneratedTask, Environment):
@@ -49,10 +51,14 @@ class Gymnasium(GeneratedTask, Environment):
     Each number of an observation is one word, its letter and its bin, such as `a3 b0 c7 d4 `; bins
     hold equally many of the observations of random play. An action is its number, `1 `, and any
     other completion ends the episode. A prompt is the first observation of a start, which the
-    samples of a group share. A tenth of all starts is held out for evaluation.
+    samples of a group share. A tenth of all starts is held out for evaluation; two starts may look
+    the same to a policy, as all of FrozenLake's do.
 
-    Rewards are `return`, the sum of the environment's own, and, where gymnasium names a threshold
-    for it, `solved` (the return has reached that), which is the task's accuracy and has no weight.
+    Rewards are `return`, the sum of the environment's own, and the task's accuracy, which has no
+    weight: `solved`, whether the return has reached the threshold that gymnasium names, or without
+    one `finished`, whether the environment has ended the episode. Each turn that is left when a
+    policy ends an episode itself counts as the lowest reward of random play, if that is below 0: it
+    does not pay to give up.
 
     Args:
         name: of an environment with discrete actions, whose observations are a vector of at most 26
@@ -80,7 +86,8 @@ class Gymnasium(GeneratedTask, Environment):
         self.name, self._environment = f"gymnasium:{name}", name
         self._spare = self._made()  # for first observations
         self._first_action, self._num_actions = _actions_of(self._spare, self._gymnasium.spaces)
-        self._edges = _edges(self._spare, bins, self._gymnasium.spaces)
+        observations, self._lowest = _random_play(self._spare, self._gymnasium.spaces)
+        self._edges = _edges(self._spare, observations, bins, self._gymnasium.spaces)
         words = [
             f"{letter}{number}"
             for letter, edges in zip(string.ascii_lowercase, self._edges, strict=False)
@@ -89,9 +96,8 @@ class Gymnasium(GeneratedTask, Environment):
         self.tokenizer = WordTokenizer([*map(str, range(self._num_actions)), *words])
         self.max_turns = self._spare.spec.max_episode_steps or _MOST_TURNS
         self._threshold = self._spare.spec.reward_threshold
-        has_accuracy = self._threshold is not None
-        self.accuracy = "solved" if has_accuracy else "return"
-        self.reward_weights: Mapping[str, float] = {"solved": 0.0} if has_accuracy else {}
+        self.accuracy = "finished" if self._threshold is None else "solved"
+        self.reward_weights: Mapping[str, float] = {self.accuracy: 0.0}
 
     def draw(self, *seed: int) -> tuple[Prompt, tuple[int]]:
         """Return the first observation of a start, and the seed of the start."""
@@ -116,18 +122,19 @@ class Gymnasium(GeneratedTask, Environment):
             for action in state.game.actions[: state.num_actions]:
                 game.act(action)
         observation, reward, over = game.act(self._first_action + number)
-        return Play(game, observation, state.num_actions + 1, state.total + reward, over)
+        return Play(game, observation, state.num_actions + 1, state.total + reward, over, over)
 
     def observe(self, state: Play) -> str | None:
         """Return the observation in words; None at the end."""
         return None if state.over else self._words(state.observation)
 
     def reward(self, prompt: Prompt, state: Play) -> Mapping[str, float]:
-        """Return the sum of the environment's rewards, and whether it is large enough."""
+        """Return the sum of the environment's rewards, and whether the episode was a success."""
         del prompt
-        if self._threshold is None:
-            return {"return": state.total}
-        return {"return": state.total, "solved": float(state.total >= self._threshold)}
+        left = 0 if state.ended else self.max_turns - state.num_actions
+        total = state.total + left * min(self._lowest, 0.0)
+        success = state.ended if self._threshold is None else total >= self._threshold
+        return {"return": total, self.accuracy: float(success)}
 
     def _made(self) -> Any:
         """Return a new environment, without gymnasium's checker, which takes as long as a step."""
@@ -156,10 +163,26 @@ def _actions_of(environment: Any, spaces: Any) -> tuple[int, int]:
     return int(space.start), int(space.n)
 
 
-def _edges(environment: Any, bins: int, spaces: Any) -> list[list[float]]:
+def _random_play(environment: Any, spaces: Any) -> tuple[list[Any], float]:
+    """Return the observations of random play, which is always the same, and its lowest reward."""
+    seen, over, lowest = [], True, math.inf
+    first, count = _actions_of(environment, spaces)
+    for step in range(_RANDOM_STEPS):
+        if over:
+            observation, _ = environment.reset(seed=step)
+            over = False
+        else:
+            action = first + rng.fold_in(0, step) % count
+            observation, reward, ended, cut, _ = environment.step(action)
+            over, lowest = bool(ended or cut), min(lowest, float(reward))
+        seen.append(observation)
+    return seen, lowest
+
+
+def _edges(environment: Any, seen: list[Any], bins: int, spaces: Any) -> list[list[float]]:
     """Return, for each number of an observation, the values between its bins, in order.
 
-    They are quantiles of the observations of random play, which is always the same.
+    They are quantiles of the observations that were seen.
     """
     space = environment.observation_space
     if isinstance(space, spaces.Discrete):
@@ -170,16 +193,5 @@ def _edges(environment: Any, bins: int, spaces: Any) -> list[list[float]]:
             f"Gymnasium expects observations of at most {most} numbers, or of one integer of a "
             f"range, got {space} of {environment.spec.id}."
         )
-    seen, over = [], True
-    first, count = _actions_of(environment, spaces)
-    for step in range(_RANDOM_STEPS):
-        if over:
-            observation, _ = environment.reset(seed=step)
-            over = False
-        else:
-            action = first + rng.fold_in(0, step) % count
-            observation, _, ended, cut, _ = environment.step(action)
-            over = bool(ended or cut)
-        seen.append(observation)
     quantiles = np.quantile(np.array(seen, np.float64), np.arange(1, bins) / bins, axis=0)
     return [sorted({*column}) for column in quantiles.T.tolist()]

@@ -112,6 +112,37 @@ def test_only_states_of_the_call_before_are_kept():
     assert Counting.read_tokens == sum(map(len, contexts))
 
 
+def test_what_is_forgotten_leaves_no_trace():
+    """A run that resumes has no states, so a rollout that finds some would have other bits."""
+    model, params = make(kind=Counting)
+    sampler, fresh = pushed(model, params), pushed(model, params)
+    contexts = continued(sampler.generate(PROMPTS, SAMPLING, seed=5))
+    sampler.forget()
+    Counting.read_tokens = 0
+    found = sampler.generate(contexts, SAMPLING, seed=6)
+    assert Counting.read_tokens >= sum(map(len, contexts))
+    wanted = fresh.generate(contexts, SAMPLING, seed=6)
+    assert found.finish_reasons == wanted.finish_reasons
+    assert all(torch.equal(one, other) for one, other in zip(found[:4], wanted[:4], strict=True))
+
+
+def test_a_rollout_goes_on_from_no_earlier_one():
+    """Its prompts begin with whole samples of the rollout before."""
+    task = funcrl.tasks.SumDigits()
+    model = Counting(RecurrentConfig(vocab_size=task.tokenizer.vocab_size, width=8))
+    sampler = pushed(model, funcrl.init_params(model, seed=0))
+    prompts, sampling = task.prompts(seed=0, start=0, count=2), Sampling(2, max_tokens=4)
+    first = funcrl.rollouts.complete(task, sampler, prompts, sampling, seed=0)
+    longer = [
+        prompt._replace(text=prompt.text + text + "1")
+        for prompt, text in zip(prompts, first.texts[::2], strict=True)
+    ]
+    length = sum(len(task.tokenizer.encode(prompt.text)) for prompt in longer)
+    Counting.read_tokens = 0
+    funcrl.rollouts.complete(task, sampler, longer, Sampling(1, max_tokens=1), seed=0)
+    assert Counting.read_tokens == length
+
+
 def test_other_parameters_find_no_old_states():
     """After a push, and after a write into parameters that are held."""
     model, params = make()

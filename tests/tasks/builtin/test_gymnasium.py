@@ -98,6 +98,34 @@ def test_what_is_no_action_ends_the_episode(cartpole, completion):
     assert cartpole.observe(state) is not None
 
 
+def test_it_does_not_pay_to_give_up():
+    """A turn of MountainCar costs 1, and 200 of them are an episode: the threshold is -110."""
+    task = funcrl.tasks.Gymnasium("MountainCar-v0")
+    prompt = task.prompts(seed=0, start=0, count=1)[0]
+    gave_up = task.act(task.act(task.begin(prompt), "1 "), "x ")
+    assert task.reward(prompt, gave_up) == {"return": -200.0, "solved": 0.0}
+    cut_off = played(task, prompt, [1] * 20)[-1]
+    assert task.reward(prompt, cut_off) == {"return": -200.0, "solved": 0.0}
+    whole = played(task, prompt, [1] * 200)[-1]
+    assert task.observe(whole) is None
+    assert task.reward(prompt, whole) == {"return": -200.0, "solved": 0.0}
+
+
+def test_an_environment_without_a_threshold_counts_what_is_finished():
+    """FrozenLake-v1 made by another name has none; its episodes end at a hole or the goal."""
+    gymnasium.register("NoThreshold-v0", "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv",
+                       max_episode_steps=20, kwargs={"is_slippery": False})  # fmt: skip
+    task = funcrl.tasks.Gymnasium("NoThreshold-v0")
+    prompt = task.prompts(seed=0, start=0, count=1)[0]
+    hole = played(task, prompt, [2, 1])[-1]  # right, and down
+    assert task.accuracy == "finished"
+    assert task.reward(prompt, hole) == {"return": 0.0, "finished": 1.0}
+    assert task.reward(prompt, task.act(task.begin(prompt), "x ")) == {
+        "return": 0.0,
+        "finished": 0.0,
+    }
+
+
 def test_a_controller_solves_it_in_words(cartpole):
     """Pushing to where the pole falls, as its last two words say, keeps it up for 500 turns."""
     prompt = cartpole.eval_prompts(1)[0]
