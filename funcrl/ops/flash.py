@@ -37,7 +37,8 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -
         k: [..., K, T, C].
         v: [..., K, T, C].
         window: the number of tokens that each one sees, itself included; all when left out. With
-            one, the kernels are those of `attend_flash_segments`, as torch's know of none.
+            one, the kernels are those of `attend_flash_segments`, as torch's know of none; their
+            backward pass holds all scores of a sample on a CPU.
 
     Example:
         >>> import torch, funcrl

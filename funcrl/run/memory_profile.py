@@ -119,8 +119,9 @@ def memory_profile(
 ) -> MemoryProfiler:
     """Return a context manager, and decorator, that finds a block's peak and what was alive then.
 
-    Every allocation that torch makes is counted, by its profiler: also what an operator needs for
-    itself, and what autograd keeps. On a GPU `peak_allocated` is the allocator's own. On a CPU
+    Every allocation that torch makes in this thread, and in autograd's, is counted, by its
+    profiler: also what an operator needs for itself, and what autograd keeps. What other threads
+    allocate is not. On a GPU `peak_allocated` is the allocator's own, of all threads. On a CPU
     tensors from before the block are those that Python can see; one that the block frees counts
     until its memory is used again, because torch does not record that it is freed. It resets the
     peak of `memory_stats`. Only one can be running at a time.

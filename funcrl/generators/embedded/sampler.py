@@ -88,9 +88,9 @@ class Sampler(EmbeddedGenerator):
     the turns of an environment do, costs its new tokens alone. Such states are of the parameters as
     they were: after a write that torch does not count (see `push`), push them without a version.
 
-    In half precision on a GPU a `Transformer`'s tokens are drawn by CUDA graphs, with the exact
-    kernels: the first completions wait for their capture, and `sleep` frees what is kept for the
-    next call.
+    In half precision on a GPU the tokens of a `Transformer` whose `config.is_plain` are drawn by
+    CUDA graphs, with the exact kernels: the first completions wait for their capture, and `sleep`
+    frees what is kept for the next call.
 
     Example:
         >>> import funcrl
