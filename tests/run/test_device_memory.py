@@ -122,8 +122,8 @@ def test_each_tensor_has_the_place_of_its_allocation():
         forward(x).sum().backward()
     lines = {b.operator: b.where for b in memory.result.live if b.operator and b.num_bytes >= KB}
     first = forward.__code__.co_firstlineno
-    assert lines["aten::exp"].endswith(f"test_memory.py:{first + 1} in forward")
-    assert all("test_memory.py" in where for where in lines.values())
+    assert lines["aten::exp"].endswith(f"test_device_memory.py:{first + 1} in forward")
+    assert all("test_device_memory.py" in where for where in lines.values())
     assert "ExpBackward0" in lines
     assert "aten::exp, " in str(memory.result)
 
