@@ -141,6 +141,29 @@ class TransformerConfig:
         return tuple(self.layers[index % len(self.layers)] for index in range(self.num_layers))
 
     @property
+    def rotated_width(self) -> int:
+        """The number of each head's numbers that are rotated by their position.
+
+        Example:
+            >>> import funcrl
+            >>> funcrl.models.TransformerConfig(head_width=32).rotated_width
+            32
+        """
+        return self.head_width if self.rotary_width is None else self.rotary_width
+
+    @property
+    def delta_channels(self) -> int:
+        """The number of channels of a delta layer's convolution: queries, keys and values.
+
+        Example:
+            >>> import funcrl
+            >>> funcrl.models.TransformerConfig().delta_channels  # 3 x 16 heads of 128
+            6144
+        """
+        keys = self.delta_key_heads * self.delta_key_width
+        return 2 * keys + self.delta_heads * self.delta_value_width
+
+    @property
     def is_plain(self) -> bool:
         """Whether all layers are full, and none of the options after `layers` is used."""
         plain = TransformerConfig()

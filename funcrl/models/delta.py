@@ -93,17 +93,13 @@ class GatedDelta(nn.Module):
         super().__init__()
         self.config = c = config
         self.ops = ops
-        self._widths = [
-            c.delta_key_heads * c.delta_key_width,
-            c.delta_key_heads * c.delta_key_width,
-            c.delta_heads * c.delta_value_width,
-        ]
-        channels, values = sum(self._widths), self._widths[2]
-        self.qkv = Linear(c.width, channels, False, ops)
+        keys, values = c.delta_key_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
+        self._widths = [keys, keys, values]
+        self.qkv = Linear(c.width, c.delta_channels, False, ops)
         self.z = Linear(c.width, values, False, ops)
         self.a = Linear(c.width, c.delta_heads, False, ops)
         self.b = Linear(c.width, c.delta_heads, False, ops)
-        self.conv = nn.Parameter(torch.empty(channels, c.delta_conv))
+        self.conv = nn.Parameter(torch.empty(c.delta_channels, c.delta_conv))
         self.log_rate = nn.Parameter(torch.empty(c.delta_heads))
         self.step_bias = nn.Parameter(torch.empty(c.delta_heads))
         self.norm = RMSNorm(c.delta_value_width, c.norm_eps, ops)

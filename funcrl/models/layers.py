@@ -83,7 +83,7 @@ class Attention(nn.Module):
         """Return queries and keys [..., T, heads, C] as attention takes them: heads, then T."""
         fused, kinds = self.ops.norm_rotate, {type(self.q_norm), type(self.k_norm)}
         c = self.config
-        whole = c.rotary_width in (None, c.head_width) and not c.norm_offset
+        whole = c.rotated_width == c.head_width and not c.norm_offset
         if fused is None or not whole or kinds not in ({RMSNorm}, {nn.Identity}):
             normed = [self.q_norm(q).transpose(-2, -3), self.k_norm(k).transpose(-2, -3)]
             return self._rotated(normed, rotation)
@@ -93,9 +93,9 @@ class Attention(nn.Module):
         return fused(q, k, gains, c.norm_eps, rotation)
 
     def _rotated(self, parts: Sequence[Tensor], rotation: Tensor) -> Sequence[Tensor]:
-        """Return [..., heads, T, C] with their first `rotary_width` numbers rotated."""
-        width = self.config.rotary_width
-        if width in (None, self.config.head_width):
+        """Return [..., heads, T, C] with their first `rotated_width` numbers rotated."""
+        width = self.config.rotated_width
+        if width == self.config.head_width:
             return self.ops.rotate(parts, rotation)
         turned = self.ops.rotate([part[..., :width] for part in parts], rotation)
         return [

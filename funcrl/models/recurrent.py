@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import Count, check_fields
 from funcrl.models.config import LARGEST
+from funcrl.models.layers import Linear
 from funcrl.models.transformer import HeadFn
 from funcrl.ops import choose_ops, gru_scan, lstm_scan
+from funcrl.ops.recurrent import Cell, Recompute
 
 # What a layer carries from token to token: h and c [..., L, D] of an LSTM, h [..., L, D] of a GRU.
 RecurrentState: TypeAlias = tuple[Tensor, Tensor] | Tensor
@@ -47,11 +49,11 @@ class RecurrentConfig:
     vocab_size: Count = 512
     width: Count = 128
     num_layers: Count = 1
-    cell: Literal["lstm", "gru"] = "lstm"
+    cell: Cell = "lstm"
     tied: bool = False
     context_length: Count = 4096
     backend: Literal["auto", "loop", "op", "triton", "cudnn"] = "auto"
-    recompute: Literal["none", "full", "chunk"] = "none"
+    recompute: Recompute = "none"
     numerics: Literal["native", "exact"] = "native"
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Recurrent(nn.Module):
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.width)
             self.layers = RecurrentLayers(config)
-            self.unembed = nn.Linear(config.width, config.vocab_size, bias=False)
+            self.unembed = Linear(config.width, config.vocab_size, False, self.ops)
         if config.tied:
             self.unembed.weight = self.embed.weight
 
@@ -152,7 +154,7 @@ class Recurrent(nn.Module):
                 f"{dtype}; cast the parameters."
             )
         hidden, _ = self.layers(self.ops.embed(tokens, self.embed.weight, dtype), None, resets)
-        return self._logits(hidden) if head is None else head(hidden, self.unembed.weight)
+        return self.unembed(hidden) if head is None else head(hidden, self.unembed.weight)
 
     def read(
         self, tokens: Tensor, state: RecurrentState | None = None, resets: Tensor | None = None
@@ -165,10 +167,8 @@ class Recurrent(nn.Module):
     def next_logits(self, state: RecurrentState) -> Tensor:
         """Return the logits [..., V] of what follows: the last layer's output is its state."""
         h = state if isinstance(state, Tensor) else state[0]
-        return self._logits(h[..., -1, :])
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.unembed.weight, None)
+        logits: Tensor = self.unembed(h[..., -1, :])
+        return logits
 
     def zero_state(self) -> RecurrentState:
         """Return the state of a sample before its first token."""

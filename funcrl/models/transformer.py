@@ -145,17 +145,16 @@ class Transformer(nn.Module):
     def rotations(self, positions: Tensor) -> dict[Kind, Tensor]:
         """Return the rotation, by `ops.rotation`, of each kind of attention in the network."""
         c = self.config
-        width = c.head_width if c.rotary_width is None else c.rotary_width
         rotations: dict[Kind, Tensor] = {}
         if "full" in c.kinds:
             # A product, which every compiler rounds alike, unlike a quotient.
             places = positions if c.rope_factor == 1.0 else positions * (1.0 / c.rope_factor)
-            rotations["full"] = self.ops.rotation(places, width, c.rope_theta)
+            rotations["full"] = self.ops.rotation(places, c.rotated_width, c.rope_theta)
         if "sliding" in c.kinds:
             theta = c.local_rope_theta or c.rope_theta
             same = theta == c.rope_theta and c.rope_factor == 1.0 and "full" in rotations
             rotations["sliding"] = (
-                rotations["full"] if same else self.ops.rotation(positions, width, theta)
+                rotations["full"] if same else self.ops.rotation(positions, c.rotated_width, theta)
             )
         return rotations
 

@@ -3,6 +3,8 @@
 Checked, and completed where they are left out: the state before the first token, and the resets.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -105,6 +107,12 @@ def complete_scan(
     return state, resets
 
 
+def flat(tensor: Tensor, axes: int) -> Tensor:
+    """Return a tensor with all but its last `axes` axes as one; an empty batch is none less."""
+    lead, rest = tensor.shape[: tensor.ndim - axes], tensor.shape[tensor.ndim - axes :]
+    return tensor.reshape(math.prod(lead), *rest)
+
+
 def token_major(x: Tensor, tokens: int) -> Tensor:
     """Return x [..., H, T, ...] in memory in which the heads of a token lie together.
 
@@ -120,4 +128,4 @@ def as_samples(
 ) -> list[Tensor]:
     """Return the inputs of a scan with one leading axis B: q [B, H, T, Ck] ..., resets [B, T]."""
     parts, ends = (q, k, v, decay, beta, state, resets), (3, 3, 3, 2, 2, 3, 1)
-    return [part.reshape(-1, *part.shape[-end:]) for part, end in zip(parts, ends, strict=True)]
+    return [flat(part, end) for part, end in zip(parts, ends, strict=True)]

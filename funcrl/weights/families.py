@@ -101,7 +101,6 @@ def _read_qwen3_5(fields: Metadata) -> dict[str, Any]:
 
 
 def _write_qwen3_5(config: TransformerConfig) -> dict[str, Any]:
-    rotary_width = config.rotary_width or config.head_width
     return {
         "hidden_act": "silu",
         "attn_output_gate": True,
@@ -110,7 +109,7 @@ def _write_qwen3_5(config: TransformerConfig) -> dict[str, Any]:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": config.rope_theta,
-            "partial_rotary_factor": _factor(rotary_width, config.head_width),
+            "partial_rotary_factor": _factor(config.rotated_width, config.head_width),
         },
         **{name: getattr(config, field) for field, name in _DELTA.items()},
     }

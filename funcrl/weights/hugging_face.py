@@ -103,7 +103,7 @@ def same_network(config: TransformerConfig) -> TransformerConfig:
         layers=config.kinds,
         window=config.window if sliding else None,
         local_rope_theta=(config.local_rope_theta or config.rope_theta) if sliding else None,
-        rotary_width=config.rotary_width or config.head_width,
+        rotary_width=config.rotated_width,
         attention_scale=config.attention_scale or config.head_width**-0.5,
     )
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from funcrl.core.arguments import Count, Fraction, check_fields
 from funcrl.core.types import Params
 from funcrl.ops import gru_scan, lstm_scan
+from funcrl.ops.recurrent import Cell, Precision, Recompute
 
-Cell: TypeAlias = Literal["lstm", "gru"]
 Part: TypeAlias = Literal["forward", "gradient"]
 Backend: TypeAlias = Literal["torch", "loop", "op", "exact", "triton", "cudnn"]
-Recompute: TypeAlias = Literal["none", "chunk", "full"]
 
 _SCANS: dict[Cell, Callable[..., Any]] = {"lstm": lstm_scan, "gru": gru_scan}
 _MODULES: dict[Cell, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
@@ -48,7 +47,7 @@ class RecurrentBenchConfig:
     """The share of steps at which a new episode begins; with 0 a scan is given no resets."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """The dtype of the input and the parameters."""
-    precision: Literal["ieee", "tf32"] = "ieee"
+    precision: Precision = "ieee"
     """How a GPU multiplies float32 numbers; tf32 rounds factors to 10 bits first."""
     cudagraph: Literal["none", "full"] = "none"
     """full records the kernels of a call once and replays them together; it needs a GPU. The peak

@@ -73,9 +73,8 @@ def empty_cache(model: Transformer, samples: int, places: int, like: Tensor) -> 
     def of_layer(kind: str) -> Kept:
         if kind != "delta":
             return zeros(samples, c.num_kv_heads, places, 2 * c.head_width)
-        channels = 2 * c.delta_key_heads * c.delta_key_width + c.delta_heads * c.delta_value_width
         state = samples, c.delta_heads, c.delta_key_width, c.delta_value_width
-        history = zeros(samples, c.delta_conv - 1, channels)
+        history = zeros(samples, c.delta_conv - 1, c.delta_channels)
         return Memory(history, zeros(state, dtype=at_least_float32(like.dtype)))
 
     return [of_layer(kind) for kind in c.kinds]

@@ -44,8 +44,8 @@ class States:
     ) -> None:
         """Keep the hash and the state [n, L, D] of each of n sequences."""
         write(self._states, slice(self._used, self._used + len(sequences)), states)
-        for tokens, hash in zip(sequences, hashes, strict=True):
-            self._known[tokens] = Known(self._used, len(tokens), hash)
+        for tokens, of_tokens in zip(sequences, hashes, strict=True):
+            self._known[tokens] = Known(self._used, len(tokens), of_tokens)
             self._tails.setdefault(len(tokens), set()).add(tokens[-_TAIL:])
             self._used += 1
 

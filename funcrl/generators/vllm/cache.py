@@ -80,6 +80,5 @@ def _token_bytes(shape: TransformerConfig, dtype: str) -> int:
 def _state_bytes(shape: TransformerConfig, dtype: str) -> int:
     """Return the bytes of what a delta layer knows of a sample, its sums in float32."""
     c = shape
-    values = c.delta_heads * c.delta_value_width
-    inputs = (c.delta_conv - 1) * (2 * c.delta_key_heads * c.delta_key_width + values)
-    return 4 * values * c.delta_key_width + FLOAT_BYTES[dtype] * inputs
+    sums = c.delta_heads * c.delta_key_width * c.delta_value_width
+    return 4 * sums + FLOAT_BYTES[dtype] * (c.delta_conv - 1) * c.delta_channels

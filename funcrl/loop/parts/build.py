@@ -25,14 +25,11 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop.parts import chosen, data, sources
-from funcrl.models import Recurrent, Transformer
-from funcrl.models.logits import forward_takes, logits_fn, vocab_size_of
-from funcrl.models.logprobs import logprob_fn
+from funcrl.loop.parts import chosen, data, scores, sources
+from funcrl.models import Transformer
+from funcrl.models.logits import logits_fn, vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
-from funcrl.models.transformer import has_delta
-from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
@@ -285,42 +282,13 @@ def _model(making: _Making) -> nn.Module:
     return sources.network_of(making.function, making.config, source, size, tokenizer, making.trust)
 
 
-def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
-    """Return the scores of a network's own parameters, as the configuration computes them."""
-    _check_packing(function, config, model)
-    return logprob_fn(
-        model,
-        config.sampling.temperature or 1.0,
-        chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
-        dtype=chosen.compute_dtype(config),
-        attend=_attend(function, config, model),
-        attend_segments=attend_flash_segments if config.attend == "flash" else None,
-    )
-
-
-def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
-    """Raise if samples of a packed row would see each other."""
-    carries = forward_takes(model, "resets") or has_delta(model)
-    if config.packing != "none" and not (carries or forward_takes(model, "attend")):
-        raise ValueError(
-            f"{function} expects --packing none for a network whose forward takes neither attend= "
-            f"nor resets=, and would let samples of a row see each other, got {config.packing} for "
-            f"{type(model).__name__}."
-        )
-    if config.packing == "prefixes" and carries:
-        raise ValueError(
-            f"{function} expects --packing none or samples for a network that carries a state, "
-            f"which does not fork behind a shared prompt, got prefixes for {type(model).__name__}."
-        )
-
-
 def _adapters(making: _Making) -> Lora | None:
     """Return the model as a function of adapters, if such are trained."""
     config = making.config
     if not config.lora.rank:
         return None
     base = making["params"] or sources.base_params(config, making["source"], making["model"])
-    model_fn = plain_model_fn(making.function, config, making["model"])
+    model_fn = scores.plain_model_fn(making.function, config, making["model"])
     return sources.adapters_of(config, model_fn, base)
 
 
@@ -329,7 +297,7 @@ def _model_fn(making: _Making) -> ModelFn:
     if adapters is not None:
         found: ModelFn = adapters.model_fn
         return found
-    return plain_model_fn(making.function, making.config, making["model"])
+    return scores.plain_model_fn(making.function, making.config, making["model"])
 
 
 def _step(making: _Making) -> Step:
@@ -361,24 +329,6 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "step": (("model_fn", "algorithm", "optimizer", "prepare"), _step),
     "generator": (("model", "task"), _generator),
 }
-
-
-def _attend(function: str, config: TrainConfig, model: nn.Module) -> AttendFn | None:
-    """Return how heads attend; None is the network's own way."""
-    if config.attend == "native":
-        return None
-    if not isinstance(model, Transformer):
-        raise ValueError(
-            f"{function} expects --attend native for a network of one's own, which attends in its "
-            f"own way, got flash for {type(model).__name__}."
-        )
-    width = model.config.head_width
-    if config.device == "cuda" and width % 8:
-        raise ValueError(
-            f"{function} expects --attend native for heads that are no multiple of 8 wide, on "
-            f"cuda, got flash for heads of {width}."
-        )
-    return attend_flash
 
 
 def first_params(parts: Parts) -> Params:

@@ -176,7 +176,7 @@ def _kept_by_block(c: TransformerConfig, kind: Kind, scores: int) -> tuple[int, 
         keys = c.delta_key_heads * c.delta_key_width
         repeated, values = c.delta_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
         # The convolution before and after, queries and keys normed and repeated, and the gate.
-        block += 2 * (2 * keys + values) + 2 * (keys + repeated) + 5 * values
+        block += 2 * c.delta_channels + 2 * (keys + repeated) + 5 * values
         return block, widened + 6 * keys + 2 * values
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
     # The projections before and after rotation, and the gate.
@@ -189,9 +189,8 @@ def _kept_by_sampler(c: TransformerConfig, kind: Kind, length: int, compute: int
     """Return the bytes that a layer keeps of a sample: keys and values, or a state."""
     if kind != "delta":
         return 2 * c.num_kv_heads * c.head_width * length * compute
-    channels = 2 * c.delta_key_heads * c.delta_key_width + c.delta_heads * c.delta_value_width
     state = c.delta_heads * c.delta_key_width * c.delta_value_width
-    return (c.delta_conv - 1) * channels * compute + state * _FLOAT
+    return (c.delta_conv - 1) * c.delta_channels * compute + state * _FLOAT
 
 
 def _num_older(config: TrainConfig) -> int:

@@ -8,16 +8,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from funcrl.ops.delta import chunked
-from funcrl.ops.exact.delta import (
-    Pair,
-    Six,
-    backward_of,
-    in_order,
-    like_gradients,
-    like_scan,
-)
-from funcrl.ops.exact.recipe import differentiable, operator
-from funcrl.ops.streams import as_samples, token_major
+from funcrl.ops.exact.delta import Pair, Six, in_order, like_gradients, like_scan, scan_of
+from funcrl.ops.exact.recipe import operator
+from funcrl.ops.streams import as_samples, flat, token_major
 
 Shape: TypeAlias = Sequence[int]
 
@@ -50,7 +43,7 @@ def chunked_gradients_op(
 ) -> Six:  # fmt: skip
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
-    grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
+    grads = flat(grad_outputs, 3), flat(grad_state, 3)
     *parts, before, begins = as_samples(*given, resets)
     tokens = chunked.Tokens._make([*parts, begins])
     return in_order(_kernels(kernels).scan_gradients(*grads, tokens, before, chunk), given)
@@ -65,16 +58,4 @@ def _kernels(name: str) -> ModuleType:
     return cuda
 
 
-def _forward(*inputs: Any) -> Pair:
-    outputs, last = chunked_op(*inputs)
-    return outputs, last
-
-
-chunked_scan = differentiable(
-    "gated_delta_scan",
-    _forward,
-    backward_of(chunked_gradients_op),
-    rows=range(7),
-    returned=2,
-    instead='backend="loop" has them all',
-)
+chunked_scan = scan_of(chunked_op, chunked_gradients_op)

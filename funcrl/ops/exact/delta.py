@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.ops.exact import cpu
 from funcrl.ops.exact.kernels import kernels_of
 from funcrl.ops.exact.recipe import differentiable, operator
-from funcrl.ops.streams import as_samples, complete_scan, token_major
+from funcrl.ops.streams import as_samples, complete_scan, flat, token_major
 
 Shape: TypeAlias = Sequence[int]
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -86,13 +86,17 @@ def gated_delta_gradients_op(
 ) -> Six:  # fmt: skip
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
-    grads = (part.reshape(-1, *part.shape[-3:]) for part in (grad_outputs, grad_state))
-    found = _kernels(q, v).gated_delta_gradients(*grads, *as_samples(*given, resets))
+    samples = flat(grad_outputs, 3), flat(grad_state, 3), *as_samples(*given, resets)
+    found = _kernels(q, v).gated_delta_gradients(*samples)
     return in_order(found, given)
 
 
-def backward_of(gradients: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Return the backward pass, for `differentiable`, of a scan with this operator of gradients."""
+def scan_of(scan: Callable[..., Pair], gradients: Callable[..., Six]) -> Callable[..., Pair]:
+    """Return a scan with a derivative, of its operator and that of its gradients."""
+
+    def forward(*inputs: Any) -> Pair:
+        outputs, last = scan(*inputs)
+        return outputs, last
 
     def backward(
         wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
@@ -100,22 +104,17 @@ def backward_of(gradients: Callable[..., Sequence[Tensor]]) -> Callable[..., lis
         found = gradients(*grads, *inputs)
         return [each for each, want in zip(found, wanted, strict=False) if want]
 
-    return backward
+    return differentiable(
+        "gated_delta_scan",
+        forward,
+        backward,
+        rows=range(7),
+        returned=2,
+        instead='backend="loop" has them all',
+    )
 
 
-def _forward(*inputs: Tensor) -> Pair:
-    outputs, last = gated_delta_op(*inputs)
-    return outputs, last
-
-
-recurrent_scan = differentiable(
-    "gated_delta_scan",
-    _forward,
-    backward_of(gated_delta_gradients_op),
-    rows=range(7),
-    returned=2,
-    instead='backend="loop" has them all',
-)
+recurrent_scan = scan_of(gated_delta_op, gated_delta_gradients_op)
 
 
 def gated_delta(

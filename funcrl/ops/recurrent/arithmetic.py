@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core.numerics import at_least_float32
+from funcrl.ops.contract import LinearFn
 from funcrl.ops.exact.cpu import products
 from funcrl.ops.recurrent.kernels import BackwardFn, ScanKernels
 
@@ -21,7 +22,7 @@ from funcrl.ops.recurrent.kernels import BackwardFn, ScanKernels
 class Arithmetic(NamedTuple):
     """The operations of a step that torch may compute in more than one way."""
 
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, W, b) -> x W^T + b
+    linear: LinearFn
     # (y, x, W) -> y + x W^T, in at least float32
     add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
     sigmoid_: Callable[[Tensor], Tensor]  # in place

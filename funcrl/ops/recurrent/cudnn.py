@@ -14,6 +14,7 @@ from torch import Tensor
 from funcrl.ops.exact.recipe import differentiable, operator
 from funcrl.ops.recurrent.kernels import Cell
 from funcrl.ops.recurrent.params import Layer
+from funcrl.ops.streams import flat
 
 aten = torch.ops.aten
 _MODES = {"lstm": 2, "gru": 3}  # as cuDNN and torch count them
@@ -39,7 +40,7 @@ def layer_op(
     weights = [each.clone() for each in _weights(weight_ih, weight_hh, bias_ih, bias_hh)]
     layout = aten._cudnn_rnn_flatten_weight(weights, len(weights), x.shape[-1], *_sizes(cell, h))
     outputs, last_h, last_c, *kept = aten._cudnn_rnn(
-        _one_batch(x), weights, len(weights), layout, *_states(h, c), *_options(cell, h, keep)
+        flat(x, 2), weights, len(weights), layout, *_states(h, c), *_options(cell, h, keep)
     )
     last_c = last_c.view(c.shape) if cell == "lstm" else torch.empty_like(c)
     return outputs.view(*x.shape[:-1], h.shape[-1]), last_h.view(h.shape), last_c, kept[0], kept[1]
@@ -59,8 +60,8 @@ def gradients_op(
     """Return the gradients of x, of both states, of the weights and of the biases."""
     weights = _weights(weight_ih, weight_hh, bias_ih, bias_hh)
     of_x, of_h, of_c, of_weights = aten._cudnn_rnn_backward(
-        _one_batch(x), weights, len(weights), own_weights, *_states(h, c),
-        _one_batch(outputs), _one_batch(grad_outputs), *_states(grad_h, grad_c),
+        flat(x, 2), weights, len(weights), own_weights, *_states(h, c),
+        flat(outputs, 2), flat(grad_outputs, 2), *_states(grad_h, grad_c),
         *_options(cell, h, True), kept.clone(),  # the kernel writes into it
         [True, True, cell == "lstm", True],
     )  # fmt: skip
@@ -75,16 +76,11 @@ def _weights(*weights: Tensor | None) -> list[Tensor]:
     return [each for each in weights if each is not None]
 
 
-def _one_batch(x: Tensor) -> Tensor:
-    """Return [..., T, D] as [N, T, D]."""
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-
-
 def _states(h: Tensor, c: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return h and c as [1, N, H], for one layer; a GRU has no c."""
     shape = (1, math.prod(h.shape[:-1]), h.shape[-1])
-    flat = [each.reshape(shape).contiguous() if each.shape[-1] else None for each in (h, c)]
-    return flat[0], flat[1]
+    found = [each.reshape(shape).contiguous() if each.shape[-1] else None for each in (h, c)]
+    return found[0], found[1]
 
 
 def _sizes(cell: str, h: Tensor) -> tuple[Any, ...]:

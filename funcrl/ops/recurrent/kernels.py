@@ -27,6 +27,8 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from funcrl.ops.contract import LinearFn
+
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
 
@@ -109,42 +111,6 @@ class BackwardFn(Protocol):
         ...
 
 
-class LinearFn(Protocol):
-    """The product of all rows of a piece with a weight; that of torch by default."""
-
-    def __call__(
-        self,
-        rows: Tensor,  # [M, D], contiguous along its last axis
-        weight: Tensor,  # [G, D]; it may be a transposed view
-        bias: Tensor | None,  # [G]
-        /,
-    ) -> Tensor:
-        """Return rows W^T + bias, [M, G], contiguous."""
-        ...
-
-
-class AddOuterFn(Protocol):
-    """A piece's part of a weight's gradient; by torch's product by default."""
-
-    def __call__(
-        self,
-        total: Tensor,  # [groups, P, Q], in at least float32
-        left: Tensor,  # [groups, M, P]
-        right: Tensor,  # [groups, M, Q]
-        /,
-    ) -> None:
-        """Add left^T right of each group to the total, in place."""
-        ...
-
-
-def add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right of each group to the total, in place."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left.mT, right)
-    else:
-        total += torch.bmm(left.mT, right)
-
-
 class ScanKernels(NamedTuple):
     """The kernels of one cell on one kind of device; plain functions of tensors."""
 
@@ -152,8 +118,8 @@ class ScanKernels(NamedTuple):
     forward: ForwardFn
     replay: ReplayFn
     backward: BackwardFn
+    # Of all rows [M, D] of a piece, for the gradient of x; the weight may be a transposed view.
     linear: LinearFn = torch.nn.functional.linear
-    add_outer: AddOuterFn = add_outer
 
 
 def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:

@@ -16,7 +16,8 @@ from funcrl.core import numerics
 from funcrl.ops.exact.recipe import differentiable, each_sample, leading, only_rows, operator
 from funcrl.ops.recurrent.kernels import Cell, kernels_of, steps_of_piece
 from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass
-from funcrl.ops.recurrent.sequences import flat, sequences_of
+from funcrl.ops.recurrent.sequences import sequences_of
+from funcrl.ops.streams import flat
 
 # What the forward pass keeps for the backward pass, by what that one recomputes.
 _KEPT = {"none": "gates", "chunk": "starts", "full": "nothing"}

@@ -71,7 +71,7 @@ def backward_pass(
         if of_x is not None:
             of_x[:, piece] = _input_gradients(kernels, of_gates, given.weight_ih).transpose(0, 1)
         if of_weights is not None:
-            _add_weight_gradients(given, kernels, of_weights, of_gates, before, piece)
+            _add_weight_gradients(given, of_weights, of_gates, before, piece)
         del before, of_gates  # or they are in memory beside the next piece
     return of_states
 
@@ -146,27 +146,32 @@ def _input_gradients(kernels: ScanKernels, of_gates: Tensor, weight_ih: Tensor) 
 
 
 def _add_weight_gradients(
-    given: Sequences, kernels: ScanKernels, totals: Sequence[Tensor], of_gates: Tensor,
-    before: Tensor, piece: slice,
-) -> None:  # fmt: skip
+    given: Sequences, totals: Sequence[Tensor], of_gates: Tensor, before: Tensor, piece: slice
+) -> None:
     """Add a piece to the gradients of W_ih, W_hh, b_ih and b_hh."""
     is_gru = len(given.weight_hh) < of_gates.shape[-1]
     of_mixed = of_hidden(of_gates) if is_gru else of_gates
-    _add_rows(kernels, totals[1], totals[3], of_mixed, before)
+    _add_rows(totals[1], totals[3], of_mixed, before)
     of_pre = of_gates[..., : len(given.weight_ih)]
-    _add_rows(kernels, totals[0], totals[2], of_pre, of_piece(given.x, piece))
+    _add_rows(totals[0], totals[2], of_pre, of_piece(given.x, piece))
 
 
-def _add_rows(
-    kernels: ScanKernels, total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor
-) -> None:
+def _add_rows(total: Tensor, bias_total: Tensor, grad: Tensor, factor: Tensor) -> None:
     """Add a piece [k, N, ...] to the gradients of a weight and its bias, [groups, ...] each."""
     rows = _by_group(grad, len(total))
-    kernels.add_outer(total, rows, _by_group(factor, len(total)))
+    _add_product(total, rows, _by_group(factor, len(total)))
     if bias_total.shape[1]:
         # A bias is a weight on an input of 1. On a GPU torch's sum would take 138 MB of its own.
         ones = rows.new_ones(*rows.shape[:2], 1)
-        kernels.add_outer(bias_total[..., None], rows, ones)
+        _add_product(bias_total[..., None], rows, ones)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right of each group, [groups, M, P] and [groups, M, Q], to a total, in place."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.mT, right)
+    else:
+        total += torch.bmm(left.mT, right)
 
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The inputs of a recurrent layer: N sequences of T steps, and pieces of some steps of all."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.ops.recurrent.kernels import steps_of_piece
+from funcrl.ops.streams import flat
 
 
 class Sequences(NamedTuple):
@@ -68,12 +68,6 @@ def sequences_of(
         bias=bias,
         bias_n=bias_n,
     )
-
-
-def flat(tensor: Tensor, axes: int) -> Tensor:
-    """Return a tensor with all but its last `axes` axes as one; an empty batch is none less."""
-    lead, rest = tensor.shape[: tensor.ndim - axes], tensor.shape[tensor.ndim - axes :]
-    return tensor.reshape(math.prod(lead), *rest)
 
 
 def of_piece(tensor: Tensor, piece: slice) -> Tensor:

@@ -4,13 +4,9 @@ The cases run on a GPU, in bfloat16 and float32, and in float32 through Triton's
 machine without one, in a process of its own, as Triton reads its switch when it is imported.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, interpreting, kernel_case, run_interpreted
 
 import funcrl
 from funcrl.ops import gated_delta_scan
@@ -18,30 +14,18 @@ from funcrl.ops.delta.chunked import Tokens
 from funcrl.ops.exact import cpu
 from funcrl.ops.streams import last_tokens
 
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
 # The samples, heads, tokens and widths of keys and values.
 SHAPES = [(2, 3, 200, 128, 128), (1, 2, 70, 40, 20)] if ON_GPU else [(1, 2, 70, 6, 20)]
 CHUNK = 64
-# Through the interpreter a case needs no GPU; else `-m gpu` runs it.
-kernel_case = (lambda case: case) if INTERPRETED else pytest.mark.gpu
 
 if ON_GPU or INTERPRETED:
     from funcrl.ops.delta import cuda as in_chunks
     from funcrl.ops.exact import cuda as exact
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the cases run in this process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@interpreting
 def test_the_cases_hold_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 def draw(shape, dtype, resets=0.03):

@@ -1,15 +1,10 @@
 """The exact attention of a GPU, against float64 and against itself in other arrangements."""
 
-import os
-
 import pytest
 import torch
+from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU
 from sharing import samples_under_way, with_new
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Through the interpreter a case needs no GPU; else `-m gpu` runs it.
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 LENGTHS = (200, 513) if ON_GPU else (38,)

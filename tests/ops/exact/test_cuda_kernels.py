@@ -4,46 +4,19 @@ The cases run on a GPU, in bfloat16 and float32, and in float32 through Triton's
 machine without one, in a process of its own, as Triton reads its switch when it is imported.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from exact_draws import block_sums
-
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
-# Through the interpreter a case needs no GPU; else `-m gpu` runs it.
-kernel_case = (lambda case: case) if INTERPRETED else pytest.mark.gpu
+from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, interpreting, kernel_case, run_interpreted
 
 if ON_GPU or INTERPRETED:
     from funcrl.ops.exact import cuda as exact
     from funcrl.ops.exact.cuda.product_kernels import DEFINITION, FEW_ROWS, tiled
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the cases run in this process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@interpreting
 def test_the_cases_hold_under_the_interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        __file__.replace("kernels", "attention"),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__, __file__.replace("kernels", "attention"))
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

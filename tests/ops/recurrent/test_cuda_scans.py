@@ -4,22 +4,13 @@ The cases run on a GPU, and on tiny shapes through Triton's interpreter on a mac
 a process of its own, as Triton reads its switch when it is imported.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import optree
 import pytest
 import torch
+from kernels import DEVICE, INTERPRETED, ON_GPU, interpreting, kernel_case, run_interpreted
 
 from funcrl.ops import recurrent
 
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-# Through the interpreter a case needs no GPU; else `-m gpu` runs it.
-kernel_case = (lambda case: case) if INTERPRETED else pytest.mark.gpu
 SCANS = {"lstm": recurrent.lstm_scan, "gru": recurrent.gru_scan}
 cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 UNIT = 2.0**-8  # of bfloat16: half the distance of 1 and the next number
@@ -28,15 +19,9 @@ if ON_GPU or INTERPRETED:
     from funcrl.ops.recurrent.cuda import plans, products, scan_kernels
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the cases run in this process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@interpreting
 def test_the_cases_hold_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 def drawn(cell, rows, steps, inputs, width, *, layers=1, bias=True, dtype=torch.float32):
