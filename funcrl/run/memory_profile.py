@@ -37,19 +37,21 @@ class MemoryProfile(NamedTuple):
     live: tuple[MemoryBlock, ...]  # what was alive at that peak, the largest first
 
     def __str__(self) -> str:
-        """Return the peak, and the largest of what was alive then, as lines."""
+        """Return the peak and what was alive then, as lines: what is from before in one of them."""
         lines = [
             f"{self.label} on {self.device}: peak {_megabytes(self.peak_allocated)} of tensors, "
             f"{_megabytes(self.start_allocated)} of them from before; "
             f"{_megabytes(self.peak_reserved)} held"
         ]
-        for block in self.live[:_SHOWN]:
+        before = [block for block in self.live if not block.operator and not block.where]
+        within = [block for block in self.live if block.operator or block.where]
+        if before:
+            lines.append(f"  {_total(before)}  from before, in {len(before):,} tensors")
+        for block in within[:_SHOWN]:
             origin = ", ".join(filter(None, (block.operator, block.where)))
-            lines.append(f"  {_megabytes(block.num_bytes)}  {origin or 'from before'}")
-        if len(self.live) > _SHOWN:
-            rest = self.live[_SHOWN:]
-            total = sum(block.num_bytes for block in rest)
-            lines.append(f"  {_megabytes(total)}  in {len(rest)} more")
+            lines.append(f"  {_megabytes(block.num_bytes)}  {origin}")
+        if len(within) > _SHOWN:
+            lines.append(f"  {_total(within[_SHOWN:])}  in {len(within) - _SHOWN:,} more")
         return "\n".join(lines)
 
 
@@ -266,6 +268,10 @@ def _places(event: Any) -> list[Any]:
     if event.tag == EventType.PyCall:
         return [event.extra_fields.callsite, event.extra_fields.caller]
     return [event.extra_fields.caller] if event.tag == EventType.PyCCall else []
+
+
+def _total(blocks: list[MemoryBlock]) -> str:
+    return _megabytes(sum(block.num_bytes for block in blocks))
 
 
 def _megabytes(num_bytes: int) -> str:
