@@ -71,9 +71,10 @@ class Drawn:
         """Set the reason if the sample ends here, and return whether it does."""
         sampling = request.sampling
         full = self.length(request) >= request.context_length
-        if self.tokens[-1] in sampling.stop_tokens or has_stop_string(
-            self.tokens, sampling, request.decode
-        ):
+        stopped = self.tokens[-1] in sampling.stop_tokens
+        if sampling.stop and not stopped:  # the call is most of a small model's step
+            stopped = has_stop_string(self.tokens, sampling, request.decode)
+        if stopped:
             self.reason = "stop"
         elif full or len(self.tokens) == sampling.max_tokens:
             self.reason = "length"
