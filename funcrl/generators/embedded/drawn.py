@@ -72,7 +72,7 @@ class Drawn:
         sampling = request.sampling
         full = self.length(request) >= request.context_length
         stopped = self.tokens[-1] in sampling.stop_tokens
-        if sampling.stop and not stopped:  # the call is most of a small model's step
+        if sampling.stop and not stopped:  # its checks are a fifth of a small model's step
             stopped = has_stop_string(self.tokens, sampling, request.decode)
         if stopped:
             self.reason = "stop"
