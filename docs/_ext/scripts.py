@@ -1,0 +1,45 @@
+"""The example scripts on a page of the site: a line ```{scripts}``` becomes all of them."""
+
+import ast
+import re
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BLOCK = re.compile(r"^```\{scripts\}\n```$", re.MULTILINE)
+LINK = re.compile(r"\]\((?:\.\./)+examples/(?:README\.md|(\w+)\.py|)\)")
+
+
+def anchor_of(name: str) -> str:
+    """Return the anchor of a script's heading."""
+    return f"{name}py"
+
+
+def all_scripts() -> str:
+    """Return each script in Markdown: its name, what it does, its code."""
+    pieces = []
+    for path in sorted(EXAMPLES.glob("*.py")):
+        code = path.read_text()
+        summary = (ast.get_docstring(ast.parse(code)) or "").split("\n\n")[0]
+        pieces.append(f"## {path.name}\n\n{summary}\n\n```python\n{code.rstrip()}\n```")
+    return "\n\n".join(pieces)
+
+
+def expand(text: str, docname: str) -> str:
+    """Return a page with the scripts written out, and links to them that lead to their page."""
+
+    def link(match: re.Match[str]) -> str:
+        anchor = f"#{anchor_of(match[1])}" if match[1] else ""
+        return f"]({'../' * docname.count('/')}examples.md{anchor})"
+
+    return LINK.sub(link, BLOCK.sub(lambda _: all_scripts(), text))
+
+
+def expand_source(app, docname: str, source: list[str]) -> None:
+    """Write out the scripts before Sphinx reads the page."""
+    source[0] = expand(source[0], docname)
+
+
+def setup(app) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("source-read", expand_source)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
