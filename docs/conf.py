@@ -18,7 +18,7 @@ templates_path = ["_templates"]
 
 # Pages are CommonMark with anchors as repositories make them; what has no language is a command,
 # a formula or output.
-myst_enable_extensions = ["attrs_block", "dollarmath", "fieldlist"]
+myst_enable_extensions = ["attrs_block", "dollarmath"]
 myst_heading_anchors = 4
 myst_update_mathjax = False
 highlight_language = "none"
@@ -37,7 +37,18 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False  # each page has a twin in Markdown instead
 html_show_sphinx = False
-html_theme_options = {"top_of_page_buttons": ["view"]}
+html_theme_options = {
+    "top_of_page_buttons": ["view"],
+    "light_css_variables": {
+        "color-api-name": "var(--color-foreground-primary)",
+        "color-api-pre-name": "var(--color-foreground-muted)",
+        "api-font-size": "var(--font-size--small)",
+    },
+    "dark_css_variables": {
+        "color-api-name": "var(--color-foreground-primary)",
+        "color-api-pre-name": "var(--color-foreground-muted)",
+    },
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

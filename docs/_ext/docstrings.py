@@ -59,12 +59,12 @@ def fenced(text: str) -> str:
     return "\n\n".join(lines)
 
 
-def outside_code(pattern: str, replace, text: str) -> str:
+def outside_code(pattern: re.Pattern[str], replace, text: str) -> str:
     """Return Markdown in which a pattern is replaced, but for lines of code."""
     lines, inside = [], False
     for line in text.splitlines():
         fence = line.startswith("```")
         inside ^= fence
         plain = not (inside or fence or line.startswith("    "))
-        lines.append(re.sub(pattern, replace, line) if plain else line)
+        lines.append(pattern.sub(replace, line) if plain else line)
     return "\n".join(lines)

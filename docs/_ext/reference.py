@@ -1,6 +1,6 @@
 """Pages of the API reference: a block ```{api} funcrl.module``` becomes entries from docstrings.
 
-The block may name the entries that it holds; else it holds what the module shows. Each entry is
+The block may name the entries that it holds; else it holds all others of the module. Each entry is
 written twice from the same parts: as a directive of Sphinx, and as plain Markdown for the twin.
 """
 
@@ -25,6 +25,8 @@ from names import (
 )
 
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUALIFIED = re.compile(r"(?<![\w.])funcrl\.(?:\w+\.)?(?=\w)")
+PAGE = re.compile(r"\b(docs/([\w-]+\.md))")
 MENTION = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
 
 
@@ -83,7 +85,7 @@ def signature_of(node: ast.FunctionDef, home: str, without_self: bool = False) -
 def comment_of(node: ast.stmt, lines: list[str]) -> str:
     """Return the comment beside a statement, or else the one above it."""
     beside = lines[node.end_lineno - 1][node.end_col_offset :].strip()
-    if beside.startswith("# "):
+    if beside.startswith("# ") and not beside.startswith("# fmt:"):
         return beside.removeprefix("# ")
     above, number = [], node.lineno - 2
     while lines[number].strip().startswith("# "):
@@ -174,12 +176,40 @@ def linked(text: str, entry: Entry) -> str:
     """Return Markdown in which public names are links, for Sphinx."""
 
     def link(match: re.Match[str]) -> str:
+        if match[1] in public_modules():
+            return f"{{py:mod}}`{match[1]}`"
         public = find(match[1], entry.home)
         if public is None or (public.module, public.name) == (entry.module, entry.name):
             return match[0]
         return f"{{py:obj}}`{match[1]}{match[2] or ''} <{public.full}>`"
 
-    return outside_code(MENTION, link, text)
+    return outside_code(MENTION, link, outside_code(PAGE, r"[\1](../\2)", text))
+
+
+def body_of(entry: Entry) -> list[str]:
+    """Return an entry's docstring in Markdown, without its heading."""
+    body = []
+    for part in parts_of(entry.docstring):
+        if part.kind == "Args":
+            pairs = [each for pair in arguments_of(part.text) for each in options_of(pair, entry)]
+            body.append("\n".join(f"- `{name}`: {words}" for name, words in pairs))
+        else:
+            body.append(f"Returns {part.text}" if part.kind == "Returns" else part.text)
+    return body
+
+
+def options_of(argument: tuple[str, str], entry: Entry) -> list[tuple[str, str]]:
+    """Return an argument, or those that `**argument: Unpack[Options]` stands for."""
+    options = re.search(rf"\*\*{argument[0]}: Unpack\[(\w+)\]", entry.signature)
+    if not options:
+        return [argument]
+    docstring = ast.get_docstring(source_of(entry.home).nodes[options[1]])
+    return [
+        pair
+        for part in parts_of(docstring)
+        if part.kind == "Args"
+        for pair in arguments_of(part.text)
+    ]
 
 
 def as_directive(entry: Entry, depth: int = 0) -> str:
@@ -188,19 +218,9 @@ def as_directive(entry: Entry, depth: int = 0) -> str:
     options = dict(entry.options)
     if entry.module:
         options["module"] = entry.module
-    if entry.kind == "attribute" or depth:
+    if depth:
         options["no-contents-entry"] = ""
-    body = []
-    for part in parts_of(entry.docstring):
-        text = part.text
-        if part.kind == "Args":
-            pairs = arguments_of(linked(text, entry))
-            text = "\n".join(f":param {name}: {words}" for name, words in pairs)
-        elif part.kind == "Returns":
-            text = f":returns: {' '.join(linked(text, entry).split())}"
-        elif part.kind == "":
-            text = linked(text, entry)
-        body.append(text)
+    body = [linked(text, entry) for text in body_of(entry)]
     body += [as_directive(each, depth + 1) for each in entry.members]
     if entry.module:
         body.append(f"```{{container}} defined-in\n{file_of(entry.home)}\n```")
@@ -211,23 +231,16 @@ def as_directive(entry: Entry, depth: int = 0) -> str:
 
 def as_markdown(entry: Entry) -> str:
     """Return an entry as plain Markdown."""
-    shown = f"{entry.module}.{entry.name}".removeprefix(".") + entry.signature
-    shown += f": {entry.options['type']}" if "type" in entry.options else ""
+    shown = f"{entry.module}.{entry.name}".removeprefix(".") + QUALIFIED.sub("", entry.signature)
+    shown += f": {QUALIFIED.sub('', entry.options['type'])}" if "type" in entry.options else ""
     shown += f" = {entry.options['value']}" if "value" in entry.options else ""
-    shown = re.sub(r"(?<![\w.])funcrl\.(?:\w+\.)*(?=\w)", "", shown) if entry.signature else shown
-    parts = parts_of(entry.docstring)
+    body = body_of(entry)
     if not entry.module:
-        words = " ".join(part.text.split("\n\n")[0] for part in parts[:1])
-        return f"- `{shown}`" + (f": {' '.join(words.split())}" if words else "")
-    body = [f"### {entry.module}.{entry.name}", f"```python\n{shown}\n```"]
-    for part in parts:
-        if part.kind == "Args":
-            body.append("\n".join(f"- `{n}`: {words}" for n, words in arguments_of(part.text)))
-        else:
-            body.append(f"Returns {part.text}" if part.kind == "Returns" else part.text)
+        return f"- `{shown}`" + (f": {' '.join(body[0].split())}" if body else "")
     if entry.members:
         body.append("\n".join(as_markdown(each) for each in entry.members))
-    return "\n\n".join([*body, f"Defined in `{file_of(entry.home)}`."])
+    heading = [f"### {entry.module}.{entry.name}", f"```python\n{shown}\n```"]
+    return "\n\n".join([*heading, *body, f"Defined in `{file_of(entry.home)}`."])
 
 
 def file_of(module: str) -> str:
@@ -237,12 +250,15 @@ def file_of(module: str) -> str:
 
 def expand(text: str, for_sphinx: bool) -> str:
     """Return a page whose blocks of the reference are written out."""
+    named = {f"{match[1]}.{name}" for match in BLOCK.finditer(text) for name in match[2].split()}
 
     def block(match: re.Match[str]) -> str:
         module, names = match[1], match[2].split()
-        chosen = [public for public in entries().values() if public.module == module]
-        if names:
-            chosen = [entries_by_name()[f"{module}.{name}"] for name in names]
+        chosen = [entries_by_name()[f"{module}.{name}"] for name in names] or [
+            public
+            for full, public in entries_by_name().items()
+            if public.module == module and full not in named
+        ]
         show = as_directive if for_sphinx else as_markdown
         pieces = [] if names else [heading_of(module, for_sphinx)]
         return "\n\n".join([*pieces, *(show(entry_of(each)) for each in chosen)])
