@@ -41,7 +41,9 @@ def public_names() -> set[str]:
 
     A module shows its `__all__`, or else the functions and classes that it defines.
     """
-    modules = {name: value for name in funcrl.__all__ if inspect.ismodule(value := getattr(funcrl, name))}
+    modules = {
+        name: value for name in funcrl.__all__ if inspect.ismodule(value := getattr(funcrl, name))
+    }
     names = {f"funcrl.{name}" for name in funcrl.__all__}
     for prefix, module in modules.items():
         own = {
