@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, has every public name, and its links lead somewhere."""
+"""The documentation site: built without a warning, every public name, links that lead somewhere."""
 
 import re
 import subprocess
@@ -92,8 +92,9 @@ def test_nothing_is_loaded_from_another_host(site, pages):
     for path, page in pages.items():
         for target in page.loads:
             address = urlsplit(target)
-            assert not (address.scheme and address.scheme != "data") and not address.netloc, target
-            assert address.scheme or (path.parent / unquote(address.path)).exists(), target
+            if address.scheme != "data":
+                assert not address.scheme + address.netloc, target
+                assert (path.parent / unquote(address.path)).exists(), target
     for path in [*site.rglob("*.css"), *site.rglob("*.js")]:
         fetched = r"@import\s|url\(\s*[\"']?(?:https?:)?//|\bimport\(|importScripts\("
         assert not re.search(fetched, path.read_text()), path

@@ -50,15 +50,18 @@ class Types(ast.NodeTransformer):
         self.home = home
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return a name, in full where it is public."""
         public = find(node.id, self.home)
         return ast.parse(public.full, mode="eval").body if public else node
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        """Return a type that stands in quotes as one without."""
         if isinstance(node.value, str):  # "Tensor | Absent", a type that is named too early
             return self.visit(ast.parse(node.value, mode="eval").body)
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        """Return a type with its arguments; those of Literal are no types."""
         plain = ast.unparse(node.value) in ("Literal", "Annotated")
         return node if plain else self.generic_visit(node)
 
@@ -284,11 +287,13 @@ def entries_by_name() -> dict[str, Public]:
 
 def expand_source(app, docname: str, source: list[str]) -> None:
     """Write out the blocks of a page before Sphinx reads it."""
+    del app, docname
     source[0] = expand(source[0], for_sphinx=True)
 
 
 def note_aliases(app, env) -> None:
     """Let the other names of an object lead to its entry."""
+    del app
     objects = env.domains.python_domain.objects
     for alias, full in aliases().items():
         if full in objects:

@@ -36,6 +36,7 @@ def expand(text: str, docname: str) -> str:
 
 def expand_source(app, docname: str, source: list[str]) -> None:
     """Write out the scripts before Sphinx reads the page."""
+    del app
     source[0] = expand(source[0], docname)
 
 
