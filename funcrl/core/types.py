@@ -149,11 +149,11 @@ class Ratio(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """The objective that the policy maximises, and the tokens at which it is clipped."""
+    """The objective that the policy maximises, and the tokens at which it is clipped, if any."""
 
     objective: Tensor  # [T]
-    clipped_low: Tensor  # [T] bool
-    clipped_high: Tensor  # [T] bool
+    clipped_low: Tensor | Absent = ()  # [T] bool
+    clipped_high: Tensor | Absent = ()  # [T] bool
 
 
 class Penalty(NamedTuple):

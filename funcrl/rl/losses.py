@@ -257,7 +257,8 @@ def _token_metrics(
 ) -> Metrics:
     """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
     difference = (scores.logprobs - behavior).detach()
-    low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
+    clipped = (surrogate.clipped_low, surrogate.clipped_high)
+    low, high = (kept & False if isinstance(each, tuple) else each & kept for each in clipped)
     token_values = {
         "entropy": scores.entropy.detach(),
         "clip_ratio/low_mean": low.to(difference.dtype),
