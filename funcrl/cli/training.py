@@ -16,6 +16,7 @@ from funcrl.loop.opening import with_folder
 from funcrl.loop.parts.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
+from funcrl.run.accuracy import interval_of
 from funcrl.run.changes import check_options_kept
 from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
@@ -104,8 +105,15 @@ def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence
             signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]
     if "eval/accuracy" in first and "eval/accuracy" in last:
-        print_safely(f"accuracy {first['eval/accuracy']:.2f} -> {last['eval/accuracy']:.2f}")
+        print_safely(f"accuracy {_accuracy(first)} -> {_accuracy(last)}")
     print_safely(f"funcrl report {config.run_dir} makes a page of it.")
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    """Return a row's held-out accuracy, with its 95% interval if it has one."""
+    ends = interval_of(row)
+    between = "" if ends is None else f" (95%: {ends[0]:.2f} to {ends[1]:.2f})"
+    return f"{row['eval/accuracy']:.2f}{between}"
 
 
 def _check_code(

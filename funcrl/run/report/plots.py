@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.core.terminal import escaped
+from funcrl.run.accuracy import interval_of
 
 # matplotlib takes a second to import, which only a report should pay.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
@@ -249,11 +250,22 @@ def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color:
     """Draw a metric and return its line; a noisy one has its average drawn over faint points."""
     steps, values = series(run, name)
     if name == "eval/accuracy":
+        found = intervals(run)
+        lows, highs = ([found[step][end] for step in found] for end in (0, 1))
+        axes.fill_between(list(found), lows, highs, color=color, alpha=0.13, linewidth=0)
         return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
     if len(values) <= 20 or not panel.smooth:
         return axes.plot(*thin(steps, values), dashes, color=color)[0]
     axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)
     return axes.plot(*thin(steps, smooth(values)), dashes, color=color, linewidth=1.6)[0]
+
+
+def intervals(run: Run) -> dict[int, tuple[float, float]]:
+    """Return the 95% intervals of the held-out accuracy by step; none if one of them has none."""
+    rows = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    found = {row["step"]: interval_of(row) for row in rows}
+    known = {step: ends for step, ends in found.items() if ends is not None}
+    return known if len(known) == len(found) else {}
 
 
 def warm_start(run: Run) -> tuple[int, float, float] | None:
