@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 from docstrings import arguments_of, outside_code, parts_of
+from docutils import nodes
 from names import (
     ROOT,
     Public,
@@ -21,8 +22,10 @@ from names import (
     is_enum,
     is_public,
     public_modules,
+    public_names,
     source_of,
 )
+from sphinx import addnodes
 
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 QUALIFIED = re.compile(r"(?<![\w.])funcrl\.(?:\w+\.)?(?=\w)")
@@ -291,6 +294,19 @@ def expand_source(app, docname: str, source: list[str]) -> None:
     source[0] = expand(source[0], for_sphinx=True)
 
 
+def link_names(app, doctree: nodes.document) -> None:
+    """Let each public name that a page writes as code lead to its entry."""
+    del app
+    for node in list(doctree.findall(nodes.literal)):
+        name = f"funcrl.{node.astext().removesuffix('()').removeprefix('funcrl.')}"
+        known = name in public_names() or name in public_modules()
+        written = "." in node.astext() and not isinstance(node.parent, addnodes.pending_xref)
+        if known and written and not isinstance(node.parent, nodes.reference | nodes.title):
+            options = {"refdomain": "py", "reftype": "obj", "reftarget": name}
+            link = addnodes.pending_xref("", node.deepcopy(), **options)
+            node.replace_self(link)
+
+
 def note_aliases(app, env) -> None:
     """Let the other names of an object lead to its entry."""
     del app
@@ -303,5 +319,6 @@ def note_aliases(app, env) -> None:
 def setup(app) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("source-read", expand_source)
+    app.connect("doctree-read", link_names)
     app.connect("env-updated", note_aliases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
