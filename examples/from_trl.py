@@ -1,6 +1,6 @@
 """From TRL to funcrl: the same rows and reward function, TRL's loss to 1e-6, and then a run.
 
-pip install trl && python examples/from_trl.py      # half a minute on two CPU cores, offline
+    pip install trl && python examples/from_trl.py      # half a minute on two CPU cores, offline
 """
 
 import tempfile

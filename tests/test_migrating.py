@@ -150,9 +150,7 @@ def compare(got, wanted, bound):
     assert abs(got.loss - wanted.loss) <= bound
     norm = funcrl.tree.global_norm(wanted.grads)
     assert norm > 1e-3
-    difference = funcrl.tree.global_norm(
-        funcrl.tree.add(got.grads, funcrl.tree.scale(wanted.grads, -1.0))
-    )
+    difference = funcrl.tree.global_norm(funcrl.tree.add(got.grads, funcrl.tree.scale(wanted.grads, -1.0)))
     print("LOSS", got.loss.item(), abs(got.loss - wanted.loss).item(), (difference / norm).item())
     assert difference <= bound * norm
 
@@ -160,9 +158,7 @@ def compare(got, wanted, bound):
 @pytest.mark.parametrize("name", NAMED)
 def test_the_loss_is_trl_s(name, tmp_path):
     options, algorithm = NAMED[name]
-    module, drawn, policies, _, wanted = theirs(
-        "Llama", (2, 5, 3), torch.float32, tmp_path, **options
-    )
+    module, drawn, policies, _, wanted = theirs("Llama", (2, 5, 3), torch.float32, tmp_path, **options)
     got = ours(module, drawn, policies, algorithm())
     compare(got, wanted, 1e-6)
 
@@ -170,9 +166,7 @@ def test_the_loss_is_trl_s(name, tmp_path):
 @pytest.mark.parametrize("name", NAMED)
 def test_the_loss_is_trl_s_in_float64(name, tmp_path):
     options, algorithm = NAMED[name]
-    module, drawn, policies, _, wanted = theirs(
-        "GPT2", (3, 3, 3), torch.float64, tmp_path, **options
-    )
+    module, drawn, policies, _, wanted = theirs("GPT2", (3, 3, 3), torch.float64, tmp_path, **options)
     got = ours(module, drawn, policies, algorithm())
     print({k: v for k, v in wanted.metrics.items() if "clip_ratio" in k})
     compare(got, wanted, 1e-12)
@@ -181,9 +175,6 @@ def test_the_loss_is_trl_s_in_float64(name, tmp_path):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_options_are_trl_s(name, tmp_path):
     from from_trl import algorithm_of
-
-    module, drawn, policies, args, wanted = theirs(
-        "GPT2", (3, 3, 3), torch.float64, tmp_path, **OPTIONS[name]
-    )
+    module, drawn, policies, args, wanted = theirs("GPT2", (3, 3, 3), torch.float64, tmp_path, **OPTIONS[name])
     got = ours(module, drawn, policies, algorithm_of(args))
     compare(got, wanted, 1e-12)
