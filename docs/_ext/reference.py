@@ -147,7 +147,8 @@ def class_signature(public: Public, members: tuple[Entry, ...]) -> str:
         if base.__module__.startswith("funcrl"):
             nodes, _ = definitions(source_of(base.__module__).nodes[base.__name__].body)
             if "__init__" in nodes:
-                return signature_of(nodes["__init__"], base.__module__, without_self=True)
+                made = signature_of(nodes["__init__"], base.__module__, without_self=True)
+                return made.removesuffix(" -> None")
     return ""
 
 

@@ -15,12 +15,13 @@ def anchor_of(name: str) -> str:
 
 
 def all_scripts() -> str:
-    """Return each script in Markdown: its name, what it does, its code."""
+    """Return each script in Markdown: its name, its docstring, its code."""
     pieces = []
     for path in sorted(EXAMPLES.glob("*.py")):
-        code = path.read_text()
-        summary = (ast.get_docstring(ast.parse(code)) or "").split("\n\n")[0]
-        pieces.append(f"## {path.name}\n\n{summary}\n\n```python\n{code.rstrip()}\n```")
+        text = path.read_text()
+        module = ast.parse(text)
+        code = "".join(text.splitlines(keepends=True)[module.body[0].end_lineno :]).strip()
+        pieces += [f"## {path.name}", ast.get_docstring(module), f"```python\n{code}\n```"]
     return "\n\n".join(pieces)
 
 

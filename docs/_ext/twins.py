@@ -70,7 +70,8 @@ def index_of(env) -> str:
     """Return llms.txt: a title, a summary, and a line for each page."""
     front = Path(env.doc2path("index")).read_text().split("\n\n")
     pieces = [front[0], f"> {' '.join(front[1].split())}"]
-    for heading, lines in [*listed(env, "index"), *listed(env, "api/index")]:
+    reference_pages = [("API reference", lines) for _, lines in listed(env, "api/index")]
+    for heading, lines in [*listed(env, "index"), *reference_pages]:
         pieces.append(f"## {heading}")
         pieces.append("\n".join(f"- [{title}]({page}.md): {words}" for title, page, words in lines))
     return "\n\n".join(pieces) + "\n"
