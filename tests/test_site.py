@@ -81,6 +81,13 @@ def test_every_page_has_a_twin_and_is_in_llms_txt(site):
             assert (twin.parent / target).exists(), f"{page}: {target}"
 
 
+def test_every_entry_says_something(site):
+    for path in (site / "api").glob("*.md"):
+        for entry in path.read_text().split("\n### ")[1:]:
+            signature, words = entry.split("\n```\n", 1)
+            assert not words.strip().startswith("Defined in"), signature
+
+
 def test_a_twin_of_the_reference_has_the_docstring(site):
     text = (site / "api" / "optim.md").read_text()
     entry = text.split("### funcrl.optim.sgd\n")[1].split("\n### ")[0]

@@ -49,6 +49,12 @@ def arguments_of(text: str) -> list[tuple[str, str]]:
     return [(name, " ".join(lines)) for name, lines in found]
 
 
+def arguments_in(docstring: str | None) -> list[tuple[str, str]]:
+    """Return the name and the description of each argument that a docstring describes."""
+    sections = [part.text for part in parts_of(docstring) if part.kind == "Args"]
+    return [pair for text in sections for pair in arguments_of(text)]
+
+
 def fenced(text: str) -> str:
     """Return Markdown whose interactive examples stand in fences, so that they are coloured."""
     lines: list[str] = []

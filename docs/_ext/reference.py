@@ -10,7 +10,7 @@ import inspect
 import re
 from typing import NamedTuple
 
-from docstrings import arguments_of, outside_code, parts_of
+from docstrings import arguments_in, arguments_of, outside_code, parts_of
 from docutils import nodes
 from names import (
     ROOT,
@@ -163,7 +163,11 @@ def entry_of(public: Public) -> Entry:
             "function", *place, signature_of(node, public.home), {}, docstring, public.home
         )
     if isinstance(node, ast.ClassDef):
-        members = members_of(public)
+        described = dict(arguments_in(ast.get_docstring(node)))
+        members = tuple(
+            each._replace(docstring=each.docstring or described.get(each.name, ""))
+            for each in members_of(public)
+        )
         docstring = ast.get_docstring(node) or ""
         signature = class_signature(public, members)
         return Entry("class", *place, signature, {}, docstring, public.home, members)
@@ -199,7 +203,9 @@ def body_of(entry: Entry) -> list[str]:
     for part in parts_of(entry.docstring):
         if part.kind == "Args":
             pairs = [each for pair in arguments_of(part.text) for each in options_of(pair, entry)]
-            body.append("\n".join(f"- `{name}`: {words}" for name, words in pairs))
+            fields = {each.name for each in entry.members if each.kind == "attribute"}
+            lines = [f"- `{name}`: {words}" for name, words in pairs if name not in fields]
+            body += ["\n".join(lines)] if lines else []
         else:
             body.append(f"Returns {part.text}" if part.kind == "Returns" else part.text)
     return body
@@ -210,13 +216,7 @@ def options_of(argument: tuple[str, str], entry: Entry) -> list[tuple[str, str]]
     options = re.search(rf"\*\*{argument[0]}: Unpack\[(\w+)\]", entry.signature)
     if not options:
         return [argument]
-    docstring = ast.get_docstring(source_of(entry.home).nodes[options[1]])
-    return [
-        pair
-        for part in parts_of(docstring)
-        if part.kind == "Args"
-        for pair in arguments_of(part.text)
-    ]
+    return arguments_in(ast.get_docstring(source_of(entry.home).nodes[options[1]]))
 
 
 def as_directive(entry: Entry, depth: int = 0) -> str:

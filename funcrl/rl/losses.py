@@ -32,9 +32,11 @@ from funcrl.core.types import (
     TokenScores,
 )
 
+# (logprobs, ref_logprobs), both [T] -> estimate [T]
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
 KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# k1+ and k3+ are k1 and k3 `with_kl_gradient`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
