@@ -12,13 +12,21 @@ author = "the authors of funcrl"
 project_copyright = author
 release = version = funcrl.__version__
 
-extensions = ["myst_nb", "sphinx_copybutton", "reference", "formulas", "scripts", "twins"]
+extensions = [
+    "myst_nb",
+    "sphinx_copybutton",
+    "reference",
+    "formulas",
+    "reports",
+    "scripts",
+    "twins",
+]
 exclude_patterns = ["_ext", "notebooks/README.md", "**/.ipynb_checkpoints"]
 templates_path = ["_templates"]
 
 # Pages are CommonMark with anchors as repositories make them; what has no language is a command,
 # a formula or output.
-myst_enable_extensions = ["attrs_block", "dollarmath"]
+myst_enable_extensions = ["attrs_block", "attrs_inline", "dollarmath"]
 myst_heading_anchors = 4
 myst_update_mathjax = False
 highlight_language = "none"
