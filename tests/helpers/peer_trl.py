@@ -15,7 +15,7 @@ END, PAD = ALPHABET.index("e"), ALPHABET.index("p")
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
 SIZES = {"GPT2": ("GPT2LMHeadModel", GPT2), "Llama": ("LlamaForCausalLM", LLAMA)}
 
 
@@ -122,8 +122,7 @@ def run(
         for place, name in enumerate(["right", "format"][: len(given.rewards[0])])
     ]
     rows = [{"prompt": "1+2="}] * len(given.prompts)
-    with default_dtype(dtype), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using 'rollout_func'", UserWarning)
+    with default_dtype(dtype):
         trainer = trainer_class(dtype == torch.float64)(
             module,
             reward_funcs=rewards,
