@@ -30,6 +30,7 @@ myst_enable_extensions = ["attrs_block", "attrs_inline", "dollarmath"]
 myst_heading_anchors = 4
 myst_update_mathjax = False
 highlight_language = "none"
+pygments_dark_style = "github-dark"
 smartquotes = False
 nb_execution_mode = "off"  # notebooks are shown as they were committed
 nb_ipywidgets_js = {}  # else each page would fetch scripts from elsewhere

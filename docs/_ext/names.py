@@ -12,6 +12,22 @@ from typing import Any, NamedTuple
 
 import funcrl
 
+# What public functions take or return and the root does not show, by the modules to import it from.
+INNER = {
+    "funcrl.core.arguments": (
+        "Count", "Natural", "Positive", "NotNegative", "Finite", "FinitePositive",
+        "FiniteNotNegative", "Fraction", "TensorTree", "Mask",
+    ),
+    "funcrl.generators.prompts": ("Prompts",),
+    "funcrl.loop.evaluate": ("Evaluation",),
+    "funcrl.loop.parity": ("Parity", "ParityConfig"),
+    "funcrl.loop.parts.build": ("Parts",),
+    "funcrl.loop.trained": ("Trained",),
+    "funcrl.optim.rates": ("LearningRate",),
+    "funcrl.optim.schedules": ("Schedule",),
+    "funcrl.run.memory_profile": ("MemoryProfiler",),
+    "funcrl.tasks.contracts": ("TaskLike", "TokenizerLike"),
+}  # fmt: skip
 ROOT = Path(funcrl.__file__).parents[1]
 
 
@@ -122,6 +138,10 @@ def entries() -> dict[tuple[str, str], Public]:
         own = public.home.startswith(public_modules()[public.module].__name__)
         if key not in found or (own and found[key].module != "funcrl"):
             found[key] = public
+    for module, names in INNER.items():
+        for name in names:
+            place = home(module, name)
+            found[place, name] = Public(module, name, getattr(sys.modules[place], name), place)
     return found
 
 

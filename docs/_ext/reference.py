@@ -172,15 +172,22 @@ def entry_of(public: Public) -> Entry:
         signature = class_signature(public, members)
         return Entry("class", *place, signature, {}, docstring, public.home, members)
     docstring = source.docs.get(public.name) or comment_of(node, source.lines)
-    options = {}
-    if node.value is not None and len(text := ast.unparse(node.value)) < 300:
-        options["value"] = type_of(node.value, public.home) if is_alias(node) else text
-    return Entry("data", *place, "", options, docstring, public.home)
+    if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+        base, words = bounds_of(node.value)
+        options = {"value": type_of(base, public.home)}
+        return Entry("data", *place, "", options, words or docstring, public.home)
+    text = ast.unparse(node.value)
+    return Entry(
+        "data", *place, "", {"value": text} if len(text) < 300 else {}, docstring, public.home
+    )
 
 
-def is_alias(node: ast.stmt) -> bool:
-    """Return whether a statement gives a type a name."""
-    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+def bounds_of(value: ast.expr) -> tuple[ast.expr, str]:
+    """Return the type of `Annotated[type, number("a number above 0", ...)]` and these words."""
+    if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Annotated":
+        base, call = value.slice.elts
+        return base, call.args[0].value
+    return value, ""
 
 
 def linked(text: str, entry: Entry) -> str:
