@@ -15,9 +15,11 @@ def anchor_of(name: str) -> str:
 
 
 def all_scripts() -> str:
-    """Return each script in Markdown: its name, its docstring, its code."""
+    """Return each script in Markdown, in the README's order: its name, docstring and code."""
+    listed = re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())
+    order = dict.fromkeys([*listed, *sorted(path.stem for path in EXAMPLES.glob("*.py"))])
     pieces = []
-    for path in sorted(EXAMPLES.glob("*.py")):
+    for path in [EXAMPLES / f"{name}.py" for name in order]:
         text = path.read_text()
         module = ast.parse(text)
         code = "".join(text.splitlines(keepends=True)[module.body[0].end_lineno :]).strip()
