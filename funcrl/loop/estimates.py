@@ -5,18 +5,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from funcrl.core import checks
-
-_Z = 1.959963984540054  # of a normal distribution's middle 95%
+from funcrl.core.intervals import wilson
 
 
 def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
     """Return the 95% confidence interval of a mean of independent values in [0, 1].
 
-    Wilson's score interval for n tosses of a coin, which stays in [0, 1] and is right near its
-    ends. Samples of one prompt are correlated, so n is the number of tosses whose mean has the
-    variance of the values' mean. With N values, s^2 their unbiased variance, and m samples in each,
+    Wilson's score interval for n tosses of a coin. Samples of one prompt are correlated, so n is
+    the number of tosses whose mean has the variance of the values' mean. With p that mean, N
+    values, s^2 their unbiased variance, and m samples in each,
 
-        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
         n = min(1 + N p (1 - p) / s^2, N m),    N if the values are all equal
     """
     checks.check_count("interval", "the number of values", len(values))
@@ -28,10 +26,7 @@ def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, floa
     n = float(count)
     if square_sum > 1e-12 * count:  # not only rounding
         n = min(1 + count * p * (1 - p) * (count - 1) / square_sum, count * num_samples)
-    square = _Z * _Z
-    half = _Z * math.sqrt(p * (1 - p) / n + square / (4 * n * n))
-    center, scale = p + square / (2 * n), 1 + square / n
-    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+    return wilson(p, n)
 
 
 def pass_at(num_samples: int, num_right: int, k: int) -> float:

@@ -155,6 +155,11 @@ def grade(
         tensor([1., 0.])
     """
     task = check_task("grade", task)
+    if len(prompts) != len(outcomes):
+        raise ValueError(
+            f"grade expects a prompt for each outcome, such as the prompts of what complete "
+            f"returns, got {len(prompts)} prompts and {len(outcomes)} outcomes."
+        )
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     graded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())

@@ -40,6 +40,7 @@ def logits_fn(model: nn.Module) -> LogitsFn:
     apply = functional(model)
     if is_of_transformers(model):
         takes_positions = forward_takes(model, "position_ids")
+        takes_cache = forward_takes(model, "use_cache")
 
         @checked
         def logits_of_transformers(params: Params, sample: Row) -> Tensor:
@@ -47,6 +48,8 @@ def logits_fn(model: nn.Module) -> LogitsFn:
             call: dict[str, Any] = {"input_ids": sample.tokens[None]}
             if takes_positions:
                 call["position_ids"] = sample.positions[None]
+            if takes_cache:  # a config that was saved in training often says False
+                call["use_cache"] = True
             logits: Tensor = apply(params, **call).logits[0]
             return logits
 

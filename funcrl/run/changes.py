@@ -103,5 +103,5 @@ def _recorded(folder: Path) -> TrainConfig:
 
 
 def _shown(value: Any) -> str:
-    text = "off" if value is None else value if isinstance(value, str) else json.dumps(value)
+    text = "left out" if value is None else value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

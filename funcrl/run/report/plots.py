@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.core.terminal import escaped
+from funcrl.run.accuracy import interval_of
 
 # matplotlib takes a second to import, which only a report should pay.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
 _SMOOTH = 0.9
 MOST_LINES = 40  # of a panel and a run
-_MOST_POINTS = 2000  # of a line: more than a page has pixels
+_MOST_POINTS = 400  # of a line: more than a panel has pixels
+_LINE = re.compile(r' d="((?:[ML] [-.0-9]+ [-.0-9]+\s*)+)"')  # a line in SVG, without curves
 _LONGEST_LABEL = 60
 # Left, top, right and bottom of the axes as fractions of a picture of one panel: a layout that
 # depends on the labels would take most of the time of a report.
@@ -175,14 +177,29 @@ def to_svg(figure: Any, salt: str) -> str:
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": salt, "font.sans-serif": ["DejaVu Sans"]}
+    ):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # The same ids in two figures of one page would refer to the first one's shapes.
     mark = re.sub(r"\W", "", salt)
+    svg = _LINE.sub(_shorter, svg)
     return re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg)
+
+
+def _shorter(line: re.Match[str]) -> str:
+    """Return a line in tenths of a point, each place from the one before: a third as long."""
+    parts, x, y = [], 0, 0
+    for command, *place in re.findall(r"([ML]) (\S+) (\S+)", line[1]):
+        right, down = (round(10 * float(number)) for number in place)
+        if command == "M":
+            x = y = 0
+        parts.append(f"{'M' if command == 'M' else 'l'}{(right - x) / 10:g} {(down - y) / 10:g}")
+        x, y = right, down
+    return f' d="{"".join(parts)}"'
 
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[tuple[Run, str, str, str]]:
@@ -249,11 +266,22 @@ def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color:
     """Draw a metric and return its line; a noisy one has its average drawn over faint points."""
     steps, values = series(run, name)
     if name == "eval/accuracy":
+        found = intervals(run)
+        lows, highs = ([found[step][end] for step in found] for end in (0, 1))
+        axes.fill_between(list(found), lows, highs, color=color, alpha=0.13, linewidth=0)
         return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
     if len(values) <= 20 or not panel.smooth:
         return axes.plot(*thin(steps, values), dashes, color=color)[0]
     axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)
     return axes.plot(*thin(steps, smooth(values)), dashes, color=color, linewidth=1.6)[0]
+
+
+def intervals(run: Run) -> dict[int, tuple[float, float]]:
+    """Return the 95% intervals of the held-out accuracy by step; none if one of them has none."""
+    rows = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    found = {row["step"]: interval_of(row) for row in rows}
+    known = {step: ends for step, ends in found.items() if ends is not None}
+    return known if len(known) == len(found) else {}
 
 
 def warm_start(run: Run) -> tuple[int, float, float] | None:
