@@ -40,7 +40,12 @@ def execute(path: Path, folder: Path, timeout: int = 120) -> Notebook:
     book = read(path)
     resources = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(
-        book, timeout=timeout, kernel_name="python3", record_timing=False, resources=resources
+        book,
+        timeout=timeout,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources=resources,
     ).execute()
     return book
 
