@@ -1,4 +1,4 @@
-"""The documentation site: `sphinx-build -W -b html docs build/site`."""
+"""The documentation site: `sphinx-build -E -W -b html docs build/site`."""
 
 import sys
 from pathlib import Path
