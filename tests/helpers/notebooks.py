@@ -54,7 +54,7 @@ def clean(book: Notebook) -> None:
     """Leave what a reader sees: metadata of the machine and of the editor goes."""
     book.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "python"},
     }
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number:02d}"
