@@ -44,6 +44,7 @@ def main(args: Config) -> list[dict[str, float]]:
     attention = {"attn_implementation": "eager"}  # the fastest under vmap
     if args.model is None:
         tokenizer = funcrl.tasks.CharTokenizer("0123456789>")
+        torch.manual_seed(0)
         sizes = {"vocab_size": tokenizer.vocab_size, "num_attention_heads": 4, **SIZES}
         module = LlamaForCausalLM(LlamaConfig(**sizes, **attention))
     else:

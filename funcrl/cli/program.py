@@ -11,6 +11,7 @@ from funcrl.cli.command_line import UsageError
 from funcrl.cli.commands import run_command
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
+from funcrl.generators.vllm.failures import is_out_of_memory
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.restoring import CheckpointError
 from funcrl.tasks.watch import ForkedError
@@ -19,6 +20,11 @@ from funcrl.tasks.watch import ForkedError
 _EXPECTED = (
     ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
 )  # fmt: skip
+
+_LESS_MEMORY = (
+    "Memory ran out: --microbatch, --logprob-chunk and --slots lower what a run needs, --dry-run "
+    "prints the parts, and docs/recipes.md has more options in order."
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -54,9 +60,12 @@ def _run(args: Sequence[str]) -> None:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             raise
-        explained = isinstance(error, _EXPECTED) and "FUNCRL_TRACEBACK" not in os.environ
+        expected = isinstance(error, _EXPECTED)
+        short = not expected and is_out_of_memory(error)  # torch's error is like any other
+        explained = (expected or short) and "FUNCRL_TRACEBACK" not in os.environ
         # Notes say what happened on the error's way, such as what is saved.
-        lines = [f"funcrl: {error}", *getattr(error, "__notes__", [])]
+        notes = [*([_LESS_MEMORY] if short else []), *getattr(error, "__notes__", [])]
+        lines = [f"funcrl: {error}", *notes]
         print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -29,6 +29,21 @@ SMALL = [
 
 
 @pytest.mark.slow
+def test_where_memory_runs_out_the_options_that_need_less_are_named(tmp_path, capsys):
+    file = tmp_path / "large.py"
+    file.write_text(
+        "import torch, funcrl\n"
+        "large = funcrl.grpo(scale_rewards=lambda rewards, group: torch.empty(2**50))\n"
+    )
+    code, _, err = run(["train", "--run-dir", tmp_path / "run", *SMALL,
+                        "--algorithm.kl", "0", "--algorithm.entropy", "0",
+                        "--algorithm.name", f"{file}:large"], capsys)  # fmt: skip
+    assert code == 1
+    assert "Memory ran out: --microbatch" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
 def test_train_report_and_resume(tmp_path, capsys):
     folder = tmp_path / "run"
     code, out, err = run(["train", "--run-dir", folder, *SMALL], capsys)

@@ -1,4 +1,4 @@
-"""The errors that a user sees when vLLM's engine has ended."""
+"""What a user is told when memory ran out, or when vLLM's engine has ended."""
 
 import torch
 
@@ -14,10 +14,15 @@ class EngineError(RuntimeError):
     """A vLLM engine has died, and is closed."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on a CPU or a GPU."""
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return typed or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
 def out_of_memory(method: str, error: BaseException) -> MemoryError | None:
     """Return the error of a method of `VLLM` that names the options to lower, if memory ran out."""
-    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if not typed and not any(words in str(error).lower() for words in _NO_MEMORY):
+    if not is_out_of_memory(error):
         return None
     return MemoryError(
         f"VLLM.{method} expects more memory than there is: lower --vllm.cache-bytes, --vllm.slots "

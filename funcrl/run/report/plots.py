@@ -16,6 +16,8 @@ _SMOOTH = 0.9
 MOST_LINES = 40  # of a panel and a run
 _MOST_POINTS = 400  # of a line: more than a panel has pixels
 _LINE = re.compile(r' d="((?:[ML] [-.0-9]+ [-.0-9]+\s*)+)"')  # a line in SVG, without curves
+# Names of groups, turns by nothing and indentation are half of a picture of few points.
+_UNUSED = re.compile(r'(?<=<g) id="[^"]*"(?=>)| transform="rotate\(-0 [^"]*"|(?<=\n) +')
 _LONGEST_LABEL = 60
 # Left, top, right and bottom of the axes as fractions of a picture of one panel: a layout that
 # depends on the labels would take most of the time of a report.
@@ -186,7 +188,7 @@ def to_svg(figure: Any, salt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # The same ids in two figures of one page would refer to the first one's shapes.
     mark = re.sub(r"\W", "", salt)
-    svg = _LINE.sub(_shorter, svg)
+    svg = _LINE.sub(_shorter, _UNUSED.sub("", svg))
     return re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg)
 
 
