@@ -1,31 +1,103 @@
-"""The example learns, on the CPU, in a few steps; a whole run is the README's first command."""
+"""Each example is short, says what it takes, learns in a few steps, and leaves nothing behind."""
 
-import json
+import importlib
+import runpy
 import sys
 from pathlib import Path
 
-import matplotlib
 import pytest
+from engines import needs_vllm
 
-matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
-import first_policy
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Imports an example, to be run where nothing may appear but runs/."""
+    there = {*EXAMPLES.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module
+    assert {each.name for each in tmp_path.iterdir()} <= {"runs"}
+    assert {*EXAMPLES.iterdir()} == there
+
+
+def gain(rewards):
+    """Return the mean of the last three rewards, less that of the first three."""
+    return sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_it_is_short_and_listed(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 80
+    assert f"python examples/{path.name}" in text
+    assert f"({path.name})" in (EXAMPLES / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_first_policy_learns(tmp_path):
-    config = first_policy.Config(steps=30, learning_rate=3e-3, out=tmp_path)
-    history = first_policy.main(config)
-    assert history[0]["reward"] < 0.15  # guessing gives 0.1
-    assert sum(row["reward"] for row in history[-5:]) / 5 > 0.25
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(30))
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help_has_its_options(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"usage: {path}" in printed
+    assert "--" in printed.replace("--help", "")
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    config = first_policy.Config(steps=3, prompts=4, samples=4, out=tmp_path)
-    rewards = [[row["loss"] for row in first_policy.main(config)] for _ in range(2)]
-    assert rewards[0] == rewards[1]
+@pytest.mark.parametrize(
+    ("name", "options", "least"),
+    [
+        ("first_policy", {"steps": 25}, 0.1),
+        ("own_task", {"steps": 30, "num_prompts": 32}, 0.08),
+        ("own_model", {"steps": 25, "num_prompts": 16}, 0.15),
+        ("transformers_model", {"steps": 25}, 0.08),
+        ("lora", {"steps": 8, "base_steps": 150, "out": Path("runs/merged")}, 0.15),
+    ],
+)
+def test_it_learns(load, name, options, least):
+    example = load(name)
+    result = example.main(example.Config(**options))
+    # The rewards of a loop, or the metrics of a run, whose step 0 has none.
+    rewards = result if isinstance(result[0], float) else [row["reward"] for row in result[1:]]
+    assert len(rewards) == options["steps"]
+    assert gain(rewards) > least
+
+
+@pytest.mark.slow
+def test_a_model_that_was_saved_is_trained_on(load, capsys):
+    example = load("transformers_model")
+    example.main(example.Config(steps=1))
+    first = capsys.readouterr().out.splitlines()[-1]
+    again = example.Config(model="runs/repeat-1/model", learning_rate=1e-9, steps=1)
+    example.main(again)
+    second = capsys.readouterr().out.splitlines()[-1]
+    assert second == first.replace("repeat-1", "repeat-2")  # what transformers generates
+
+
+@pytest.mark.slow
+def test_both_algorithms_learn(load):
+    example = load("own_algorithm")
+    curves = example.main(example.Config(steps=25, num_prompts=16))
+    assert curves.keys() == {"grpo", "quadratic"}
+    assert curves["grpo"][0] == curves["quadratic"][0]  # the same prompts and samples
+    assert min(map(gain, curves.values())) > 0.06
+
+
+@pytest.mark.slow
+def test_the_compiled_step_has_the_bits_of_the_plain_one(load):
+    example = load("compiled_step")
+    assert example.main(example.Config(steps=1, rows=8, length=24, num_layers=2)) == 0
+
+
+class TestVLLM:
+    pytestmark = needs_vllm
+
+    def test_it_learns(self, load):
+        example = load("vllm_loop")
+        assert gain(example.main(example.Config(steps=25))) > 0.06

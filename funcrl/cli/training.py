@@ -12,15 +12,14 @@ from funcrl.cli.command_line import Line, StartConfig, with_values
 from funcrl.cli.preview import describe_run
 from funcrl.config import TrainConfig, read_config
 from funcrl.core.terminal import print_safely
+from funcrl.loop.opening import with_folder
 from funcrl.loop.parts.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
 from funcrl.run.accuracy import interval_of
 from funcrl.run.changes import check_options_kept
-from funcrl.run.folder import free_folder, missing_folders, remove_empty
 from funcrl.run.trust import cache_code, check_trusted, named_code
 from funcrl.run.views import view_for
-from funcrl.tasks import data_file
 
 
 class _Stop:
@@ -91,24 +90,17 @@ def _check_given_once(args: Sequence[str]) -> None:
 
 
 def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence[str]) -> None:
-    made: list[Path] = []
-    if config.run_dir is None:
-        made = missing_folders(Path("runs"))
-        file = data_file(config.task)
-        name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
-        folder = free_folder(Path("runs"), name)
-        config, made = replace(config, run_dir=folder), [folder, *made]
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        view = view_for(sys.stdout)
-        trained = run_training(
-            config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=True
-        )
+        with with_folder(config) as config:  # named here, since the last line says its name
+            view = view_for(sys.stdout)
+            trained = run_training(
+                config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=True
+            )
     except KeyboardInterrupt:
         sys.exit(128 + (stop.received or signal.SIGINT))
     finally:
-        remove_empty(made)  # nothing is in them where a start failed
         for number, handler in before.items():
             signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from funcrl.core.arguments import checked
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # the largest logarithm of a ratio that is exponentiated
 
 
 @checked

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from funcrl.core.reprs import described, of_fields
 
-Params: TypeAlias = dict[str, Tensor]
-Tree: TypeAlias = Any
-Absent: TypeAlias = tuple[()]
+Params: TypeAlias = dict[str, Tensor]  # weights by name
+Tree: TypeAlias = Any  # a tensor, or a nest of dicts, lists and tuples of tensors
+Absent: TypeAlias = tuple[()]  # a field that is left out
 
 
 class TokenScores(NamedTuple):
@@ -149,11 +149,11 @@ class Ratio(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """The objective that the policy maximises, and the tokens at which it is clipped."""
+    """The objective that the policy maximises, and the tokens at which it is clipped, if any."""
 
     objective: Tensor  # [T]
-    clipped_low: Tensor  # [T] bool
-    clipped_high: Tensor  # [T] bool
+    clipped_low: Tensor | Absent = ()  # [T] bool
+    clipped_high: Tensor | Absent = ()  # [T] bool
 
 
 class Penalty(NamedTuple):
@@ -163,12 +163,18 @@ class Penalty(NamedTuple):
     kl: Tensor | Absent  # [T]
 
 
-Rows: TypeAlias = Batch | PackedBatch
+Rows: TypeAlias = Batch | PackedBatch  # what a step takes
+# (rewards [B], group [B]) -> advantages [B]
 AdvantageFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+# (logprobs, behavior_logprobs, mask, segment_ids), all [T] -> Ratio
 RatioFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | Absent"], Ratio]
+# (log_ratio, mask, segment_ids), all [T] -> importance weights [T]
 CorrectionFn: TypeAlias = Callable[[Tensor, Tensor, "Tensor | Absent"], Tensor]
+# (logprobs, ratio, advantages), all [T] -> Surrogate
 SurrogateFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Surrogate]
+# (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
 PenaltyFn: TypeAlias = Callable[[TokenScores, Tensor, "Tensor | Absent"], Penalty]
+# (mask [B, T], dtype) -> token_weights [B, T]
 WeightFn: TypeAlias = Callable[..., Tensor]
 
 
@@ -211,9 +217,9 @@ class Step(NamedTuple):
 
 
 PrepareFn: TypeAlias = Callable[[TokenScores, Any], Any]  # (scores [B, T], batch) -> batch
-ModelFn: TypeAlias = Callable[[Params, Any], TokenScores]
-LossFn: TypeAlias = Callable[[Params, Any], Tensor]
-NamedRewards: TypeAlias = Mapping[str, Tensor]
+ModelFn: TypeAlias = Callable[[Params, Any], TokenScores]  # (params, sample) -> scores [T]
+LossFn: TypeAlias = Callable[[Params, Any], Tensor]  # (params, sample) -> loss []
+NamedRewards: TypeAlias = Mapping[str, Tensor]  # each reward [B] by its name
 
 
 @dataclass(frozen=True)

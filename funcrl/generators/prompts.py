@@ -11,7 +11,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, rng
 from funcrl.generators.stops import DecodeFn
 
-Prompts: TypeAlias = Sequence[Sequence[int]]
+Prompts: TypeAlias = Sequence[Sequence[int]]  # the tokens of each
 Hash: TypeAlias = hashlib.blake2b
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from funcrl.config.generation import Sampling
 from funcrl.core.arguments import checked
 
-DecodeFn: TypeAlias = Callable[[list[int]], str]
+DecodeFn: TypeAlias = Callable[[list[int]], str]  # from tokens to text
 
 # Continuation bytes that a window of tokens may cut from a character decode to so many at most.
 _CUT_CHARACTERS = 3

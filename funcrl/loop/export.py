@@ -1,19 +1,15 @@
 """Writes the model that a run has trained."""
 
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.core.files import whole_file
 from funcrl.core.reading import read_json, read_text
 from funcrl.core.terminal import warn_safely
 from funcrl.loop.parts import sources
 from funcrl.models import Transformer
-from funcrl.models.functional import bind
 from funcrl.models.logits import is_of_transformers
 from funcrl.run import runs
 from funcrl.tasks import check_task, is_built_in, load
@@ -21,8 +17,7 @@ from funcrl.tasks.contracts import TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.tasks.watch import Note
 from funcrl.weights import save_params
-from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer, special_tokens
-from funcrl.weights.tokenizer import tokenizer_files as source_files
+from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
 
 _OWN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)  # folders of a run that only it writes to
 _MOST_BYTES = 1 << 28  # of a file of a tokenizer
@@ -77,22 +72,7 @@ def export(
             place = Path(folder) if has_tokenizer(Path(folder)) and not to_gguf else None
             if place is None:
                 note(_lacking(out, bool(ends)))
-        if isinstance(network, Transformer):
-            return save_params(out, network, params, tokenizer=place, ends=ends)
-        return _save_module(out, bind(network, params), place, ends)
-
-
-def _save_module(out: Path, network: Any, place: Path | None, ends: Sequence[int]) -> Path:
-    """Write a model of transformers, with what a tokenizer's folder has; return the folder."""
-    network.save_pretrained(out)
-    files = {} if place is None else source_files(place)
-    said = special_tokens(place, ends)
-    if ends and GENERATION not in files:
-        files[GENERATION] = json.dumps(said, indent=2).encode()
-    for name, content in files.items():
-        with whole_file(out / name) as file:
-            file.write(content)
-    return out
+        return save_params(out, network, params, tokenizer=place, ends=ends)
 
 
 def _check_out(run: Path, out: Path) -> None:

@@ -1,6 +1,7 @@
 """Before a run begins: what it may begin with, what it goes on from, and what it records of it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +12,9 @@ from funcrl.loop.parts.data import check_data, data_facts
 from funcrl.loop.parts.sources import options_of_run, parts_of_network
 from funcrl.run import runs
 from funcrl.run.changes import check_options_kept
-from funcrl.run.folder import open_folder
+from funcrl.run.folder import free_folder, missing_folders, open_folder, remove_empty
 from funcrl.run.trust import check_run, named_code, remember
+from funcrl.tasks import data_file
 from funcrl.tasks.contracts import TaskLike
 from funcrl.tasks.watch import Note
 
@@ -34,6 +36,30 @@ class Start(NamedTuple):
         if source is not None:
             for line in check_run("train", config, source, self.given):
                 note(line)
+
+
+@contextmanager
+def with_folder(
+    config: TrainConfig, task: TaskLike | None = None, parts: Parts | None = None
+) -> Iterator[TrainConfig]:
+    """Give a configuration that names its folder: the first of runs/TASK-1, ... that is free.
+
+    One that names a folder is given as it is. A folder that is made here goes again if nothing is
+    in it at the end, because the start failed.
+    """
+    if config.run_dir is not None:
+        yield config
+        return
+    given, file = parts.task if parts else task, data_file(config.task)
+    name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
+    if given is not None:
+        name = Path(str(getattr(given, "name", "run"))).name or "run"
+    made = missing_folders(Path("runs"))
+    folder = free_folder(Path("runs"), name)
+    try:
+        yield replace(config, run_dir=folder)
+    finally:
+        remove_empty([folder, *made])
 
 
 def open_run(

@@ -18,7 +18,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.batches import laid_out
-from funcrl.loop.opening import facts_of, open_run
+from funcrl.loop.opening import facts_of, open_run, with_folder
 from funcrl.loop.parts.build import Parts, build, empty_state, first_params
 from funcrl.loop.parts.sources import tokenizer_place
 from funcrl.loop.recorded import advantages_of, tokens_of_first
@@ -54,13 +54,14 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
 ) -> Trained:
-    """Return the state and the metrics of a run, which `config.run_dir` holds as well.
+    """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.
 
     Everything that is drawn comes from `config.seed` and the number of the step, so that a run
     that was stopped, at any moment and by whatever, goes on to the same bits.
 
     Args:
-        config: the whole configuration; its `run_dir` must be given.
+        config: the whole configuration; without a `run_dir` the run is in the first of
+            runs/TASK-1, runs/TASK-2 ... that is free, which the result names.
         task: in place of the one that `config.task` names.
         parts: of `funcrl.build(config)`, with any of them replaced. A run that was given parts is
             resumed with the same ones. Their generator is not closed at the end.
@@ -85,6 +86,12 @@ def train(
         >>> [row["step"] for row in funcrl.train(config).history]
         [0, 1, 2]
     """
+    if config.run_dir is None and not resume:
+        with with_folder(config, task, parts) as config:
+            return train(
+                config, task=task, parts=parts, view=view, fork=fork, command=command, stop=stop,
+                trust=trust,
+            )  # fmt: skip
     started, process = time.perf_counter(), os.getpid()
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -23,11 +23,11 @@ def warm_start(
     model_fn: ModelFn,
     params: Params,
     task: TaskLike,
-    config: WarmStartConfig,
-    seed: int,
-    accuracy: Callable[[Params], float],
+    config: WarmStartConfig | None = None,
+    seed: int = 0,
+    accuracy: Callable[[Params], float] | None = None,
 ) -> tuple[Params, dict[str, float]]:
-    """Return parameters trained on right answers, with the steps done and the accuracy reached.
+    """Return parameters trained on right answers, and numbers: the steps and the accuracy reached.
 
     Supervised learning is REINFORCE whose samples are the answers and whose reward is always 1:
     the same step, with the mean over tokens. It stops at the wanted accuracy.
@@ -36,9 +36,9 @@ def warm_start(
         model_fn: `(params, sample) -> TokenScores`.
         params: to start from.
         task: whose prompts have answers, or an environment that has demonstrations.
-        config: the number of steps, and the accuracy to stop at.
+        config: the number of steps, and the accuracy to stop at; `WarmStartConfig()` when left out.
         seed: of the prompts.
-        accuracy: measures parameters on held-out prompts.
+        accuracy: measures parameters on held-out prompts; when left out, all steps are done.
 
     Example:
         >>> import funcrl
@@ -46,28 +46,31 @@ def warm_start(
         >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
         >>> params, numbers = funcrl.warm_start(
         ...     funcrl.logprob_fn(model), funcrl.init_params(model, seed=0), task,
-        ...     funcrl.config.WarmStartConfig(steps=2), seed=0, accuracy=lambda params: 0.0)
-        >>> numbers["warm_start/steps"]
-        2
+        ...     funcrl.config.WarmStartConfig(steps=2))
+        >>> numbers
+        {'warm_start/steps': 2}
     """
     task = check_task("warm_start", task)
+    config = WarmStartConfig() if config is None else config
     weight = algorithms.dapo().weight
     algorithm = algorithms.reinforce(weight=weight)
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optim.adamw(config.learning_rate, weight_decay=0.0)
     )
-    state, done, reached = step.init(params), 0, accuracy(params)
+    state, done = step.init(params), 0
+    reached = 0.0 if accuracy is None else accuracy(params)
     device = state.step.device
-    while done < config.steps and reached < config.accuracy:
+    while done < config.steps and (accuracy is None or reached < config.accuracy):
         prompts = task.prompts(seed, done * config.num_prompts, config.num_prompts)
         demonstrations = [demonstration(task, prompt) for prompt in prompts]
         if not done:
             _check_right(task, prompts, demonstrations)
         state, _ = step(state, collate(_to_rollout(demonstrations, device), algorithm))
         done += 1
-        if done % config.every == 0 or done == config.steps:
+        if accuracy is not None and (done % config.every == 0 or done == config.steps):
             reached = accuracy(state.params)
-    return state.params, {"warm_start/steps": done, "warm_start/accuracy": reached}
+    measured = {} if accuracy is None else {"warm_start/accuracy": reached}
+    return state.params, {"warm_start/steps": done, **measured}
 
 
 def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration]) -> None:

@@ -37,7 +37,7 @@ class Past(NamedTuple):
 
 # the past -> (the layer's result [..., H, T, Cv], what it keeps after the last token that counts)
 MixFn: TypeAlias = Callable[[Past], tuple[Tensor, Memory]]
-RecurFn: TypeAlias = Callable[[MixFn], Tensor]
+RecurFn: TypeAlias = Callable[[MixFn], Tensor]  # runs a layer on the past that it chooses
 
 
 @checked

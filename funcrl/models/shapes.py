@@ -13,6 +13,7 @@ _GEMMA3 = TransformerConfig(
     local_rope_theta=10_000.0, norm_offset=1.0, post_norms=True, activation="gelu_tanh",
     embed_scale=640**0.5, context_length=32_768,
 )  # fmt: skip
+# The shapes of transformers that have a name.
 SHAPES: dict[str, TransformerConfig] = {
     "micro": TransformerConfig(
         width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192
@@ -48,6 +49,7 @@ SHAPES: dict[str, TransformerConfig] = {
         _GEMMA3, width=1152, num_layers=26, mlp_width=6912, embed_scale=1152**0.5
     ),
 }  # fmt: skip
+# The shapes of recurrent networks that have a name.
 RECURRENT_SHAPES: dict[str, RecurrentConfig] = {
     "lstm": RecurrentConfig(),
     "gru": RecurrentConfig(cell="gru"),

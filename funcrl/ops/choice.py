@@ -14,6 +14,7 @@ from funcrl.ops.contract import Ops
 from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
 from funcrl.ops.exact import EXACT
 
+# torch's fastest operations.
 NATIVE = Ops(
     embed=arithmetic.embed,
     linear=nn.functional.linear,

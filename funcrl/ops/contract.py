@@ -8,7 +8,9 @@ from torch import Tensor
 
 from funcrl.core.types import Absent
 
+# (x [..., I], weight [O, I], bias [O]) -> [..., O]
 LinearFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# Matrices [O, I], each with its bias [O] or None.
 Weights: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
 # (q [..., H, T, C], k [..., K, S, C], v [..., K, S, C]) -> [..., H, T, C], where K divides H. A
 # sliding layer gives `window=` besides, the number of tokens that a query sees, itself included.

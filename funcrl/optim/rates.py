@@ -12,7 +12,7 @@ from funcrl.core.types import Absent, GradientTransformation, Params, Tree
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import Schedule
 
-LearningRate: TypeAlias = NotNegative | Schedule
+LearningRate: TypeAlias = NotNegative | Schedule  # a number, or one for each update
 
 
 class ScaleByLearningRateState(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcrl.core.arguments import Count, NotNegative, checked
 
-Schedule: TypeAlias = Callable[[Tensor], Tensor]
+Schedule: TypeAlias = Callable[[Tensor], Tensor]  # (number of updates done) -> learning rate
 
 
 @checked

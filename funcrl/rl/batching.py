@@ -11,7 +11,7 @@ from funcrl.core import checks, numerics, rng, tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
 
-RowsT = TypeVar("RowsT", Batch, PackedBatch)
+_RowsT = TypeVar("_RowsT", Batch, PackedBatch)
 
 
 @checked
@@ -113,7 +113,7 @@ def pad_rows(
 
 
 @checked
-def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> list[RowsT]:
+def minibatches(batch: _RowsT, algorithm: Algorithm, count: int, seed: int) -> list[_RowsT]:
     """Return the batch's rows in `count` mini-batches, in an order drawn from the seed.
 
     Advantages stay those of the whole batch; weights are made anew, so that each mini-batch's loss
@@ -143,13 +143,13 @@ def minibatches(batch: RowsT, algorithm: Algorithm, count: int, seed: int) -> li
     order = torch.randperm(rows, generator=rng.generator(seed), device="cpu")
     parts = []
     for share in order.to(batch.tokens.device).tensor_split(count):
-        part: RowsT = tree.map(operator.itemgetter(share), batch)
+        part: _RowsT = tree.map(operator.itemgetter(share), batch)
         parts.append(part._replace(token_weights=_share_weights(algorithm, part)))
     return parts
 
 
 @checked
-def in_order(batch: RowsT, numbers: Tensor) -> RowsT:
+def in_order(batch: _RowsT, numbers: Tensor) -> _RowsT:
     """Return the batch with its rows sorted by their numbers.
 
     A sum over rows depends on their order in its last bits. Workers that finish in any order give
@@ -175,7 +175,7 @@ def in_order(batch: RowsT, numbers: Tensor) -> RowsT:
     checks.check_dtype("in_order", "numbers", numbers, torch.int64)
     if len(numbers.unique()) < len(numbers):
         raise ValueError(f"in_order expects numbers that all differ, got {numbers.tolist()}.")
-    ordered: RowsT = tree.map(operator.itemgetter(numbers.argsort()), batch)
+    ordered: _RowsT = tree.map(operator.itemgetter(numbers.argsort()), batch)
     return ordered
 
 

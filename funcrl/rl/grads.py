@@ -19,6 +19,7 @@ from funcrl.core.types import LossFn, Metrics, Params, Tree
 from funcrl.rl.backward import AuxLossFn, one_number, reduce_rows, value_and_grad
 from funcrl.rl.metrics import merge
 
+# Gradients with a leading axis B -> the same, transformed row by row.
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
 _NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
 

@@ -32,9 +32,11 @@ from funcrl.core.types import (
     TokenScores,
 )
 
+# (logprobs, ref_logprobs), both [T] -> estimate [T]
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
 KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# k1+ and k3+ are k1 and k3 `with_kl_gradient`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
@@ -257,7 +259,8 @@ def _token_metrics(
 ) -> Metrics:
     """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
     difference = (scores.logprobs - behavior).detach()
-    low, high = surrogate.clipped_low & kept, surrogate.clipped_high & kept
+    clipped = (surrogate.clipped_low, surrogate.clipped_high)
+    low, high = (kept & False if isinstance(each, tuple) else each & kept for each in clipped)
     token_values = {
         "entropy": scores.entropy.detach(),
         "clip_ratio/low_mean": low.to(difference.dtype),

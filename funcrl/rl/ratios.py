@@ -15,6 +15,7 @@ from funcrl.core.arguments import NotNegative, Positive, checked
 from funcrl.core.reprs import remembers
 from funcrl.core.types import Absent, CorrectionFn, Ratio, RatioFn
 
+# Whether each token has a ratio of its own, or a completion one for all.
 Level: TypeAlias = Literal["token", "sequence"]
 
 

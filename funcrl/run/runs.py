@@ -27,12 +27,12 @@ __all__ = [
 
 Row: TypeAlias = Mapping[str, Any]  # a step's metrics
 
-CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"
-CHANGES = "changes.jsonl"
-CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"  # the resolved configuration
+ENVIRONMENT = "environment.json"  # machine, versions, command
+METRICS = "metrics.jsonl"  # one JSON object a step
+COMPLETIONS = "completions.jsonl"  # one JSON object a logged completion
+CHANGES = "changes.jsonl"  # one JSON object for each option that changed on the way
+CHECKPOINTS = "checkpoints"  # the folder that `funcrl.restore` reads
 TOKENIZER = "tokenizer"  # files for transformers, of a run whose model began from nothing
 REFERENCE = "reference"  # the policy of step 0, for a KL penalty
 # The key in environment.json of the names of parts that a run was given as objects.

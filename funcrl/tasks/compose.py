@@ -14,7 +14,7 @@ from funcrl.tasks.rewards.calls import RewardLimits, run_calls
 from funcrl.tasks.rewards.functions import calls_of, columns_of, form_of, rewards_of_calls
 from funcrl.tasks.rewards.own import own_calls, own_rewards
 
-RewardFn: TypeAlias = Callable[[Prompt, Any], float]
+RewardFn: TypeAlias = Callable[[Prompt, Any], float]  # (prompt, completion) -> reward
 _LIMITS = RewardLimits()
 
 

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import whole_file, write_whole
 from funcrl.core.reading import read_json
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.models.functional import check_params
+from funcrl.models.functional import bind, check_params
+from funcrl.models.logits import is_of_transformers
 from funcrl.weights.gguf_write import GGUF_DTYPES, gguf_architecture, write_gguf
 from funcrl.weights.held import as_stored
 from funcrl.weights.hugging_face import from_hugging_face, same_network, to_hugging_face
@@ -31,7 +32,7 @@ from funcrl.weights.tokenizer import (
 @checked
 def save_params(
     path: str | Path,
-    model: Transformer,
+    model: nn.Module,
     params: Mapping[str, Tensor],
     *,
     tokenizer: str | Path | None = None,
@@ -45,7 +46,8 @@ def save_params(
 
     Args:
         path: a .gguf file, or a Hugging Face folder; made when it is missing.
-        model: whose parameters they are.
+        model: whose parameters they are: a `Transformer`, or for a folder a model of transformers,
+            whose own `save_pretrained` writes it.
         params: in the dtype to be written.
         tokenizer: the folder or the .gguf file whose tokenizer goes along, such as the one that
             the parameters were loaded from. Without one, llama.cpp does not run a .gguf file.
@@ -64,6 +66,15 @@ def save_params(
         'model.gguf'
     """
     path, to_gguf = Path(path), Path(path).suffix == ".gguf"
+    if is_of_transformers(model) and not to_gguf:
+        check_params(model, params, "save_params")
+        source = None if tokenizer is None else Path(tokenizer)
+        return _save_module(path, bind(model, dict(params)), source, ends, max_shard_bytes)
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            f"save_params expects model to be one of transformers and path a folder, or model to "
+            f"be a Transformer, got {type(model).__name__} and {path}."
+        )
     dtype = _check(model, params, GGUF_DTYPES if to_gguf else NAMES)
     config, source = model.config, None if tokenizer is None else Path(tokenizer)
     hf_config = to_hugging_face(config, str(dtype).removeprefix("torch."))
@@ -86,6 +97,20 @@ def save_params(
     # Where there was no model, this makes the folder one.
     _write_json(path / CONFIG, hf_config)
     _remove_others(path, weights)
+    return path
+
+
+def _save_module(
+    path: Path, module: Any, source: Path | None, ends: Sequence[int], max_shard_bytes: int
+) -> Path:
+    """Write a model of transformers, with what a tokenizer's folder has; return the folder."""
+    files = {} if source is None else tokenizer_files(source)
+    if ends and GENERATION not in files:
+        files[GENERATION] = json.dumps(special_tokens(source, ends), indent=2).encode()
+    module.save_pretrained(path, max_shard_size=max_shard_bytes)
+    for name, content in files.items():
+        with whole_file(path / name) as file:
+            file.write(content)
     return path
 
 

@@ -64,6 +64,21 @@ def tiny(folder, **options):
                        evaluation=EvaluationConfig(every=0), **options)  # fmt: skip
 
 
+def test_a_run_without_a_folder_gets_the_first_free_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="no held-out prompts"):
+        funcrl.train(tiny(None), task=Failing())
+    assert not (tmp_path / "runs").exists()
+    task = funcrl.tasks.SumDigits()
+    task.name = "../mine"  # a name is no path
+    folders = [funcrl.train(tiny(None), task=task).run_dir for _ in range(2)]
+    assert folders == [tmp_path / "runs" / "mine-1", tmp_path / "runs" / "mine-2"]
+    parts = funcrl.build(tiny(None))
+    assert funcrl.train(tiny(None), parts=parts).run_dir == tmp_path / "runs" / "sum_digits-1"
+    with pytest.raises(ValueError, match=r"train expects config\.run_dir, got none"):
+        funcrl.train(tiny(None), resume=True)
+
+
 @pytest.mark.parametrize("what", ["a note", "a run that began"])
 def test_a_failed_start_leaves_a_folder_as_it_was(tmp_path, what):
     folder = tmp_path / "run"

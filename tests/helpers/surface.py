@@ -34,3 +34,23 @@ def public_functions() -> dict[str, Callable[..., Any]]:
         for name, function in functions_of(module).items()
         if function not in at_root.values()
     }
+
+
+def public_names() -> set[str]:
+    """The full name of everything public: of the root, its modules, and what these show.
+
+    A module shows its `__all__`, or else the functions and classes that it defines.
+    """
+    modules = {
+        name: value for name in funcrl.__all__ if inspect.ismodule(value := getattr(funcrl, name))
+    }
+    names = {f"funcrl.{name}" for name in funcrl.__all__}
+    for prefix, module in modules.items():
+        own = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        }
+        shown = getattr(module, "__all__", own)
+        names |= {f"funcrl.{prefix}.{name}" for name in shown}
+    return names

@@ -256,3 +256,25 @@ def test_a_tokenizer_that_cannot_go_along_is_refused(tmp_path, smol, small):
         funcrl.save_params(
             tmp_path / "x.gguf", model, funcrl.init_params(model, seed=0), tokenizer=smol
         )
+
+
+def test_a_model_of_transformers_is_saved_with_new_parameters(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "tie_word_embeddings": True}  # fmt: skip
+    module = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    old = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    params = {name: leaf + 1 for name, leaf in old.items()}
+    folder = funcrl.save_params(tmp_path / "model", module, params, ends=[12])
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert again.generation_config.eos_token_id == 12
+    for name, leaf in again.named_parameters():
+        assert torch.equal(leaf, params[name]), name
+    assert all(torch.equal(leaf, old[name]) for name, leaf in module.named_parameters())
+    _, loaded = funcrl.load_params(folder)
+    assert torch.equal(loaded["norm.weight"], params["model.norm.weight"])
+    with pytest.raises(ValueError, match=r"save_params expects all parameters .*none for 'model"):
+        funcrl.save_params(tmp_path / "other", module, {})
+    with pytest.raises(TypeError, match=r"^save_params expects .* a folder.* got LlamaForCausalLM"):
+        funcrl.save_params(tmp_path / "model.gguf", module, params)

@@ -1,0 +1,49 @@
+"""The example scripts on a page of the site: a line ```{scripts}``` becomes all of them."""
+
+import ast
+import re
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BLOCK = re.compile(r"^```\{scripts\}\n```$", re.MULTILINE)
+LINK = re.compile(r"\]\((?:\.\./)+examples/(?:README\.md|(\w+)\.py|)\)")
+
+
+def anchor_of(name: str) -> str:
+    """Return the anchor of a script's heading."""
+    return f"{name}py"
+
+
+def all_scripts() -> str:
+    """Return each script in Markdown, in the README's order: its name, docstring and code."""
+    listed = re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())
+    order = dict.fromkeys([*listed, *sorted(path.stem for path in EXAMPLES.glob("*.py"))])
+    pieces = []
+    for path in [EXAMPLES / f"{name}.py" for name in order]:
+        text = path.read_text()
+        module = ast.parse(text)
+        code = "".join(text.splitlines(keepends=True)[module.body[0].end_lineno :]).strip()
+        pieces += [f"## {path.name}", ast.get_docstring(module), f"```python\n{code}\n```"]
+    return "\n\n".join(pieces)
+
+
+def expand(text: str, docname: str) -> str:
+    """Return a page with the scripts written out, and links to them that lead to their page."""
+
+    def link(match: re.Match[str]) -> str:
+        anchor = f"#{anchor_of(match[1])}" if match[1] else ""
+        return f"]({'../' * docname.count('/')}examples.md{anchor})"
+
+    return LINK.sub(link, BLOCK.sub(lambda _: all_scripts(), text))
+
+
+def expand_source(app, docname: str, source: list[str]) -> None:
+    """Write out the scripts before Sphinx reads the page."""
+    del app
+    source[0] = expand(source[0], docname)
+
+
+def setup(app) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("source-read", expand_source)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
