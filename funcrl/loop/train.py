@@ -38,6 +38,8 @@ from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Prompt, TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 
+_TELL_EVERY = 10.0  # seconds between two lines about a warm start
+
 
 @checked
 def train(
@@ -130,10 +132,18 @@ def _begin(
 ) -> None:
     """Run the warm start, evaluate the policy, and record that as step 0."""
 
+    told = time.perf_counter()
+
     def accuracy(params: Params) -> float:
+        nonlocal told
         if stop():
             raise KeyboardInterrupt
-        return _accuracy(config, parts, parts.policy(params), 0, prompts).get("eval/accuracy", 0.0)
+        row = _accuracy(config, parts, parts.policy(params), 0, prompts)
+        reached: float = row.get("eval/accuracy", 0.0)
+        if time.perf_counter() > told + _TELL_EVERY:
+            told = time.perf_counter()
+            record.note(f"Warm start: accuracy {reached:.2f} so far.")
+        return reached
 
     held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
     # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
@@ -147,7 +157,7 @@ def _begin(
             f"Warm start: at most {config.warm_start.steps} supervised steps, until "
             f"{config.warm_start.accuracy:.2f} of the held-out prompts are answered rightly ..."
         )
-        clock = time.perf_counter()
+        clock = told = time.perf_counter()
         params, numbers = warm_start(
             parts.model_fn,
             params,

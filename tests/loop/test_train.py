@@ -237,6 +237,17 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
     assert equal(resumed.state, funcrl.train(small(tmp_path / "whole")).state)
 
 
+@pytest.mark.slow
+def test_a_warm_start_says_what_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("funcrl.loop.train._TELL_EVERY", -1.0)
+    notes = []
+    warm_start = WarmStartConfig(steps=2, every=1)
+    funcrl.train(small(tmp_path / "run", steps=1, warm_start=warm_start), view=Notes(notes))
+    assert notes[0].startswith("Warm start: at most 2 supervised steps, until 0.30 of")
+    assert notes[1] == "Warm start: accuracy 0.00 so far."
+    assert "after 2 supervised steps" in notes[4]
+
+
 class Notes(SilentView):
     """A view that keeps what is said."""
 
