@@ -102,7 +102,10 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        return _typed(next(kind for kind in arguments if kind is not type(None)), value, path)
+        kinds = [kind for kind in arguments if kind is not type(None)]
+        words = [kind for kind in kinds if typing.get_origin(kind) is Literal]  # such as "all"
+        chosen = next((kind for kind in words if value in typing.get_args(kind)), kinds[0])
+        return _typed(chosen, value, path)
     if origin is Literal:
         checks.check_choice("train", path, value, arguments)
         return value

@@ -296,8 +296,10 @@ def test_parity_prints_json_and_exits_by_its_tolerance(capsys):
     assert run([*line, "--numerics", "native", "--tolerance", 0], capsys).code == 1
 
 
-def test_configurations_survive_yaml():
-    whole = TrainConfig(sampling=Sampling(stop=("a", "b")), reward_weights={"x": 2.0}, threads=2)
+@pytest.mark.parametrize("chunk", [512, "all"])
+def test_configurations_survive_yaml(chunk):
+    whole = TrainConfig(sampling=Sampling(stop=("a", "b")), reward_weights={"x": 2.0}, threads=2,
+                        logprob_chunk=chunk)  # fmt: skip
     plain = yaml.safe_load(yaml.safe_dump(config.to_plain(whole)))
     assert config.from_plain(TrainConfig, plain) == whole
 

@@ -19,8 +19,9 @@ from funcrl.run.report.run import read_run
 def make_run(folder, steps=60, rate=1e-3, seed=0):
     """A run folder as `train` writes it, with values that are easy to recompute."""
     folder.mkdir(parents=True)
-    rows = [{"step": 0, "eval/accuracy": 0.3, "time/startup": 2.0, "time/warm_start": 3.0,
-             "warm_start/steps": 250, "warm_start/accuracy": 0.44}]  # fmt: skip
+    rows = [{"step": 0, "eval/accuracy": 0.3, "eval/num_prompts": 100,
+             "time/startup": 2.0, "time/warm_start": 3.0, "warm_start/steps": 250,
+             "warm_start/accuracy": 0.44}]  # fmt: skip
     for step in range(1, steps + 1):
         share = step / steps
         wave = ((step * 7919 + seed) % 13) / 130
@@ -37,7 +38,8 @@ def make_run(folder, steps=60, rate=1e-3, seed=0):
             "sampling/importance_sampling_ratio/mean": 1.0, "time/train": 0.07, "time/push": 1e-5,
             "time/reward": 0.005, "my/metric": 100.0 + 1e-4 * wave, "my/constant": 7.5,
         }  # fmt: skip
-        rows.append(row | ({"eval/accuracy": 0.3 + 0.65 * share} if step % 20 == 0 else {}))
+        evaluated = {"eval/accuracy": 0.3 + 0.65 * share, "eval/num_prompts": 100}
+        rows.append(row | (evaluated if step % 20 == 0 else {}))
     runs.append_lines(folder / "metrics.jsonl", rows)
     seen = [
         {"step": step, "prompt": "1+2=", "completion": text, "answer": "3", "reward": reward,
@@ -149,6 +151,16 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, rows):
     for absent in ("No completions.jsonl here", "No config.yaml here", "No environment.json here",
                    "No step has been timed yet"):  # fmt: skip
         assert absent in text
+
+
+def test_the_interval_of_the_accuracy_is_said_where_every_one_is_known(tmp_path):
+    """Wilson's of 30 and of 95 in 100: 0.219 to 0.396 and 0.888 to 0.978."""
+    whole = read_run(make_run(tmp_path / "run", steps=20))
+    assert page.headline(whole)["95% intervals"] == "0.22 to 0.40 → 0.89 to 0.98"
+    assert plots.intervals(whole).keys() == {0, 20}
+    for other in ({"eval/num_prompts": None}, {"eval/num_prompts": 0}, {"eval/accuracy": 20.0}):
+        rows = [*whole.rows[:-1], whole.rows[-1] | other]
+        assert "95% intervals" not in page.headline(whole._replace(rows=rows))
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):

@@ -24,7 +24,7 @@ from funcrl.run.report.plots import (
     warm_start,
 )
 
-_MOST_POINTS = 40_000  # of all lines of a page, among those that the pointer can find
+_MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
 _FEWEST_POINTS = 50  # of a line
 
 SavePicture = Callable[[str, bytes], None]
