@@ -55,7 +55,7 @@ def pages(site) -> dict[Path, Page]:
 
 def sources() -> list[Path]:
     """The pages that were written, and the notebooks, without their endings."""
-    found = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("notebooks/*.ipynb")]
+    found = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     return [path.relative_to(DOCS).with_suffix("") for path in found]
 
 
