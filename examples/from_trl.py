@@ -1,6 +1,6 @@
 """From TRL to funcrl: rows and a reward of TRL's form train here, with TRL's loss and gradient.
 
-    python examples/from_trl.py      # needs trl; half a minute on two CPU cores, no network
+python examples/from_trl.py      # needs trl; half a minute on two CPU cores, no network
 """
 
 import tempfile

@@ -160,11 +160,11 @@ def _begin(
     params = first_params(parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
-        clock = told = time.perf_counter()
         record.note(
-            f"Warm start: at most {config.warm_start.steps} supervised steps, until the accuracy "
-            f"is {config.warm_start.accuracy:.2f}."
+            f"Warm start: at most {config.warm_start.steps} supervised steps, until "
+            f"{config.warm_start.accuracy:.2f} of the held-out prompts are answered rightly ..."
         )
+        clock = told = time.perf_counter()
         params, numbers = warm_start(
             parts.model_fn,
             params,
