@@ -29,7 +29,7 @@ def code_cells(book: Notebook) -> list[Any]:
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
-def execute(path: Path, folder: Path, timeout: int = 120) -> Notebook:
+def execute(path: Path, folder: Path, timeout: int = 300) -> Notebook:
     """Return the notebook with the outputs of a run in the folder; a cell that raises raises here.
 
     Args:
