@@ -126,8 +126,8 @@ def memory_profile(
     allocate is not. On a GPU `peak_allocated` is the allocator's own, of all threads. On a CPU
     tensors from before the block are those that Python can see; one that the block frees counts
     until its memory is used again, because torch does not record that it is freed. It resets the
-    peak of `memory_stats`. Only one can be running at a time. Some versions of torch write two lines
-    that begin with `USDT:` to stderr for each block, on a CPU; `KINETO_LOG_LEVEL=9` in the
+    peak of `memory_stats`. Only one can be running at a time. On a CPU some versions of torch write
+    two lines to stderr for each block, which begin with `USDT:`; `KINETO_LOG_LEVEL=9` in the
     environment, before torch is imported, leaves them out.
 
     Args:
