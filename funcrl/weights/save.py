@@ -50,7 +50,8 @@ def save_params(
             whose own `save_pretrained` writes it.
         params: in the dtype to be written.
         tokenizer: the folder or the .gguf file whose tokenizer goes along, such as the one that
-            the parameters were loaded from. Without one, llama.cpp does not run a .gguf file.
+            the parameters were loaded from, or RUN/tokenizer of a run that began from nothing.
+            Without one, llama.cpp does not run a .gguf file.
         ends: the tokens that end a completion, for the config.json of a model whose `tokenizer`
             does not say them. With neither, what transformers generates does not end by itself.
         max_shard_bytes: larger models are spread over several files of a folder.
