@@ -1,4 +1,4 @@
-"""The example scripts on a page of the site: ```{scripts}``` becomes their README and their code."""
+"""The example scripts on a page of the site: ```{scripts}``` becomes their README and code."""
 
 import ast
 import re

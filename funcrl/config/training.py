@@ -23,6 +23,8 @@ from funcrl.core.arguments import (
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce")
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
+_UNCLIPPED = ("sapo", "rloo", "reinforce")
+_UNSCALED = ("dr_grpo", "rloo", "reinforce")
 
 
 def is_own(name: str) -> bool:
@@ -46,12 +48,16 @@ GeneratorName: TypeAlias = Annotated[str, _one_of(GENERATORS)]
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig(CheckedFields):
+class AlgorithmConfig:
     """The policy gradient; see docs/algorithms.md."""
 
     name: AlgorithmName = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, clipped as its paper says; or
-    one's own as file.py:name."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, or one's own as file.py:name."""
+    clip: tuple[FiniteNotNegative, ...] = ()
+    """How far below and above 1 a ratio may be (TRL's epsilon and epsilon_high), such as 0.2 0.28;
+    as the algorithm's paper says when left out."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Whose deviation divides the advantage; as the algorithm's paper says when left out."""
     kl: FiniteNotNegative = 0.1
     """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
@@ -64,6 +70,24 @@ class AlgorithmConfig(CheckedFields):
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
     correction otherwise. The weights are those at each update, and with them nothing is clipped."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.clip and not (len(self.clip) == 2 and self.clip[0] <= 1):
+            raise ValueError(
+                f"AlgorithmConfig expects clip to be two numbers, of which the first is at most 1, "
+                f"got {self.clip}."
+            )
+        if self.clip and self.name in _UNCLIPPED:
+            raise ValueError(
+                f"train expects no --algorithm.clip with {self.name}, which clips nothing, got "
+                f"{self.clip}."
+            )
+        if self.scale_rewards is not None and self.name in _UNSCALED:
+            raise ValueError(
+                f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
+                f"divide by a deviation, got {self.scale_rewards}."
+            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The loop: it learns, it resumes to the bit, and it says what is wrong."""
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.config.training import ALGORITHMS
 from funcrl.generators import Sampler
 from funcrl.loop.parts.build import empty_state
 from funcrl.loop.rewarded import RewardError
@@ -390,6 +392,29 @@ def test_everything_that_can_be_chosen_runs(tmp_path):
                        optimizer=OptimizerConfig(schedule="cosine", warmup=2),
                        mask_truncated=True, drop_zero_variance=False)  # fmt: skip
         assert torch.tensor(funcrl.train(config).history[-1]["loss"]).isfinite()
+
+
+def test_bounds_and_scale_are_those_that_are_configured():
+    options = AlgorithmConfig("dapo", clip=(0.2, 0.3), scale_rewards="batch")
+    algorithm = funcrl.build(TrainConfig(algorithm=options)).algorithm
+    ratio, advantages = torch.tensor([0.5, 1.5]), torch.tensor([-1.0, 1.0])
+    objective = algorithm.surrogate(ratio.log(), ratio, advantages).objective
+    assert torch.allclose(objective, torch.tensor([-0.8, 1.3]))
+    rewards, group = torch.tensor([0.0, 2.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    by_batch = funcrl.advantages.standardize_by_batch(rewards, group)
+    assert algorithm.advantage(rewards, group).equal(by_batch)
+    with pytest.raises(ValueError, match=r"clip to be two numbers.*at most 1, got \(2.0, 0.1\)"):
+        AlgorithmConfig(clip=(2.0, 0.1))
+
+
+@pytest.mark.parametrize(("option", "value"), [("clip", (0.1, 0.1)), ("scale_rewards", "none")])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_option_that_an_algorithm_has_not_is_refused(name, option, value):
+    if option in inspect.signature(getattr(funcrl, name)).parameters:
+        assert getattr(AlgorithmConfig(name, **{option: value}), option) == value
+    else:
+        with pytest.raises(ValueError, match=f"no --algorithm.{option.replace('_', '-')}.*{name}"):
+            AlgorithmConfig(name, **{option: value})
 
 
 def test_a_warm_start_is_supervised_learning():

@@ -151,3 +151,13 @@ def test_without_a_cache_a_trace_is_refused_with_what_to_pass(family):
     step(state, BATCH)
     with pytest.raises(ValueError, match=r"functional .* masking_utils.*attention_mask"):
         funcrl.compile_step(step, state, BATCH)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_a_config_that_was_saved_in_training_is_scored(family, monkeypatch):
+    """Trainers switch the cache off, and without one transformers reads positions."""
+    module = module_of(family)
+    params = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    wanted = funcrl.score(funcrl.logprob_fn(module), params, BATCH)
+    monkeypatch.setattr(module.config, "use_cache", False)
+    assert equal(funcrl.score(funcrl.logprob_fn(module), params, BATCH), wanted)

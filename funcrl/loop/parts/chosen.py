@@ -37,6 +37,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         "entropy": options.entropy,
         "correction": None if importance is None else ratios.truncated(importance),
     }
+    of_some = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
+    tunables |= {name: value for name, value in of_some.items() if value is not None}
     if not is_own(options.name):
         if options.name == "dr_grpo":
             tunables["length"] = config.sampling.max_tokens
@@ -44,6 +46,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         return made
     given = options.max_importance  # only what was asked for is refused, not what is left out
     refusable = {"kl": options.kl, "entropy": options.entropy, "max-importance": given}
+    refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 
@@ -187,7 +190,7 @@ def _own(
     takes = arguments_taken(found, known) if callable(found) else []
     for option, value in refusable.items():
         if value and taken.get(option, option.replace("-", "_")) not in takes:
-            cleared = "None" if option == "max-importance" else "0"
+            cleared = "0" if option in ("kl", "entropy", "weight-decay") else "None"
             raise ValueError(
                 f"train expects --{part}.{option} {cleared} for {name}, which takes no "
                 f"{taken.get(option, option.replace('-', '_'))}, got {value}."
