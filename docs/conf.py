@@ -21,7 +21,7 @@ extensions = [
     "scripts",
     "twins",
 ]
-exclude_patterns = ["_ext", "notebooks/README.md", "**/.ipynb_checkpoints"]
+exclude_patterns = ["**/.ipynb_checkpoints"]
 templates_path = ["_templates"]
 
 # Pages are CommonMark with anchors as repositories make them; what has no language is a command,

@@ -55,7 +55,7 @@ def pages(site) -> dict[Path, Page]:
 
 def sources() -> list[Path]:
     """The pages that were written, and the notebooks, without their endings."""
-    found = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("notebooks/*.ipynb")]
+    found = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     return [path.relative_to(DOCS).with_suffix("") for path in found]
 
 
@@ -83,7 +83,7 @@ def test_every_page_has_a_twin_and_is_in_llms_txt(site):
 
 def test_every_entry_says_something(site):
     for path in (site / "api").glob("*.md"):
-        for entry in path.read_text().split("\n### ")[1:]:
+        for entry in path.read_text().split("\n### funcrl.")[1:]:
             signature, words = entry.split("\n```\n", 1)
             assert not words.strip().startswith("Defined in"), signature
 

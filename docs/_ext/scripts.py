@@ -1,4 +1,4 @@
-"""The example scripts on a page of the site: a line ```{scripts}``` becomes all of them."""
+"""The example scripts on a page of the site: ```{scripts}``` becomes their README and code."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK = re.compile(r"^```\{scripts\}\n```$", re.MULTILINE)
+SCRIPT = re.compile(r"\]\((\w+)\.py\)")
 LINK = re.compile(r"\]\((?:\.\./)+examples/(?:README\.md|(\w+)\.py|)\)")
 
 
@@ -15,16 +16,16 @@ def anchor_of(name: str) -> str:
 
 
 def all_scripts() -> str:
-    """Return each script in Markdown, in the README's order: its name, docstring and code."""
-    listed = re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())
-    order = dict.fromkeys([*listed, *sorted(path.stem for path in EXAMPLES.glob("*.py"))])
-    pieces = []
-    for path in [EXAMPLES / f"{name}.py" for name in order]:
-        text = path.read_text()
+    """Return the folder's README, and each script in its order: its name, docstring and code."""
+    _, readme = (EXAMPLES / "README.md").read_text().split("\n", 1)
+    pieces = [SCRIPT.sub(lambda match: f"](#{anchor_of(match[1])})", readme).strip()]
+    order = dict.fromkeys(SCRIPT.findall(readme))
+    for name in order | dict.fromkeys(sorted(path.stem for path in EXAMPLES.glob("*.py"))):
+        text = (EXAMPLES / f"{name}.py").read_text()
         module = ast.parse(text)
         code = "".join(text.splitlines(keepends=True)[module.body[0].end_lineno :]).strip()
-        pieces += [f"## {path.name}", ast.get_docstring(module), f"```python\n{code}\n```"]
-    return "\n\n".join(pieces)
+        pieces += [f"## {name}.py", ast.get_docstring(module), f"```python\n{code}\n```"]
+    return "\n\n".join(pieces).replace("](../docs/", "](")
 
 
 def expand(text: str, docname: str) -> str:
