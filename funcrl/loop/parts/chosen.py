@@ -45,7 +45,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         made: Algorithm = getattr(algorithms, options.name)(**tunables)
         return made
     given = options.max_importance  # only what was asked for is refused, not what is left out
-    refusable = {"kl": options.kl, "entropy": options.entropy, "max-importance": given}
+    refusable: dict[str, Any] = {"kl": options.kl, "entropy": options.entropy}
+    refusable["max-importance"] = given
     refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
