@@ -37,7 +37,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         "entropy": options.entropy,
         "correction": None if importance is None else ratios.truncated(importance),
     }
-    of_some = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
+    of_some: dict[str, Any] = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
     tunables |= {name: value for name, value in of_some.items() if value is not None}
     if not is_own(options.name):
         if options.name == "dr_grpo":
@@ -45,8 +45,11 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         made: Algorithm = getattr(algorithms, options.name)(**tunables)
         return made
     given = options.max_importance  # only what was asked for is refused, not what is left out
-    refusable: dict[str, Any] = {"kl": options.kl, "entropy": options.entropy}
-    refusable["max-importance"] = given
+    refusable: dict[str, Any] = {
+        "kl": options.kl,
+        "entropy": options.entropy,
+        "max-importance": given,
+    }
     refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
