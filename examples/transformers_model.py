@@ -48,7 +48,7 @@ def main(args: Config) -> list[dict[str, float]]:
         sizes = {"vocab_size": tokenizer.vocab_size, "num_attention_heads": 4, **SIZES}
         module = LlamaForCausalLM(LlamaConfig(**sizes, **attention))
     else:
-        source = funcrl.weights.sources.find(args.model)  # a path, or a name that is fetched once
+        source = funcrl.weights.find(args.model)  # a path, or a name that is fetched once
         tokenizer = funcrl.tasks.load_tokenizer(source)
         module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **attention)
     rows = [{"prompt": f"{n:03d}>", "answer": f"{n:03d}"} for n in range(1000)]

@@ -481,6 +481,7 @@ TABLE_OF_CALLS = {
     "tasks.number_of": (lambda: float(tasks.number_of("5")), ()),
     "tasks.same_number": (lambda: tasks.same_number("5", "5.0"), ()),
     "tasks.tagged_answer": (lambda: tasks.tagged_answer("<answer>5</answer>"), ()),
+    "weights.find": (lambda: weights.find("."), ()),
     "weights.find_model": (lambda: weights.find_model(Path("a.gguf")), ()),
     "weights.from_hugging_face": (
         lambda: weights.from_hugging_face(weights.to_hugging_face(MICRO.config, "x"), ""), ()),

