@@ -161,6 +161,21 @@ def test_the_checker_agrees_with_all_gold_answers(gsm8k):
     assert not {prompt.text for prompt in test} & {each.text for each in gsm8k.prompts(0, 0, 7473)}
 
 
+@pytest.mark.parametrize(
+    ("completion", "correct", "vote"),
+    [
+        ("So it is \\boxed{50}.", 1, "50"),
+        ("\\boxed{40}, no: \\boxed{50.0}", 1, "50"),
+        ("\\boxed{50} #### 40", 0, "40"),  # the mark, which was asked for, counts first
+        ("\\boxed{50 apples}", 0, "50 apples"),
+    ],
+)
+def test_a_boxed_number_answers_where_there_is_no_mark(gsm8k, completion, correct, vote):
+    found = gsm8k.reward(Prompt("How many?", "50"), completion)
+    assert found == {"correct": correct, "format": float("####" in completion)}
+    assert gsm8k.extract(completion) == vote
+
+
 def test_an_epoch_is_a_permutation_and_the_next_one_another(gsm8k):
     first, second = (gsm8k.prompts(3, start, 7473) for start in (0, 7473))
     assert sorted(first) == sorted(second)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from funcrl.tasks.answers import marked_answer, number_of, same_number
+from funcrl.tasks.answers import boxed_answer, marked_answer, number_of, same_number
 from funcrl.tasks.builtin.records import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.rows.reading import read_records
@@ -13,10 +13,11 @@ _INSTRUCTION = "\nThink step by step. End with '#### ' and the answer, a number 
 
 
 class Gsm8k(RecordedTask):
-    """Problems to answer with reasoning and `#### NUMBER`.
+    r"""Problems to answer with reasoning and `#### NUMBER`.
 
     Rewards are `correct` (the number equals the gold one) and `format` (there is a mark with
-    something after it, once), a tenth as much.
+    something after it, once), a tenth as much. Where there is no mark, `correct` reads the last
+    `\boxed{NUMBER}`, with which many pretrained models end.
 
     Args:
         folder: with train and test, as .jsonl or .parquet, with the columns question and answer.
@@ -31,17 +32,20 @@ class Gsm8k(RecordedTask):
 
     def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
         """Return whether the marked number is right, and whether there is one."""
-        answer = marked_answer(completion)
         return {
-            "correct": float(same_number(answer, prompt.answer)),
-            "format": float(bool(answer) and completion.count("####") == 1),
+            "correct": float(same_number(_answer(completion), prompt.answer)),
+            "format": float(bool(marked_answer(completion)) and completion.count("####") == 1),
         }
 
     def extract(self, completion: str) -> str:
         """Return the answer that a completion votes for, a number in one way of writing it."""
-        answer = marked_answer(completion)
+        answer = _answer(completion)
         number = number_of(answer)
         return answer if number is None else f"{number.normalize():f}"
+
+
+def _answer(completion: str) -> str:
+    return marked_answer(completion) or boxed_answer(completion)
 
 
 def _read(folder: Path, split: str) -> list[Prompt]:
