@@ -1,6 +1,7 @@
 """Configuration: frozen dataclasses that refuse bad values, and YAML to and from them."""
 
 from funcrl.config.changes import MAY_CHANGE, Change, changed_options
+from funcrl.config.evaluation import EvalConfig
 from funcrl.config.generation import (
     CompileConfig,
     Sampling,
@@ -9,18 +10,16 @@ from funcrl.config.generation import (
     VLLMConfig,
 )
 from funcrl.config.plain import from_plain, read_config, to_plain
-from funcrl.config.training import (
-    PRETRAINED,
+from funcrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
-    EvalConfig,
     EvaluationConfig,
     LogConfig,
     LoraConfig,
     OptimizerConfig,
-    TrainConfig,
     WarmStartConfig,
 )
+from funcrl.config.training import PRETRAINED, TrainConfig
 
 __all__ = [
     "MAY_CHANGE",

@@ -5,8 +5,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from funcrl.config.names import is_own
 from funcrl.config.plain import to_plain
-from funcrl.config.training import TrainConfig, is_own
+from funcrl.config.training import TrainConfig
 from funcrl.core.arguments import checked
 
 # What a resumed run may change: an option, or a group of them. All others say what is trained, and

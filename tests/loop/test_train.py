@@ -26,7 +26,7 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.config.training import ALGORITHMS
+from funcrl.config.names import ALGORITHMS
 from funcrl.generators import Sampler
 from funcrl.loop.parts.build import empty_state
 from funcrl.loop.rewarded import RewardError

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from funcrl.config import TrainConfig, read_config
-from funcrl.config.training import PRETRAINED, is_own
+from funcrl.config.names import is_own
+from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
 from funcrl.core.types import ModelFn, Params
 from funcrl.models import (

@@ -1,0 +1,158 @@
+"""Groups of options of a run: the algorithm, the optimizer, and what happens beside the steps."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from funcrl.config.generation import Temperature
+from funcrl.config.names import AlgorithmName, OptimizerName
+from funcrl.core.arguments import (
+    CheckedFields,
+    Count,
+    Finite,
+    FiniteNotNegative,
+    FinitePositive,
+    Fraction,
+    Natural,
+    Positive,
+    check_fields,
+)
+
+_UNCLIPPED = ("sapo", "rloo", "reinforce")
+_UNSCALED = ("dr_grpo", "rloo", "reinforce")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The policy gradient; see docs/algorithms.md."""
+
+    name: AlgorithmName = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, or one's own as file.py:name."""
+    clip: tuple[FiniteNotNegative, ...] = ()
+    """How far below and above 1 a ratio may be (TRL's epsilon and epsilon_high), such as 0.2 0.28;
+    as the algorithm's paper says when left out."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Whose deviation divides the advantage; as the algorithm's paper says when left out."""
+    kl: FiniteNotNegative = 0.1
+    """Coefficient of the KL penalty to the policy before the first step (TRL's beta). It keeps
+    answers alive that a small policy would forget; 0 needs no reference and is faster."""
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """The formula that estimates the KL divergence from samples."""
+    entropy: Finite = 0.02
+    """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
+    tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""
+    max_importance: Positive | None = None
+    """Truncate the importance weights that correct for a generator whose log-probabilities are not
+    quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
+    correction otherwise. The weights are those at each update, and with them nothing is clipped."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.clip and not (len(self.clip) == 2 and self.clip[0] <= 1):
+            raise ValueError(
+                f"AlgorithmConfig expects clip to be two numbers, of which the first is at most 1, "
+                f"got {self.clip}."
+            )
+        if self.clip and self.name in _UNCLIPPED:
+            raise ValueError(
+                f"train expects no --algorithm.clip with {self.name}, which clips nothing, got "
+                f"{self.clip}."
+            )
+        if self.scale_rewards is not None and self.name in _UNSCALED:
+            raise ValueError(
+                f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
+                f"divide by a deviation, got {self.scale_rewards}."
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(CheckedFields):
+    """The optimizer, after clipping to a global norm."""
+
+    name: OptimizerName = "adamw"
+    """adamw, sgd, muon (for matrices, and AdamW for the rest), or one's own as file.py:name, a
+    function of learning_rate."""
+    learning_rate: FinitePositive = 2e-3
+    """The highest learning rate; a pretrained model wants 1e-6 to 1e-5."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """What the learning rate does after the warm-up; linear and cosine end at 0 after the last
+    update."""
+    warmup: Natural = 20
+    """The number of updates over which the learning rate rises from 0."""
+    weight_decay: FiniteNotNegative = 0.0
+    """The optimizer's weight decay."""
+    max_grad_norm: Positive = 1.0
+    """The gradient is scaled down to this norm."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
+
+    rank: Natural = 0
+    """The rank of each adapter, often 8 to 64; 0 trains all parameters instead."""
+    alpha: FinitePositive = 16.0
+    """An adapter is scaled by alpha / rank."""
+    targets: tuple[str, ...] = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
+    """Matrices whose names hold one of these get an adapter."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.rank and not self.targets:
+            raise ValueError("LoraConfig expects targets for its adapters, got none.")
+
+    def adapts(self, name: str) -> bool:
+        """Return whether a matrix of this name gets an adapter."""
+        return any(part in name for part in self.targets)
+
+
+@dataclass(frozen=True)
+class WarmStartConfig(CheckedFields):
+    """Supervised steps on the task's own answers first, since a random policy earns no reward."""
+
+    steps: Natural = 400
+    """The largest number of supervised steps; 0 for none."""
+    accuracy: Fraction = 0.3
+    """Stop as soon as this fraction of the held-out prompts is answered correctly."""
+    every: Count = 5
+    """The number of steps between two measurements of the accuracy."""
+    num_prompts: Count = 64
+    """The number of answers in each step."""
+    learning_rate: FinitePositive = 1e-3
+    """AdamW's learning rate in these steps."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(CheckedFields):
+    """Accuracy on held-out prompts, before the first step, every so often, and after the last."""
+
+    every: Natural = 25
+    """The number of steps between two evaluations; 0 for none."""
+    num_prompts: Count = 100
+    """The largest number of held-out prompts to ask."""
+    temperature: Temperature = 0.0
+    """The sampling temperature; 0 takes the most likely tokens."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(CheckedFields):
+    """What is kept to resume from: the first, the last and every so many steps, or nothing."""
+
+    every: Natural = 50
+    """The number of steps between two checkpoints, the last step has one besides; 0 keeps none, so
+    that the run can be neither resumed nor evaluated later."""
+    keep_last: Count = 3
+    """The number of newest checkpoints to keep."""
+    keep_best: Natural = 1
+    """The number of checkpoints with the highest accuracy to keep besides."""
+
+
+@dataclass(frozen=True)
+class LogConfig(CheckedFields):
+    """What is written down besides metrics.jsonl."""
+
+    completions_every: Count = 25
+    """The number of steps between two at which completions are shown and written down."""
+    num_completions: Count = 8
+    """The number of completions that are written down at such a step."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where the metrics go besides the run's own files; each of these must be installed."""
