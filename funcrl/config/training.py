@@ -44,8 +44,8 @@ class TrainConfig:
     """The system's message in a pretrained model's chat template; the template's own when left
     out."""
     generator: GeneratorName = "sampler"
-    """What draws completions: sampler, in this process; vllm, an engine in this process; or one's
-    own as file.py:Name."""
+    """The generator of completions: sampler, in this process; vllm, an engine in this process; or
+    one's own as file.py:Name."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -111,7 +111,7 @@ class TrainConfig:
     """The text of a prompt from a file of rows, such as "Question: {question}", with any column in
     braces and other braces doubled; the column prompt or messages when left out."""
     held_out: Fraction = 0.1
-    """The share of a file's rows that is not trained on: which, is a hash of their prompts."""
+    """The share of a file's rows that is not trained on; a hash of its prompt decides for each row."""
     overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""
