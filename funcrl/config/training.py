@@ -111,7 +111,7 @@ class TrainConfig:
     """The text of a prompt from a file of rows, such as "Question: {question}", with any column in
     braces and other braces doubled; the column prompt or messages when left out."""
     held_out: Fraction = 0.1
-    """The share of a file's rows that is not trained on; a hash of its prompt decides for each row."""
+    """The share of a file's rows that is not trained on; a hash of the prompt decides."""
     overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""
