@@ -24,7 +24,7 @@ _BEGIN = "Options to begin with"
 # The options of each group; those of nested configurations make groups of their own.
 _GROUPS = {
     _BEGIN: (
-        "task", "model", "steps", "run-dir", "resume", "seed", "device", "generator",
+        "task", "model", "steps", "run-dir", "resume", "seed", "device", "threads", "generator",
         "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
         "optimizer.learning-rate",
     ),
@@ -38,7 +38,7 @@ _GROUPS = {
         "mask-truncated",
     ),
     "Speed and memory": (
-        "dtype", "threads", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",
+        "dtype", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",
         "packing", "pack-length", "pack-rows", "slots",
     ),
 }  # fmt: skip

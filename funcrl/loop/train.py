@@ -25,7 +25,7 @@ from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rolled import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
 from funcrl.loop.rollouts import accuracies, complete, to_completions
 from funcrl.loop.trained import Trained
-from funcrl.loop.warm_start import warm_start
+from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.kernels import slow_products
 from funcrl.rl import metrics
@@ -138,8 +138,32 @@ def _begin(
     stop: Callable[[], bool],
 ) -> None:
     """Run the warm start, evaluate the policy, and record that as step 0."""
+    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    params = first_params(parts)
+    row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
+    if config.warm_start.steps:
+        clock = time.perf_counter()
+        params, numbers = _warm_started(config, parts, params, held_out, record, stop)
+        row |= numbers | {"time/warm_start": time.perf_counter() - clock}
+    if config.evaluation.every:
+        row |= _accuracy(config, parts, parts.policy(params), 0, held_out)
+    record.begin(parts.step.init(params, config.seed), row)
 
-    told = time.perf_counter()
+
+def _warm_started(
+    config: TrainConfig,
+    parts: Parts,
+    params: Params,
+    held_out: Sequence[Prompt],
+    record: Record,
+    stop: Callable[[], bool],
+) -> tuple[Params, dict[str, float]]:
+    """Return the parameters after the warm start, and its numbers; say what it does on the way."""
+    # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
+    prompts = held_out or parts.task.prompts(
+        rng.fold_in(config.seed, EVALUATION), 0, config.evaluation.num_prompts
+    )
+    options, seed, told = config.warm_start, rng.fold_in(config.seed, WARM_START), 0.0
 
     def accuracy(params: Params) -> float:
         nonlocal told
@@ -152,35 +176,23 @@ def _begin(
             record.note(f"Warm start: accuracy {reached:.2f} so far.")
         return reached
 
-    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
-    # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
-    prompts = held_out or parts.task.prompts(
-        rng.fold_in(config.seed, EVALUATION), 0, config.evaluation.num_prompts
+    record.note(
+        f"Warm start: at most {options.steps} supervised steps, until {options.accuracy:.2f} of "
+        f"the held-out prompts are answered rightly ..."
     )
-    params = first_params(parts)
-    row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
-    if config.warm_start.steps:
-        record.note(
-            f"Warm start: at most {config.warm_start.steps} supervised steps, until "
-            f"{config.warm_start.accuracy:.2f} of the held-out prompts are answered rightly ..."
-        )
-        clock = told = time.perf_counter()
-        params, numbers = warm_start(
-            parts.model_fn,
-            params,
-            parts.task,
-            config.warm_start,
-            rng.fold_in(config.seed, WARM_START),
-            accuracy,
-        )
-        row |= numbers | {"time/warm_start": time.perf_counter() - clock}
-        record.note(
-            f"Warm start: accuracy {row['warm_start/accuracy']:.2f} after "
-            f"{row['warm_start/steps']} supervised steps."
-        )
-    if config.evaluation.every:
-        row |= _accuracy(config, parts, parts.policy(params), 0, held_out)
-    record.begin(parts.step.init(params, config.seed), row)
+    first = parts.task.prompts(seed, 0, options.num_prompts)
+    cut_off = beyond(parts.task, first, config.sampling.max_tokens)
+    if cut_off:
+        record.note(cut_off)
+    told = time.perf_counter()
+    params, numbers = warm_start(parts.model_fn, params, parts.task, options, seed, accuracy)
+    reached = numbers["warm_start/accuracy"]
+    missed = reached < options.accuracy
+    record.note(
+        f"Warm start: accuracy {reached:.2f} after {numbers['warm_start/steps']} supervised steps"
+        + (f", where {options.accuracy:.2f} was wanted; rewards may stay 0." if missed else ".")
+    )
+    return params, numbers
 
 
 def _loop(

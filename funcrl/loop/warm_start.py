@@ -14,7 +14,7 @@ from funcrl.rl import algorithms
 from funcrl.rl.batching import collate, pad_rows
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Prompt, Task, TaskLike
+from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
 from funcrl.tasks.rewards.calls import RewardLimits
 
 
@@ -71,6 +71,20 @@ def warm_start(
             reached = accuracy(state.params)
     measured = {} if accuracy is None else {"warm_start/accuracy": reached}
     return state.params, {"warm_start/steps": done, **measured}
+
+
+def beyond(task: Task, prompts: Sequence[Prompt], limit: int) -> str:
+    """Return a sentence about right answers of more tokens than a limit, "" where there is none."""
+    if isinstance(task, Environment):  # whose actions are short, and are several
+        return ""
+    lengths = [sum(sampled) for _, sampled, _ in (demonstration(task, each) for each in prompts)]
+    too_long = [length for length in lengths if length > limit]
+    if not too_long:
+        return ""
+    return (
+        f"{len(too_long)} of {len(lengths)} right answers have more than {limit} tokens and are "
+        f"cut off; --sampling.max-tokens {max(too_long)} has room for the longest."
+    )
 
 
 def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration]) -> None:

@@ -27,7 +27,7 @@ class Pace:
     def left(self) -> str:
         """Return the time left, as far as the steps so far tell."""
         steps = self._done - self._first
-        if steps <= 0:
+        if steps < 3:  # the first ones compile, or fill caches
             return "?"
         each = (time.monotonic() - self._started) / steps
         seconds = round(each * (self.total - self._done))

@@ -319,6 +319,21 @@ def test_a_network_that_gives_no_logits_is_refused(model):
         funcrl.build(SMALL, model=model)
 
 
+class _SeesAll(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens):
+        rows = self.table(tokens)
+        return rows + rows.mean(0)  # of the tokens that come later, too
+
+
+def test_a_network_that_sees_later_tokens_is_refused():
+    with pytest.raises(ValueError, match="train expects --model micro to be causal.*_SeesAll"):
+        funcrl.build(SMALL, model=_SeesAll())
+
+
 def test_weights_that_a_file_draws_are_of_the_seed(tmp_path):
     (tmp_path / "net.py").write_text(
         "import torch\n"

@@ -247,7 +247,18 @@ def test_a_warm_start_says_what_it_does(tmp_path, monkeypatch):
     funcrl.train(small(tmp_path / "run", steps=1, warm_start=warm_start), view=Notes(notes))
     assert notes[0].startswith("Warm start: at most 2 supervised steps, until 0.30 of")
     assert notes[1] == "Warm start: accuracy 0.00 so far."
-    assert "after 2 supervised steps" in notes[4]
+    assert notes[4].endswith("after 2 supervised steps, where 0.30 was wanted; rewards may stay 0.")
+    assert len(notes) == 5
+
+
+@pytest.mark.slow
+def test_answers_that_are_cut_off_are_noted(tmp_path):
+    notes = []
+    config = small(tmp_path / "run", steps=1, warm_start=WarmStartConfig(steps=1, accuracy=0.0))
+    funcrl.train(dataclasses.replace(config, sampling=Sampling(max_tokens=1)), view=Notes(notes))
+    assert notes[1].endswith(
+        "more than 1 tokens and are cut off; --sampling.max-tokens 3 has room for the longest."
+    )
 
 
 class Notes(SilentView):

@@ -267,6 +267,17 @@ def _check_network(function: str, config: TrainConfig, model: nn.Module, vocab_s
     shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
     if not isinstance(shape, list) or len(shape) != 2 or shape[0] != 2 or shape[1] < vocab_size:
         raise ValueError(f"{what} of tokens [T], got {shape} of 2 tokens.")
+    with torch.no_grad():
+        other = logits_fn(model)(
+            params, Sample(tokens[:1].expand(2), torch.arange(2, device=device))
+        )
+    if not torch.allclose(found[0], other[0], rtol=1e-3, atol=1e-5):
+        raise ValueError(
+            f"{function} expects --model {config.model} to be causal, so that the logits at a "
+            f"token depend on it and on those before it, got {type(model).__name__}, whose logits "
+            f"at the first of 2 tokens change with the second; does its attention have a causal "
+            f"mask?"
+        )
 
 
 def _task(making: _Making) -> Task:
