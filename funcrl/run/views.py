@@ -134,8 +134,8 @@ class LiveView:
         self._live.update(Panel(Group(*parts), title=title, title_align="left"), refresh=True)
 
     def note(self, text: str) -> None:
-        """Print the line above the panel."""
-        self._console.print(Text(printable(text)))
+        """Print the line above the panel, unbroken, so that a command in it can be copied."""
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last panel where it is, and give the cursor back."""
