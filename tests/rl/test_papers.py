@@ -186,11 +186,14 @@ PAPERS = {
 }
 
 
+@pytest.mark.parametrize("equal_rewards", [False, True])  # in one of the groups
 @pytest.mark.parametrize(("expression", "note"), ROWS, ids=[row[0] for row in ROWS])
-def test_a_row_of_the_index_equals_its_paper(page, expression, note):
+def test_a_row_of_the_index_equals_its_paper(page, expression, note, equal_rewards):
     algorithm = eval(expression, page)
     case = random_case(3, spread=1.2)
     case.params["logprobs"].clamp_(max=-0.01)  # a probability of 1 has no binary KL
+    if equal_rewards:
+        case.rollout.rewards[case.rollout.group == 1] = 0.5
     rollout, name = case.rollout, expression
     if note.startswith("of `opo"):
         rollout, name = page["opo"](rollout), f"{expression} {note}"
@@ -198,6 +201,8 @@ def test_a_row_of_the_index_equals_its_paper(page, expression, note):
         rollout, name = page["remax"](rollout, GREEDY), f"{expression} {note}"
     elif note.startswith("rewards of 0"):
         rollout = rollout._replace(rewards=torch.zeros_like(rollout.rewards))
+    else:
+        assert not note.startswith("of "), f"what is done with the rollout: {note}"
     x = oracles.Inputs(case)
     expected = PAPERS[name](x)
     (slope,) = torch.autograd.grad(expected, x.logprobs)
