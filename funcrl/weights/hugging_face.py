@@ -1,8 +1,11 @@
 """config.json of transformers and `TransformerConfig`: the same shapes in two vocabularies."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
+
+from torch import nn
 
 from funcrl.core.arguments import checked
 from funcrl.core.reading import brief
@@ -22,6 +25,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
     "quantization_config": (None,),
 }
+
+# What a config.json says besides the network: its origin, and how it is stored and run.
+_BESIDES = {
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+}  # fmt: skip
 
 
 @checked
@@ -106,6 +115,30 @@ def same_network(config: TransformerConfig) -> TransformerConfig:
         rotary_width=config.rotated_width,
         attention_scale=config.attention_scale or config.head_width**-0.5,
     )
+
+
+def same_module(values: Mapping[str, Any], module: nn.Module) -> bool:
+    """Return whether a config.json describes a model of transformers, in whatever dtype."""
+    config: Any = module.config
+    try:  # through its class: an older file says less, or the same in other words
+        there = type(config).from_dict(dict(values))
+    except Exception as error:
+        raise ValueError(f"transformers does not read it: {error}") from error
+    here = type(config).from_dict(_plain_json(config))
+    same_class = values.get("architectures") == [type(module).__name__]
+    return same_class and _network(_plain_json(there)) == _network(_plain_json(here))
+
+
+def _plain_json(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
+
+
+def _network(values: Any) -> Any:
+    """Return a description without what is not of the network, in its parts as well."""
+    if not isinstance(values, dict):
+        return values
+    return {name: _network(each) for name, each in values.items() if name not in _BESIDES}
 
 
 def _differing(config: TransformerConfig, family: Family) -> list[str]:

@@ -1,7 +1,7 @@
 """Parameters to files: `save_params`."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,19 @@ from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.files import whole_file, write_whole
 from funcrl.core.reading import read_json
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import is_of_transformers
+from funcrl.weights.draft import draft_of, json_bytes
 from funcrl.weights.gguf_write import GGUF_DTYPES, gguf_architecture, write_gguf
 from funcrl.weights.held import as_stored
-from funcrl.weights.hugging_face import from_hugging_face, same_network, to_hugging_face
+from funcrl.weights.hugging_face import (
+    from_hugging_face,
+    same_module,
+    same_network,
+    to_hugging_face,
+)
 from funcrl.weights.load import CONFIG, INDEX, SINGLE
 from funcrl.weights.safetensors import NAMES, write_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER
@@ -67,17 +72,23 @@ def save_params(
         'model.gguf'
     """
     path, to_gguf = Path(path), Path(path).suffix == ".gguf"
+    source = None if tokenizer is None else Path(tokenizer)
     if is_of_transformers(model) and not to_gguf:
-        check_params(model, params, "save_params")
-        source = None if tokenizer is None else Path(tokenizer)
-        return _save_module(path, bind(model, dict(params)), source, ends, max_shard_bytes)
+        _check(model, params, NAMES)
+        files = _files_beside(source, ends, special_tokens(source, ends))
+        _check_same_module(path, model)
+        module: Any = bind(model, dict(params))
+        with draft_of(path) as draft:
+            module.save_pretrained(draft, max_shard_size=max_shard_bytes)
+            _write_files(draft, files)
+        return path
     if not isinstance(model, Transformer):
         raise TypeError(
             f"save_params expects model to be one of transformers and path a folder, or model to "
             f"be a Transformer, got {type(model).__name__} and {path}."
         )
     dtype = _check(model, params, GGUF_DTYPES if to_gguf else NAMES)
-    config, source = model.config, None if tokenizer is None else Path(tokenizer)
+    config = model.config
     hf_config = to_hugging_face(config, str(dtype).removeprefix("torch."))
     hf_config |= special_tokens(source, ends)
     if to_gguf:
@@ -86,37 +97,31 @@ def save_params(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(path, config, params, metadata)
         return path
-    files = {} if source is None else tokenizer_files(source)
-    if ends and GENERATION not in files:
-        files[GENERATION] = (json.dumps(special_tokens(None, ends), indent=2) + "\n").encode()
+    files = _files_beside(source, ends, special_tokens(None, ends))
     _check_same_network(path, config)
-    path.mkdir(parents=True, exist_ok=True)
-    weights = _write_weights(path, as_stored(params, config), max_shard_bytes)
-    for name, content in files.items():
-        with whole_file(path / name) as file:
-            file.write(content)
-    # Where there was no model, this makes the folder one.
-    _write_json(path / CONFIG, hf_config)
-    _remove_others(path, weights)
+    with draft_of(path) as draft:
+        _write_weights(draft, as_stored(params, config), max_shard_bytes)
+        _write_files(draft, {**files, CONFIG: json_bytes(hf_config)})
     return path
 
 
-def _save_module(
-    path: Path, module: Any, source: Path | None, ends: Sequence[int], max_shard_bytes: int
-) -> Path:
-    """Write a model of transformers, with what a tokenizer's folder has; return the folder."""
+def _files_beside(
+    source: Path | None, ends: Sequence[int], tokens: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return what goes along with the weights, by name: a tokenizer, and where completions end."""
     files = {} if source is None else tokenizer_files(source)
     if ends and GENERATION not in files:
-        files[GENERATION] = json.dumps(special_tokens(source, ends), indent=2).encode()
-    module.save_pretrained(path, max_shard_size=max_shard_bytes)
+        files[GENERATION] = json_bytes(tokens)
+    return files
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
-        with whole_file(path / name) as file:
-            file.write(content)
-    return path
+        (folder / name).write_bytes(content)
 
 
 def _check(
-    model: Transformer, params: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, Any]
+    model: nn.Module, params: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, Any]
 ) -> torch.dtype:
     """Return the dtype of parameters that can be written."""
     check_params(model, params, "save_params")
@@ -140,15 +145,29 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
     Weights and their description are two files, which cannot be exchanged at once; they need not
     be, as long as the description is the same before and after.
     """
-    if not (path / CONFIG).exists():
-        return
-    try:
-        hf_config = read_json("save_params", path / CONFIG, LONGEST_HEADER)
+    with _describing(path) as hf_config:
+        if hf_config is None:
+            return
         there = from_hugging_face(hf_config, str(path / CONFIG))
         if "text_config" in hf_config:
             raise ValueError("it has parts besides the text model")
         if same_network(there) != same_network(config):
             raise ValueError(f"{there} is not {config}")
+
+
+def _check_same_module(path: Path, module: nn.Module) -> None:
+    """Raise unless the folder holds this model of transformers, or none."""
+    with _describing(path) as hf_config:
+        if hf_config is not None and not same_module(hf_config, module):
+            raise ValueError(f"its {CONFIG} is not that of this {type(module).__name__}")
+
+
+@contextmanager
+def _describing(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the config.json of a folder, if it has one; say what to do if it is another's."""
+    try:
+        there = (path / CONFIG).exists()
+        yield read_json("save_params", path / CONFIG, LONGEST_HEADER) if there else None
     except ValueError as error:
         raise ValueError(
             f"save_params expects a new folder, or one with a model of the same shape, got {path} "
@@ -156,35 +175,18 @@ def _check_same_network(path: Path, config: TransformerConfig) -> None:
         ) from error
 
 
-def _write_weights(path: Path, tensors: dict[str, Tensor], most: int) -> set[str]:
-    """Write tensors into files that the present model does not use; return the new model's files.
-
-    The last step makes them the model: it writes or removes the one whole file, which readers
-    prefer, or replaces the index.
-    """
+def _write_weights(path: Path, tensors: dict[str, Tensor], most: int) -> None:
+    """Write tensors into one file, or into several and an index of them."""
     shards = _shards(tensors, most)
     if len(shards) == 1:
         write_safetensors(path / SINGLE, shards[0])
-        return {SINGLE}
+        return
     count = len(shards)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    index = (path / INDEX).read_text() if (path / INDEX).exists() else ""
-    if names[0] in index:
-        names = [name.replace("model-", "model-b-") for name in names]
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(path / name, shard)
     places = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
-    _write_json(path / INDEX, {"metadata": {}, "weight_map": places})
-    (path / SINGLE).unlink(missing_ok=True)
-    return {*names, INDEX}
-
-
-def _remove_others(path: Path, weights: set[str]) -> None:
-    """Remove what earlier saves left: readers may prefer it, and it takes room."""
-    for pattern in ("model*.safetensors*", ".model*.safetensors*"):
-        for file in path.glob(pattern):
-            if file.name not in weights:
-                file.unlink()
+    (path / INDEX).write_bytes(json_bytes({"metadata": {}, "weight_map": places}))
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
@@ -197,7 +199,3 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
             size = tensor.numel() * tensor.element_size()
         shards[-1][name] = tensor
     return shards
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=2) + "\n")

@@ -57,7 +57,15 @@ def cut_after(patch, count):
 @pytest.mark.parametrize("before", [WHOLE, SHARDED, MORE_SHARDED])
 @pytest.mark.parametrize("after", [WHOLE, SHARDED, MORE_SHARDED])
 def test_a_save_that_is_cut_off_anywhere_leaves_the_old_model_or_the_new(tmp_path, before, after):
-    model = tiny_model()
+    cut_off_everywhere(tmp_path, tiny_model(), before, after)
+
+
+@pytest.mark.parametrize("order", [(WHOLE, SHARDED), (SHARDED, WHOLE), (SHARDED, MORE_SHARDED)])
+def test_a_save_of_a_model_of_transformers_may_be_cut_off_as_well(tmp_path, order):
+    cut_off_everywhere(tmp_path, theirs("llama"), *order)
+
+
+def cut_off_everywhere(tmp_path, model, before, after):
     seen, count = [], 0
     while not seen or seen[-1] != "whole":
         folder = tmp_path / str(count)
@@ -278,3 +286,53 @@ def test_a_model_of_transformers_is_saved_with_new_parameters(tmp_path):
         funcrl.save_params(tmp_path / "other", module, {})
     with pytest.raises(TypeError, match=r"^save_params expects .* a folder.* got LlamaForCausalLM"):
         funcrl.save_params(tmp_path / "model.gguf", module, params)
+
+
+def test_what_no_folder_may_hold_of_a_model_of_transformers_is_refused_first(tmp_path):
+    module = theirs("llama")
+    params = filled(module, 1.0)
+    norm = params["model.norm.weight"]
+    for given, message in (
+        ({**params, "model.norm.weight": norm.double()}, "one dtype.*float32.*float64"),
+        (funcrl.tree.cast(params, torch.float8_e4m3fn), "parameters .*float8"),
+        ({**params, "model.norm.weight": norm.to("meta")}, "'model.norm.weight'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^save_params .*{message}"):
+            funcrl.save_params(tmp_path / "x", module, given)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_model_of_transformers_is_written_over_itself_alone(tmp_path):
+    module = theirs("llama")
+    # As a Transformer's config.json says it, which has other keys, and of other dtype.
+    ours, params = funcrl.load_params(saved(tmp_path), torch.bfloat16)
+    folder = funcrl.save_params(tmp_path / "ours", ours, params, ends=[12])
+    for place in (folder, tmp_path / "model"):
+        funcrl.save_params(place, module, filled(module, 2.0))
+        assert value_in(place) == 2.0
+        for other in ("llama-tied", "qwen2"):
+            network = theirs(other)
+            with pytest.raises(ValueError, match="^save_params expects a new folder"):
+                funcrl.save_params(place, network, filled(network, 3.0))
+        assert value_in(place) == 2.0
+    (folder / "config.json").write_text('{"hidden_size": "wide"}')
+    with pytest.raises(ValueError, match=r"^save_params expects a new folder.* does not read it"):
+        funcrl.save_params(folder, module, params=filled(module, 3.0))
+
+
+def test_a_full_disk_leaves_the_model_of_transformers_that_was_there(tmp_path, monkeypatch):
+    from transformers import modeling_utils
+
+    module = theirs("llama")
+    folder = funcrl.save_params(tmp_path / "model", module, filled(module, 1.0))
+    there = {file.name for file in folder.iterdir()}
+
+    def half(tensors, path, metadata):
+        Path(path).write_bytes(b"cut off")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        funcrl.save_params(folder, module, filled(module, 2.0))
+    assert value_in(folder) == 1.0
+    assert {file.name for file in folder.iterdir()} == there

