@@ -53,7 +53,7 @@ def with_folder(
     given, file = parts.task if parts else task, data_file(config.task)
     name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
     if given is not None:
-        name = Path(str(getattr(given, "name", "run"))).name or "run"
+        name = Path(str(getattr(given, "name", type(given).__name__))).name or "run"
     above = missing_folders(Path("runs").absolute())
     folder = free_folder(Path("runs"), name)
     made = [folder.absolute(), *above]

@@ -59,10 +59,11 @@ def run_ranks(program, folder, seconds=300.0):
 def test_a_rank_that_fails_takes_the_other_along(tmp_path):
     program = (
         "import os, sys, time\n"
-        "open(f'{sys.argv[1]}/{os.getpid()}', 'w')\n"
+        "open(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
+        "while len(os.listdir(sys.argv[1])) < 2: time.sleep(0.01)\n"
         "sys.exit(3) if sys.argv[2] == '1' else time.sleep(100)"
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="3"):
         run_ranks(program, tmp_path)
     for process in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
