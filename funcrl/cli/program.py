@@ -9,22 +9,26 @@ from collections.abc import Sequence
 
 from funcrl.cli.command_line import UsageError
 from funcrl.cli.commands import run_command
+from funcrl.core.shortage import ExplainedMemoryError, is_out_of_memory
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
-from funcrl.generators.vllm.failures import is_out_of_memory
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.restoring import CheckpointError
 from funcrl.tasks.watch import ForkedError
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
 _EXPECTED = (
-    ValueError, OSError, ImportError, MemoryError, CheckpointError, EngineError, RewardError,
+    ValueError, OSError, ImportError, CheckpointError, EngineError, ExplainedMemoryError,
+    RewardError,
 )  # fmt: skip
 
-_LESS_MEMORY = (
-    "Memory ran out: --microbatch, --logprob-chunk and --slots lower what a run needs, --dry-run "
-    "prints the parts, and docs/recipes.md has more options in order."
-)
+# What is said where memory ran out, by the command.
+_LESS_MEMORY = {
+    "train": "Memory ran out: --microbatch, --logprob-chunk and --slots lower what a run needs, "
+    "--dry-run prints the parts, and docs/recipes.md has more options in order.",
+    "eval": "Memory ran out: --slots lowers what an evaluation needs.",
+}
+_TRACEBACK = "FUNCRL_TRACEBACK=1 in the environment shows the traceback."
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -61,11 +65,13 @@ def _run(args: Sequence[str]) -> None:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             raise
         expected = isinstance(error, _EXPECTED)
-        short = not expected and is_out_of_memory(error)  # torch's error is like any other
-        explained = (expected or short) and "FUNCRL_TRACEBACK" not in os.environ
+        ran_out = not expected and is_out_of_memory(error)
+        explained = (expected or ran_out) and "FUNCRL_TRACEBACK" not in os.environ
         # Notes say what happened on the error's way, such as what is saved.
-        notes = [*([_LESS_MEMORY] if short else []), *getattr(error, "__notes__", [])]
-        lines = [f"funcrl: {error}", *notes]
+        lines = [f"funcrl: {error}", *getattr(error, "__notes__", [])]
+        if ran_out:
+            lines[0] = f"funcrl: {str(error) or type(error).__name__}"  # Python's says nothing
+            lines.insert(1, f"{_LESS_MEMORY.get(args[0], 'Memory ran out.')} {_TRACEBACK}")
         print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

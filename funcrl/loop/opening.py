@@ -45,7 +45,7 @@ def with_folder(
     """Give a configuration that names its folder: the first of runs/TASK-1, ... that is free.
 
     One that names a folder is given as it is. A folder that is made here goes again if nothing is
-    in it at the end, because the start failed.
+    in it at the end, because the start failed, wherever the working directory is by then.
     """
     if config.run_dir is not None:
         yield config
@@ -53,13 +53,14 @@ def with_folder(
     given, file = parts.task if parts else task, data_file(config.task)
     name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
     if given is not None:
-        name = Path(str(getattr(given, "name", "run"))).name or "run"
-    made = missing_folders(Path("runs"))
+        name = Path(str(getattr(given, "name", type(given).__name__))).name or "run"
+    above = missing_folders(Path("runs").absolute())
     folder = free_folder(Path("runs"), name)
+    made = [folder.absolute(), *above]
     try:
         yield replace(config, run_dir=folder)
     finally:
-        remove_empty([folder, *made])
+        remove_empty(made)
 
 
 def open_run(

@@ -7,6 +7,7 @@ from typing import Any
 
 from funcrl.config import Change, TrainConfig, changed_options, read_config
 from funcrl.core.files import write_whole
+from funcrl.core.terminal import escaped
 from funcrl.run import runs
 
 # Facts of a run's environment whose change is written down, too.
@@ -28,9 +29,8 @@ def check_options_kept(function: str, config: TrainConfig, folder: Path) -> None
         return
     refused = [each for each in changed_options(_recorded(folder), config) if not each.is_allowed]
     if refused:
-        got = ", ".join(
-            f"--{each.option} {_shown(each.after)} (was {_shown(each.before)})" for each in refused
-        )
+        shown = [shown_change(*each) for each in refused]
+        got = ", ".join(f"--{option} {after} (was {before})" for option, before, after in shown)
         raise ValueError(
             f"{function} expects the options that {folder} was trained with, got {got}; "
             f"--fork NEW_FOLDER (in Python fork=) starts a run with them from its newest "
@@ -84,11 +84,10 @@ def write_changes(folder: Path, earlier: Path, step: int, new: Sequence[Mapping[
 
 def describe_changes(config: TrainConfig, new: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines for the screen about what changes in a run."""
-    lines = [
-        f"From step {row['step'] + 1} on: {row['option']} {_shown(row['to'])} "
-        f"(was {_shown(row['from'])})."
-        for row in new
-    ]
+    lines = []
+    for row in new:
+        option, before, after = shown_change(row["option"], row["from"], row["to"])
+        lines.append(f"From step {row['step'] + 1} on: {option} {after} (was {before}).")
     longer = any(row["option"] == "steps" for row in new)
     if longer and config.optimizer.schedule != "constant":
         lines.append(
@@ -98,10 +97,16 @@ def describe_changes(config: TrainConfig, new: Sequence[Mapping[str, Any]]) -> l
     return lines
 
 
+def shown_change(option: Any, before: Any, after: Any) -> list[str]:
+    """Return the name of an option or fact, and its values before and after a change, as texts."""
+    absent = "unknown" if option in _FACTS else "left out"
+    return [absent if each is None else _shown(each) for each in (option, before, after)]
+
+
 def _recorded(folder: Path) -> TrainConfig:
     return read_config(TrainConfig, folder / runs.CONFIG)
 
 
 def _shown(value: Any) -> str:
-    text = "left out" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    text = value if isinstance(value, str) else json.dumps(value)
+    return escaped(text if len(text) <= 60 else f"{text[:60]}...")

@@ -22,8 +22,9 @@ class MemoryBlock(NamedTuple):
     """A tensor's memory."""
 
     num_bytes: int
-    operator: str  # that allocated it, such as "aten::mm"; "" where it was alive before
+    operator: str  # that allocated it, such as "aten::mm"; "" where that is not known
     where: str  # file, line and function of the call; "" where Python did not call
+    is_from_before: bool = False  # whether it was alive when the profiled code began
 
 
 class MemoryProfile(NamedTuple):
@@ -43,13 +44,14 @@ class MemoryProfile(NamedTuple):
             f"{_megabytes(self.start_allocated)} of them from before; "
             f"{_megabytes(self.peak_reserved)} held"
         ]
-        before = [block for block in self.live if not block.operator and not block.where]
-        within = [block for block in self.live if block.operator or block.where]
+        before = [block for block in self.live if block.is_from_before]
+        within = [block for block in self.live if not block.is_from_before]
         if before:
-            lines.append(f"  {_total(before)}  from before, in {len(before):,} tensors")
+            tensors = "tensor" if len(before) == 1 else "tensors"
+            lines.append(f"  {_total(before)}  from before, in {len(before):,} {tensors}")
         for block in within[:_SHOWN]:
             origin = ", ".join(filter(None, (block.operator, block.where)))
-            lines.append(f"  {_megabytes(block.num_bytes)}  {origin}")
+            lines.append(f"  {_megabytes(block.num_bytes)}  {origin or 'of unknown origin'}")
         if len(within) > _SHOWN:
             lines.append(f"  {_total(within[_SHOWN:])}  in {len(within) - _SHOWN:,} more")
         return "\n".join(lines)
@@ -148,7 +150,8 @@ def memory_profile(
         ...     x = torch.zeros(1000)
         ...     y = x + 1
         >>> found = memory.result
-        >>> [block.operator for block in found.live if block.num_bytes == 4000 and block.operator]
+        >>> within = [block for block in found.live if not block.is_from_before]
+        >>> [block.operator for block in within if block.num_bytes == 4000]
         ['aten::zeros', 'aten::add']
     """
     return MemoryProfiler(label, as_device("memory_profile", device), report, stacks)
@@ -158,7 +161,7 @@ def _alive(device: torch.device) -> dict[int, MemoryBlock]:
     """Return, by address, the memory of tensors that are alive on a device."""
     if device.type == "cpu":
         return {
-            storage.data_ptr(): MemoryBlock(storage.nbytes(), "", "")
+            storage.data_ptr(): MemoryBlock(storage.nbytes(), "", "", is_from_before=True)
             for storage in map(Tensor.untyped_storage, _tensors_on_cpu())
             if storage.nbytes()
         }
@@ -166,7 +169,7 @@ def _alive(device: torch.device) -> dict[int, MemoryBlock]:
         return {}
     torch.cuda.synchronize(device)
     return {
-        block["address"]: MemoryBlock(block["size"], "", "")
+        block["address"]: MemoryBlock(block["size"], "", "", is_from_before=True)
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == _index(device)
         for block in segment["blocks"]

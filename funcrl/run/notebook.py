@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcrl.core.terminal import print_safely
-from funcrl.run.pace import SHOWN, Pace, short, visible
+from funcrl.run.pace import SHOWN, Pace, remark, short, visible
 from funcrl.run.report.markup import text
 from funcrl.run.runs import Completion, Row
 
@@ -81,7 +81,7 @@ class NotebookView:
             f"<b>{text(self._title)}</b>",
             f'step {row["step"]} of {total} <progress value="{row["step"]}" max="{total}">'
             f"</progress> {self._pace.left()} left",
-            cells,
+            "&emsp;".join(filter(None, (cells, remark(row)))),
             self._svg(total),
         ]
         if completion is not None:

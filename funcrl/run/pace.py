@@ -43,6 +43,12 @@ def short(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def remark(row: Row) -> str:
+    """Return why a step has not changed the policy; "" where it has."""
+    equal = row.get("frac_reward_zero_std") == 1 and row.get("num_tokens") == 0
+    return "no update: the rewards of each group are equal" if equal else ""
+
+
 def visible(text: str, room: int) -> str:
     """Return text with control characters escaped, of at most `room` characters."""
     shown = escaped(text)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from funcrl.core.terminal import print_safely, printable
 from funcrl.run.notebook import NotebookView, in_notebook
-from funcrl.run.pace import SHOWN, Pace, short, visible
+from funcrl.run.pace import SHOWN, Pace, remark, short, visible
 from funcrl.run.runs import Completion, Row
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -91,7 +91,8 @@ class PlainView:
                    if name in row]  # fmt: skip
         width = len(str(self._pace.total))
         head = f"step {row['step']:>{width}}/{self._pace.total}"
-        self._print("  ".join([head, *numbers, f"left {self._pace.left()}"]))
+        parts = [head, *numbers, f"left {self._pace.left()}", remark(row)]
+        self._print("  ".join(filter(None, parts)))
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -128,6 +129,8 @@ class LiveView:
             self._rewards.append(row["reward"])
         self._accuracy = row.get("eval/accuracy", self._accuracy)
         parts: list[Any] = [self._progress(row), self._numbers(row)]
+        if remark(row):
+            parts.append(Text(remark(row), style="dim"))
         if completion is not None:
             parts.append(self._completion(completion))
         title = Text(printable(self._title), overflow="ellipsis", no_wrap=True)

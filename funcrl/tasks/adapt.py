@@ -6,7 +6,7 @@ from typing import Any
 from funcrl.core.arguments import checked
 from funcrl.tasks.contracts import Environment, Task, Tokenizer
 
-_NEEDED = ("name", "tokenizer", "prompts", "reward")
+_NEEDED = ("tokenizer", "prompts", "reward")
 _NEEDED_TO_ACT = ("max_turns", "begin", "act", "observe")
 _NEEDED_OF_TOKENIZER = ("vocab_size", "end", "encode", "decode")
 _MAY_BE_NONE = ("end",)
@@ -17,7 +17,8 @@ _ABSENT = object()
 def check_task(function: str, task: object) -> Task:
     """Return an object as a `Task`, or as an `Environment` if it has `act`; raise if it is neither.
 
-    Optional members that the object lacks have the defaults of the base class.
+    Optional members that the object lacks have the defaults of the base class; its name is that
+    of its class.
 
     Args:
         function: whose argument it is.
@@ -37,9 +38,12 @@ def check_task(function: str, task: object) -> Task:
         _check_members(function, "a task", task, Task, _NEEDED)
     own: object = getattr(task, "tokenizer", None)
     tokenizer = check_tokenizer(function, own)
-    if tokenizer is not own:
-        return changed(task, tokenizer=tokenizer)
-    return task if isinstance(task, Environment if _acts(task) else Task) else changed(task)
+    members: dict[str, Any] = {} if tokenizer is own else {"tokenizer": tokenizer}
+    if _member(task, "name") is _ABSENT:
+        members["name"] = type(task).__name__
+    if members or not isinstance(task, Environment if _acts(task) else Task):
+        return changed(task, **members)
+    return task
 
 
 def check_tokenizer(function: str, tokenizer: object) -> Tokenizer:

@@ -65,8 +65,8 @@ def end_tokens(tokenizer: "TokenizerLike") -> list[int]:
 class Task:
     """Base class of what a policy is trained on.
 
-    A subclass has `name`, `tokenizer`, `prompts` and `reward`. The other members have defaults.
-    Any object with the four members will do as well.
+    A subclass has `tokenizer`, `prompts` and `reward`. The other members have defaults; `name` is
+    that of the class. Any object with the three members will do as well.
 
     Example:
         >>> import funcrl
@@ -127,8 +127,8 @@ class Task:
 class Environment(Task):
     """Base class of tasks of several turns: the policy acts, reads an observation, and acts again.
 
-    A subclass has `name`, `tokenizer`, `max_turns`, `prompts`, `begin`, `act`, `observe` and
-    `reward`. Any object with these members will do as well.
+    A subclass has `tokenizer`, `max_turns`, `prompts`, `begin`, `act`, `observe` and `reward`. Any
+    object with these members will do as well.
 
     A state is a value: `act` returns the next one and does not change the one that it is given.
     The policy's first action is its completion of the prompt. Only its own tokens are trained on.
@@ -171,7 +171,6 @@ class Environment(Task):
 class TaskLike(Protocol):
     """The members that every task has, be it a `Task`, an `Environment` or another object."""
 
-    name: str
     tokenizer: Any
 
     def prompts(self, seed: int, start: int, count: int, /) -> Sequence[Prompt]:

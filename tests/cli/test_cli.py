@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from cases import equal
 from cases import run_command as run
@@ -21,6 +23,7 @@ from funcrl.cli import commands, main
 from funcrl.cli.command_line import StartConfig, options_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import terminal
+from funcrl.generators.vllm.failures import out_of_memory
 
 SMALL = [
     "--steps", "3", "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "2",
@@ -41,6 +44,42 @@ def test_where_memory_runs_out_the_options_that_need_less_are_named(tmp_path, ca
     assert code == 1
     assert "Memory ran out: --microbatch" in err
     assert "Traceback" not in err
+
+
+def no_array():
+    with pytest.raises(MemoryError) as refused:
+        np.empty(2**55)
+    return refused.value
+
+
+def no_tensor():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**50)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [
+        ("train", MemoryError(), "funcrl: MemoryError\nMemory ran out: --microbatch"),
+        ("train", no_array(), "Memory ran out: --microbatch"),
+        ("eval", torch.OutOfMemoryError("CUDA out of memory."), "Memory ran out: --slots lowers"),
+        ("parity", no_tensor(), "Memory ran out. FUNCRL_TRACEBACK=1"),
+        ("train", out_of_memory("push", MemoryError("x")), "--vllm.cache-bytes"),
+        ("train", RuntimeError("my program ran out of memory"), "Traceback"),
+        ("models", KeyError("out of memory slot"), "Traceback"),
+    ],
+)
+def test_only_memory_that_ran_out_is_advised_about(command, error, said, monkeypatch, capsys):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr("funcrl.cli.program.run_command", fail)
+    code, _, err = run([command], capsys)
+    assert (code, said in err) == (1, True), err
+    assert ("Traceback" in err) == (said == "Traceback")
+    assert ("Memory ran out" in err) == ("Memory ran out" in said)
+    assert ("--microbatch" in err) == ("--microbatch" in said)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A start that fails leaves no folder, and a folder that was there as it was."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -62,6 +63,20 @@ def tiny(folder, **options):
     return TrainConfig(run_dir=folder, steps=1, num_prompts=2, num_generations=2,
                        warm_start=WarmStartConfig(steps=0),
                        evaluation=EvaluationConfig(every=0), **options)  # fmt: skip
+
+
+def test_a_failed_start_in_another_working_directory_cleans_up_its_own(tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    (two / "runs" / "failing-1").mkdir(parents=True)  # of somebody else
+    monkeypatch.chdir(one)
+    task = Failing()
+    task.name = "failing"
+    task.eval_prompts = lambda count: os.chdir(two) or 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        funcrl.train(tiny(None), task=task)
+    assert [*one.iterdir()] == []
+    assert (two / "runs" / "failing-1").is_dir()
 
 
 def test_a_run_without_a_folder_gets_the_first_free_one(tmp_path, monkeypatch):

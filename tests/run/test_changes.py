@@ -23,6 +23,8 @@ from funcrl.config import (
 )
 from funcrl.core import version
 from funcrl.run import report
+from funcrl.run.changes import describe_changes
+from funcrl.run.report.changes import change_rows
 from funcrl.run.views import SilentView
 
 
@@ -83,6 +85,23 @@ def test_every_option_that_may_change_is_one():
     assert names == {"compile"}  # and not where the run lies
     fields = {name.replace("_", "-") for name in vars(tiny(Path("a")))}
     assert {*MAY_CHANGE} <= fields
+
+
+def test_an_absent_option_is_left_out_and_an_absent_fact_unknown(tmp_path):
+    rows = [{"step": 1, "option": "microbatch", "from": None, "to": 2},
+            {"step": 1, "option": "commit", "from": "abc", "to": None},
+            {"step": 1, "option": "task", "from": {"a": True}, "to": "a\x07"}]  # fmt: skip
+    runs.append_lines(tmp_path / runs.CHANGES, rows)
+    assert describe_changes(tiny(tmp_path), rows) == [
+        "From step 2 on: microbatch 2 (was left out).",
+        "From step 2 on: commit unknown (was abc).",
+        'From step 2 on: task a\\x07 (was {"a": true}).',
+    ]
+    assert change_rows(tmp_path) == [
+        ["2", "microbatch", "left out", "2"],
+        ["2", "commit", "abc", "unknown"],
+        ["2", "task", '{"a": true}', "a\\x07"],
+    ]
 
 
 def test_a_file_that_has_moved_is_no_change():

@@ -16,7 +16,7 @@ WITHOUT_GPU = pytest.mark.skipif(HAS_GPU, reason="what happens where there is no
 
 def sizes(profile, at_least=KB):
     """Bytes of what a block allocated and that was alive at its peak."""
-    return [b.num_bytes for b in profile.live if b.operator and b.num_bytes >= at_least]
+    return [b.num_bytes for b in profile.live if not b.is_from_before and b.num_bytes >= at_least]
 
 
 def test_resident_memory_grows_and_its_peak_stays_until_it_is_reset():
@@ -79,7 +79,7 @@ def test_the_peak_is_the_sum_of_what_was_alive_then():
     assert sum(block.num_bytes for block in found.live) == found.peak_allocated
     assert found.live == tuple(sorted(found.live, key=lambda block: -block.num_bytes))
     assert 24 * KB <= found.peak_allocated - found.start_allocated <= 24 * KB + 64
-    assert any(b.num_bytes == 4 * KB and not b.operator for b in found.live)  # `kept`
+    assert any(b.num_bytes == 4 * KB and b.is_from_before for b in found.live)  # `kept`
     assert found.peak_reserved >= found.peak_allocated
 
 
@@ -224,6 +224,20 @@ def test_text_shows_the_largest_and_counts_the_rest():
     assert len(kept) == 15
     assert len(lines) == 12
     assert lines[-1].endswith(f"in {len(memory.result.live) - 10} more")
+
+
+def test_memory_of_unknown_origin_is_not_from_before():
+    before = torch.zeros(KB)
+    with memory_profile("storage", "cpu", stacks=False) as memory:
+        storage = torch.UntypedStorage(KB * KB)  # by no operator, and without stacks at no place
+    assert (len(before), len(storage)) == (KB, KB * KB)
+    assert sizes(memory.result) == [KB * KB]
+    lines = str(memory.result).splitlines()
+    assert lines[-1] == "  1.0 MB  of unknown origin"
+    old = funcrl.MemoryBlock(4, "", "", is_from_before=True)
+    one, two = (funcrl.MemoryProfile("x", "cpu", 0, 4, 5, (old,) * count) for count in (1, 2))
+    assert str(one).endswith("from before, in 1 tensor")
+    assert str(two).endswith("from before, in 2 tensors")
 
 
 def test_types_are_plain():

@@ -163,6 +163,20 @@ def test_the_interval_of_the_accuracy_is_said_where_every_one_is_known(tmp_path)
         assert "95% intervals" not in page.headline(whole._replace(rows=rows))
 
 
+def test_the_interval_of_many_evaluations_is_drawn_where_their_line_is(tmp_path):
+    from matplotlib.figure import Figure
+
+    rows = [{"step": step, "eval/accuracy": step % 7 / 7, "eval/num_prompts": 100}
+            for step in range(20_000)]  # fmt: skip
+    runs.append_lines(tmp_path / "metrics.jsonl", rows)
+    axes = Figure().subplots()
+    line = plots._draw_line(axes, plots.GROUPS["Learning curve"][0], read_run(tmp_path),
+                            "eval/accuracy", "-", "blue")  # fmt: skip
+    (band,) = axes.collections
+    assert {*band.get_paths()[0].vertices[:, 0]} == {*line.get_xdata()}
+    assert len(line.get_xdata()) <= 400
+
+
 def test_a_torn_last_line_is_left_out(tmp_path):
     run = make_run(tmp_path / "run", steps=5)
     whole = (run / "metrics.jsonl").read_text()

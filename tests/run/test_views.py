@@ -77,6 +77,21 @@ def test_a_view_shows_titles_notes_and_completions_without_driving_the_terminal(
     assert "\x1b]0" not in shown
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_step_without_an_update_says_so(live):
+    dropped = {"step": 4, "reward": 0.0, "frac_reward_zero_std": 1.0, "num_tokens": 0.0}
+    shown = []
+    for row in (dropped, {**dropped, "num_tokens": 12.0}):
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=True, width=80, height=40)
+        view = LiveView(console) if live else PlainView(stream, every=0.0)
+        view.start("a run", 10, 0)
+        view.step(row, None)
+        view.close()
+        shown.append("no update: the rewards of each group are equal" in stream.getvalue())
+    assert shown == [True, False]
+
+
 def test_plain_lines_come_at_their_pace_but_the_ends_always():
     rows = [{"step": step, "reward": 0.1} for step in range(1, 101)]
     rows[49]["eval/accuracy"] = 0.5

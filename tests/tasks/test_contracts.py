@@ -104,13 +104,25 @@ def test_a_task_in_place_of_another_can_be_copied(again):
     assert task.tokenizer.encode_reply("ab") == [1, 2]
 
 
-@pytest.mark.parametrize("missing", ["name", "tokenizer", "prompts", "reward"])
+@pytest.mark.parametrize("missing", ["tokenizer", "prompts", "reward"])
 @pytest.mark.parametrize("base", [object, Task])
 def test_a_task_without_a_needed_member_is_refused(missing, base):
     members = {name: getattr(Plain, name) for name in ("name", "tokenizer", "prompts", "reward")}
     del members[missing]
     with pytest.raises(ValueError, match=f"^train expects a task with .*, got no {missing}"):
         checked_task("train", type("Half", (base,), members)())
+
+
+@pytest.mark.parametrize("base", [Plain, Inheriting, Turning])
+def test_a_task_without_a_name_has_that_of_its_class(base):
+    members = {name: getattr(base, name) for name in dir(base) if not name.startswith("_")}
+    del members["name"]
+    parent = Task if base is Inheriting else object
+    nameless = type("Nameless", (parent,), members)()
+    task = checked_task("f", nameless)
+    assert task.name == "Nameless"
+    assert checked_task("f", task) is task
+    assert isinstance(task, Environment) == (base is Turning)
 
 
 @pytest.mark.parametrize("missing", ["max_turns", "begin", "act", "observe", "reward"])

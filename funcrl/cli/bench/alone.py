@@ -14,6 +14,7 @@ import torch
 
 from funcrl.cli.bench.rows import describe_machine
 from funcrl.config import TrainConfig
+from funcrl.core.shortage import ExplainedMemoryError
 from funcrl.loop.train import train
 from funcrl.run.memory import memory_stats
 from funcrl.run.runs import Completion, Row
@@ -61,7 +62,7 @@ def time_alone(config: TrainConfig, task: Task | None, name: str) -> Timed:
         try:
             return pool.submit(_time, config, task, started).result()
         except BrokenProcessPool as error:
-            raise MemoryError(
+            raise ExplainedMemoryError(
                 f"bench loop's variant {name!r} was killed before it ended, perhaps for memory."
             ) from error
 

@@ -1,6 +1,6 @@
 """What a user is told when memory ran out, or when vLLM's engine has ended."""
 
-import torch
+from funcrl.core.shortage import ExplainedMemoryError, is_out_of_memory
 
 # What torch and vLLM say where memory runs out: on a CPU, at the start and in vLLM's own allocator
 # they raise a RuntimeError or ValueError like any other, so that only their words tell it.
@@ -14,17 +14,12 @@ class EngineError(RuntimeError):
     """A vLLM engine has died, and is closed."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a CPU or a GPU."""
-    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return typed or any(words in str(error).lower() for words in _NO_MEMORY)
-
-
-def out_of_memory(method: str, error: BaseException) -> MemoryError | None:
+def out_of_memory(method: str, error: BaseException) -> ExplainedMemoryError | None:
     """Return the error of a method of `VLLM` that names the options to lower, if memory ran out."""
-    if not is_out_of_memory(error):
+    said = any(words in str(error).lower() for words in _NO_MEMORY)
+    if not said and not is_out_of_memory(error):
         return None
-    return MemoryError(
+    return ExplainedMemoryError(
         f"VLLM.{method} expects more memory than there is: lower --vllm.cache-bytes, --vllm.slots "
         f"or --vllm.batched-tokens, or on a GPU lend the engine's to the update by --vllm.sleep; "
         f"the engine is closed. Got {type(error).__name__}: {error}"

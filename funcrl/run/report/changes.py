@@ -2,10 +2,9 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from funcrl.core.reading import brief
 from funcrl.run import runs
+from funcrl.run.changes import shown_change
 
 COLUMNS = ("from step", "option", "was", "is")
 _MOST_ROWS = 1000
@@ -18,11 +17,7 @@ def change_rows(folder: Path) -> list[list[str]]:
     return [
         [
             str(runs.step_of("report", path, number, row) + 1),
-            *(_shown(row.get(name)) for name in ("option", "from", "to")),
+            *shown_change(*(row.get(name) for name in ("option", "from", "to"))),
         ]
         for number, row in lines
     ]
-
-
-def _shown(value: Any) -> str:
-    return brief(value)[1:-1] if isinstance(value, str) else brief(value)

@@ -14,7 +14,7 @@ from funcrl.run.accuracy import interval_of
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
 _SMOOTH = 0.9
 MOST_LINES = 40  # of a panel and a run
-_MOST_POINTS = 400  # of a line: more than a panel has pixels
+_MOST_POINTS = 400  # of a line: the page of a long run stays small
 _LINE = re.compile(r' d="((?:[ML] [-.0-9]+ [-.0-9]+\s*)+)"')  # a line in SVG, without curves
 # Names of groups, turns by nothing and indentation are half of a picture of few points.
 _UNUSED = re.compile(r'(?<=<g) id="[^"]*"(?=>)| transform="rotate\(-0 [^"]*"|(?<=\n) +')
@@ -268,10 +268,12 @@ def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color:
     """Draw a metric and return its line; a noisy one has its average drawn over faint points."""
     steps, values = series(run, name)
     if name == "eval/accuracy":
+        steps, values = thin(steps, values)
         found = intervals(run)
-        lows, highs = ([found[step][end] for step in found] for end in (0, 1))
-        axes.fill_between(list(found), lows, highs, color=color, alpha=0.13, linewidth=0)
-        return axes.plot(*thin(steps, values), dashes, color=color, marker="o", markersize=3.5)[0]
+        banded = [step for step in steps if step in found]
+        lows, highs = ([found[step][end] for step in banded] for end in (0, 1))
+        axes.fill_between(banded, lows, highs, color=color, alpha=0.13, linewidth=0)
+        return axes.plot(steps, values, dashes, color=color, marker="o", markersize=3.5)[0]
     if len(values) <= 20 or not panel.smooth:
         return axes.plot(*thin(steps, values), dashes, color=color)[0]
     axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.core.shortage import ExplainedMemoryError
 from funcrl.core.types import Params
 from funcrl.generators.vllm.inside.native import fused_name
 
@@ -90,7 +91,7 @@ class SharedMemory:
             self._flat = torch.frombuffer(mmap.mmap(number, size), dtype=dtype)
         except OSError as error:
             self.close()
-            raise MemoryError(
+            raise ExplainedMemoryError(
                 f"VLLM.push expects room for {size} bytes in "
                 f"{self._path.parent}, got none ({error}); enlarge it (docker run --shm-size), or "
                 f"use --vllm.server.transfer nccl."
