@@ -1,15 +1,13 @@
-"""From TRL's options to an algorithm with the same loss, or an error that names what has none.
+"""From TRL's options to the algorithm with the same loss, or an error that names what has none.
 
     python examples/trl_algorithm.py --loss_type grpo --beta 0.04    # needs trl; prints it
-    python examples/trl_algorithm.py --loss_type vespo               # is refused
 
 Options that are not of the algorithm (temperature, vLLM's correction ...): docs/migrating.md.
 """
 
 from functools import partial
 
-from transformers import HfArgumentParser
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser
 
 import funcrl
 from funcrl import advantages, aggregation, surrogates
@@ -19,10 +17,9 @@ SCALES = {
     "batch": partial(advantages.standardize_by_batch, eps=1e-4),
     "none": "none",
 }
-MEANS_OF_TOKENS = ("dapo", "cispo", "bnpo")
-WEIGHTS = dict.fromkeys(MEANS_OF_TOKENS, aggregation.token_mean) | {
-    "grpo": aggregation.sequence_mean,
-    "sapo": aggregation.sequence_mean,
+WEIGHTS = {
+    **dict.fromkeys(("dapo", "cispo", "bnpo"), aggregation.token_mean),
+    **dict.fromkeys(("grpo", "sapo"), aggregation.sequence_mean),
     "dr_grpo": aggregation.constant,
     "luspo": partial(aggregation.constant, length=1),
 }
@@ -62,7 +59,7 @@ def check(args: GRPOConfig, high: float) -> None:
     kind, values = args.loss_type, {name: (known, "") for name, known in EXPRESSIBLE.items()}
     if args.beta and args.importance_sampling_level == "sequence":
         values["use_bias_correction_kl"] = [False], " with beta and ratios of sequences"
-    if kind not in MEANS_OF_TOKENS:
+    if WEIGHTS.get(kind) is not aggregation.token_mean:
         values["entropy_coef"] = [0], f" with {kind}, whose loss is not the mean of all tokens"
     if kind == "bnpo" or args.entropy_coef:  # these are means of each micro-batch
         values["gradient_accumulation_steps"] = [1], " with bnpo or entropy_coef"
@@ -77,6 +74,6 @@ def check(args: GRPOConfig, high: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = HfArgumentParser(GRPOConfig)
+    parser = TrlParser(GRPOConfig)
     parser.set_defaults(use_cpu=True, bf16=False)
     print(algorithm_of(*parser.parse_args_into_dataclasses()))

@@ -195,8 +195,8 @@ class TrainConfig:
                 f"--generator {self.generator}"
             )  # fmt: skip
             raise ValueError(
-                f"train expects no --algorithm.clip with {corrected}, since importance weights take "
-                f"the place of clipping, got {given.clip}."
+                f"train expects no --algorithm.clip with {corrected}, since importance weights "
+                f"take the place of clipping, got {given.clip}."
             )
         checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
         rows = self.num_prompts * self.num_generations

@@ -425,7 +425,9 @@ def test_bounds_are_refused_where_importance_weights_take_their_place(options, n
         dataclasses.replace(plain, algorithm=algorithm)
     own = dataclasses.replace(algorithm, name="mine.py:bounded")  # its own affair
     assert dataclasses.replace(plain, algorithm=own).importance_cap == plain.importance_cap
-    exact = TrainConfig(generator="vllm", numerics="exact", algorithm=AlgorithmConfig(clip=(0.2, 0.3)))
+    exact = TrainConfig(
+        generator="vllm", numerics="exact", algorithm=AlgorithmConfig(clip=(0.2, 0.3))
+    )
     assert exact.importance_cap is None
 
 
