@@ -425,7 +425,11 @@ def test_bounds_are_refused_where_importance_weights_take_their_place(options, n
         dataclasses.replace(plain, algorithm=algorithm)
     own = dataclasses.replace(algorithm, name="mine.py:bounded")  # its own affair
     assert dataclasses.replace(plain, algorithm=own).importance_cap == plain.importance_cap
-    exact = TrainConfig(generator="vllm", numerics="exact", algorithm=algorithm)
+
+
+def test_bounds_are_taken_with_a_vllm_that_computes_as_the_trainer_does():
+    options = AlgorithmConfig(clip=(0.2, 0.28))
+    exact = TrainConfig(generator="vllm", numerics="exact", algorithm=options)
     assert exact.importance_cap is None
 
 
