@@ -48,7 +48,7 @@ def import_named(option: str, name: str) -> Any:
 
 
 def call_with_known(
-    option: str, name: str, function: Any, unset: Mapping[str, str] | None = None, **known: Any
+    option: str, name: str, function: Any, unset: Mapping[str, str] | None = None, /, **known: Any
 ) -> Any:
     """Return what a user's function returns for those of the known arguments that it takes.
 
