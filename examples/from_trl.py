@@ -1,18 +1,19 @@
 """From TRL to funcrl: rows and a reward of TRL's form train here, with TRL's loss and gradient.
 
-python examples/from_trl.py      # needs trl; half a minute on two CPU cores, no network
+    python examples/from_trl.py      # needs trl; half a minute on two CPU cores, no network
+
+Run and model are in the first free runs/rows-1; `algorithm_of` is in trl_algorithm.py.
 """
 
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl_algorithm import algorithm_of
 
 import funcrl
-from funcrl import advantages, aggregation, config, rollouts, surrogates
+from funcrl import config, rollouts
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
@@ -20,22 +21,6 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 def right(completions: list[str], answer: list[str], **_) -> list[float]:
     """Return 1 for a right answer: a reward function as TRL calls it."""
     return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
-
-
-def algorithm_of(args: GRPOConfig) -> funcrl.Algorithm:
-    """Return the algorithm that has the loss of TRL's options."""
-    low, high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
-    surrogate = (surrogates.clipped_weight(1, high - 1) if args.loss_type == "cispo" else
-                 surrogates.clipped(low, high, dual_clip=args.delta))  # fmt: skip
-    scales = {"group": advantages.by_group(partial(advantages.standardize, eps=1e-4)),
-              "batch": partial(advantages.standardize_by_batch, eps=1e-4)}  # fmt: skip
-    constant = partial(aggregation.constant, length=args.max_completion_length)
-    weights = {"grpo": aggregation.sequence_mean, "dr_grpo": constant}
-    return funcrl.grpo(
-        level=args.importance_sampling_level, scale_rewards=scales.get(args.scale_rewards, "none"),
-        kl=args.beta, kl_estimator="k3+" if args.use_bias_correction_kl else "k3",
-        entropy=args.entropy_coef, weight=weights.get(args.loss_type, aggregation.token_mean),
-    )._replace(surrogate=surrogate)  # fmt: skip
 
 
 def of_trl(args: GRPOConfig, model: Path, drawn: rollouts.Completed) -> list[float]:
@@ -51,13 +36,15 @@ def of_trl(args: GRPOConfig, model: Path, drawn: rollouts.Completed) -> list[flo
     return [loss.item(), torch.nn.utils.get_total_norm(grads).item()]
 
 
-def main(folder: Path, steps: int = 60, warm_start: int = 200) -> list[float]:
+def main(steps: int = 60, warm_start: int = 200) -> list[float]:
     """Return the mean reward of each step, after a comparison with TRL."""
-    args = GRPOConfig(str(folder), num_generations=8, max_completion_length=3, epsilon_high=0.28,
+    args = GRPOConfig("runs/trl", num_generations=8, max_completion_length=3, epsilon_high=0.28,
                       per_device_train_batch_size=16, gradient_accumulation_steps=8,
                       learning_rate=5e-4, bf16=False, use_cpu=True, report_to=[])  # fmt: skip
     options = config.TrainConfig(
-        folder / "run", steps=steps, num_prompts=16, num_generations=8, microbatch=16,
+        steps=steps, num_prompts=16, num_generations=8, microbatch=16,
+        algorithm=config.AlgorithmConfig(
+            "dapo", (args.epsilon, args.epsilon_high), kl=args.beta, entropy=args.entropy_coef),
         sampling=config.Sampling(max_tokens=3), warm_start=config.WarmStartConfig(warm_start),
         optimizer=config.OptimizerConfig(learning_rate=5e-4))  # fmt: skip
     task = funcrl.tasks.from_rows(ROWS, right, tokenizer=funcrl.tasks.CharTokenizer("0123456789+="))
@@ -68,11 +55,11 @@ def main(folder: Path, steps: int = 60, warm_start: int = 200) -> list[float]:
     rollout = rollouts.to_rollout(drawn, rollouts.grade(task, drawn.prompts, drawn.outcomes).total)
     _, metrics = parts.step(state, funcrl.collate(rollout, parts.algorithm))
     ours = [metrics.means["loss"].item(), metrics.maxes["grad_norm"].item()]
-    theirs = of_trl(args, funcrl.export(run, folder / "model", task), drawn)
+    theirs = of_trl(args, funcrl.export(run, run / "model", task), drawn)
     print("loss, norm of its gradient:", ours, "in funcrl,", theirs, "in TRL")
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     return [row["reward"] for row in history[1:]]
 
 
 if __name__ == "__main__":
-    print("reward:", *[f"{reward:.2f}" for reward in main(Path(tempfile.mkdtemp()))[::10]])
+    print("reward:", *[f"{reward:.2f}" for reward in main()[::10]])

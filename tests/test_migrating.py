@@ -11,6 +11,7 @@ import peer_trl
 import pytest
 import torch
 import transformers
+import yaml
 
 import funcrl
 from funcrl import advantages, aggregation, ratios
@@ -47,7 +48,7 @@ ALGORITHMS = {
     ),
 }
 FIVE = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
-# By `algorithm_of` of examples/from_trl.py.
+# By `algorithm_of` of examples/trl_algorithm.py, as those above.
 OPTIONS = {
     "the defaults": {},
     "a KL penalty": {"beta": 0.3},
@@ -58,7 +59,36 @@ OPTIONS = {
     "ratios of sequences, mean of tokens": {"importance_sampling_level": "sequence"},
     "bnpo": {"loss_type": "bnpo", **AT_ONCE},
     "entropy": {"entropy_coef": 0.1, **AT_ONCE},
+    "temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
+    "luspo by the token": {"loss_type": "luspo"},
 }
+BY_SEQUENCE = {"beta": 0.3, "importance_sampling_level": "sequence"}
+# What it refuses, and the option that it names.
+REFUSED = [
+    ({"loss_type": "vespo"}, "loss_type .*luspo, got 'vespo'"),
+    ({"loss_type": "new"}, "loss_type .*, got 'new'"),
+    ({"importance_sampling_level": "turn"}, "importance_sampling_level token or sequence, got"),
+    ({"scale_rewards": "step"}, "scale_rewards group or batch or none, got 'step'"),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        "multi_objective_aggregation sum_then_normalize, got 'normalize_then_sum'",
+    ),
+    ({"off_policy_mask_threshold": 0.05}, "off_policy_mask_threshold None, got 0.05"),
+    ({"top_entropy_quantile": 0.3}, "top_entropy_quantile 1, got 0.3"),
+    ({"use_adaptive_entropy": True}, "use_adaptive_entropy False, got True"),
+    (BY_SEQUENCE, "use_bias_correction_kl False with beta and ratios of sequences, got True"),
+    ({"entropy_coef": 0.1, "loss_type": "grpo"}, "entropy_coef 0 with grpo, .*, got 0.1"),
+    (
+        {"entropy_coef": 0.1, "gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps 1 with bnpo or entropy_coef, got 2",
+    ),
+    (
+        {"loss_type": "bnpo", "gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps 1 with bnpo or entropy_coef, got 2",
+    ),
+    ({"loss_type": "cispo"}, "epsilon_high of at least 1 with cispo, got 0.2"),
+    ({"delta": 1.05}, r"delta above 1 \+ epsilon_high, got 1.05"),
+]
 CORRECTIONS = {
     "sequence_mask": ratios.masked(3.0),
     "sequence_truncate": ratios.truncated(3.0, "sequence"),
@@ -186,11 +216,13 @@ def assert_same(got, wanted, loss_bound=None):
     assert funcrl.tree.global_norm(difference) <= bound * norm
 
 
-@pytest.fixture(scope="module")
-def algorithm_of():
-    sys.path.insert(0, str(ROOT / "examples"))
+@pytest.fixture
+def algorithm_of(monkeypatch):
+    # Tests beside this one look at the folder, and at who can be imported.
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     peer_trl.import_trl()
-    from from_trl import algorithm_of
+    from trl_algorithm import algorithm_of
 
     return algorithm_of
 
@@ -203,11 +235,11 @@ def test_the_loss_is_trl_s(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_loss_is_trl_s_in_float64(name, tmp_path):
+def test_the_loss_is_trl_s_in_float64(name, tmp_path, algorithm_of):
     options, algorithm = ALGORITHMS[name]
     case = case_of(tmp_path, exact=True, **options)
-    got = gradient_of(case, algorithm)
-    assert_same(got, case.result)
+    for each in (algorithm, algorithm_of(case.args)):
+        assert_same(gradient_of(case, each), case.result)
     if name in FIVE:  # ratios beyond the bounds, on both sides where there are two
         two = ("clip_ratio/low_mean", "clip_ratio/high_mean")
         for share in ("cispo_clip_ratio",) if name == "cispo" else two:
@@ -218,6 +250,14 @@ def test_the_loss_is_trl_s_in_float64(name, tmp_path):
 def test_other_options_are_trl_s(name, tmp_path, algorithm_of):
     case = case_of(tmp_path, exact=True, **OPTIONS[name])
     assert_same(gradient_of(case, algorithm_of(case.args)), case.result)
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_options_without_a_counterpart_are_refused(options, words, tmp_path, algorithm_of):
+    config = peer_trl.import_trl().GRPOConfig
+    args = config(str(tmp_path), use_cpu=True, bf16=False, **options)
+    with pytest.raises(ValueError, match=f"^algorithm_of expects {words}"):
+        algorithm_of(args)
 
 
 def test_metrics_are_trl_s(tmp_path, algorithm_of):
@@ -255,23 +295,30 @@ def test_a_row_without_a_token_counts_as_one_in_trl(loss_type, tmp_path, algorit
     assert_same(scaled, case.result)
 
 
-def test_rewards_that_are_normalised_before_they_are_added(tmp_path, algorithm_of):
+def test_rewards_that_are_normalised_before_they_are_added(tmp_path):
     options = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
     case = case_of(tmp_path, exact=True, two_rewards=True, **options)
     rollout = rollout_of(case)
     both = torch.tensor(case.given.rewards, dtype=torch.float64)
     each = {name: standardize(both[:, n], rollout.group) for n, name in enumerate("ab")}
     total = funcrl.rewards.weighted_sum(each, {"a": 1.0, "b": 0.5})
-    algorithm = algorithm_of(case.args)._replace(
+    algorithm = funcrl.dapo(clip=(0.2, 0.2))._replace(
         advantage=lambda rewards, group: advantages.standardize(rewards, eps=1e-4)
     )
     assert_same(gradient_of(case, algorithm, rollout._replace(rewards=total)), case.result)
 
 
-def test_the_example_runs(tmp_path, algorithm_of):
+def test_the_example_runs(tmp_path, algorithm_of, monkeypatch):
     import from_trl
 
-    assert len(from_trl.main(tmp_path, steps=2, warm_start=5)) == 2
+    monkeypatch.chdir(tmp_path)
+    assert len(from_trl.main(steps=2, warm_start=5)) == 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "runs"]
+    run = tmp_path / "runs" / "rows-1"
+    assert (run / "model" / "config.json").exists()
+    asked = yaml.safe_load((run / "config.yaml").read_text())["algorithm"]
+    shown = {"name": "dapo", "clip": [0.2, 0.28], "kl": 0.0, "entropy": 0.0}
+    assert shown.items() <= asked.items()
 
 
 def test_the_page_names_every_option_of_trl():

@@ -29,7 +29,8 @@ class AlgorithmConfig:
     """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, or one's own as file.py:name."""
     clip: tuple[FiniteNotNegative, ...] = ()
     """How far below and above 1 a ratio may be (TRL's epsilon and epsilon_high), such as 0.2 0.28;
-    as the algorithm's paper says when left out."""
+    as the algorithm's paper says when left out. Refused where importance weights correct for the
+    generator (see max_importance), since nothing is clipped then."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Whose deviation divides the advantage; as the algorithm's paper says when left out."""
     kl: FiniteNotNegative = 0.1

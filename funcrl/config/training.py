@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
-from funcrl.config.names import GeneratorName
+from funcrl.config.names import GeneratorName, is_own
 from funcrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -17,6 +17,10 @@ from funcrl.config.sections import (
 )
 from funcrl.core import checks
 from funcrl.core.arguments import Count, CountOrAll, FinitePositive, Fraction, Natural, check_fields
+
+# vLLM rounds otherwise than the trainer, and a stale policy is another one: what they draw is
+# corrected for, up to here.
+_LARGEST_IMPORTANCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,17 @@ class TrainConfig:
                 f"{self.max_staleness} and {updates} updates of a rollout, since the importance "
                 f"weights that correct for the older policy take the place of clipping; got none."
             )
+        given = self.algorithm
+        if given.clip and self.importance_cap is not None and not is_own(given.name):
+            corrected = (
+                f"--algorithm.max-importance {given.max_importance}" if given.max_importance else
+                f"--max-staleness {self.max_staleness}" if self.max_staleness else
+                f"--generator {self.generator}"
+            )  # fmt: skip
+            raise ValueError(
+                f"train expects no --algorithm.clip with {corrected}, since importance weights "
+                f"take the place of clipping, got {given.clip}."
+            )
         checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
         rows = self.num_prompts * self.num_generations
         if rows % self.num_minibatches:
@@ -190,6 +205,20 @@ class TrainConfig:
                 f"train expects --num-minibatches to divide num_prompts * num_generations "
                 f"= {rows}, got {self.num_minibatches}."
             )
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the configured generator computes with the trainer's exact operations."""
+        own_network = self.generator == "vllm" and self.vllm.network == "unified"
+        return self.numerics == "exact" and (self.generator == "sampler" or own_network)
+
+    @property
+    def importance_cap(self) -> float | None:
+        """Where importance weights are truncated; None if the algorithm's ratio has none."""
+        rounds_otherwise = self.generator == "vllm" and not self.agrees
+        if self.algorithm.max_importance is None and (rounds_otherwise or self.max_staleness):
+            return _LARGEST_IMPORTANCE
+        return self.algorithm.max_importance
 
     @property
     def num_updates(self) -> int:

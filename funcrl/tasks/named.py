@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -47,13 +47,16 @@ def import_named(option: str, name: str) -> Any:
     return getattr(module, attribute)
 
 
-def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
+def call_with_known(
+    option: str, name: str, function: Any, unset: Mapping[str, str] | None = None, /, **known: Any
+) -> Any:
     """Return what a user's function returns for those of the known arguments that it takes.
 
     Args:
         option: that names the function, for errors.
         name: file.py:Name or module:Name.
         function: what was imported.
+        unset: argument -> the option that would give it a value, and has none.
         known: argument -> value.
     """
     if not callable(function):
@@ -61,11 +64,16 @@ def call_with_known(option: str, name: str, function: Any, **known: Any) -> Any:
             f"train expects {option} {name} to name a function or a class, got "
             f"{type(function).__name__}."
         )
+    options = unset or {}
     unknown = [each for each in needed_arguments(function) if each not in known]
+    if unknown and unknown[0] in options:
+        raise ValueError(
+            f"train expects {options[unknown[0]]} for {name}, which needs {unknown[0]}, got none."
+        )
     if unknown:
         raise ValueError(
-            f"train expects {option} {name} to take no other arguments than {', '.join(known)}, "
-            f"got one that needs {unknown[0]}."
+            f"train expects {option} {name} to take no other arguments than "
+            f"{', '.join([*known, *options])}, got one that needs {unknown[0]}."
         )
     return function(**{each: known[each] for each in arguments_taken(function, known)})
 

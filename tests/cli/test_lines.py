@@ -62,6 +62,7 @@ train --reward-weights a
 train --reward-weights a b
 train --log.trackers nothing
 train --num-generations 1
+train --max-staleness 1 --algorithm.clip 0.2 0.28
 train --dry-run=yes
 train --nope
 train --

@@ -204,6 +204,31 @@ def test_names_of_own_code_are_checked(options, words):
         funcrl.build(config)
 
 
+def test_options_that_a_function_lacks_or_needs_are_named(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import funcrl\n"
+        "def bare(kl, entropy):\n    return funcrl.grpo(kl=kl, entropy=entropy)\n"
+        "def bounded(clip, kl, entropy):\n"
+        "    return funcrl.grpo(clip=clip, kl=kl, entropy=entropy)\n"
+        "def other(loss, kl, entropy):\n    return funcrl.grpo()\n"
+    )
+
+    def algorithm(name, **options):
+        options = AlgorithmConfig(name=f"{file}:{name}", **options)
+        return funcrl.build(replace(SMALL, algorithm=options)).algorithm
+
+    assert algorithm("bounded", clip=(0.1, 0.3)).surrogate.high == 0.3
+    for name, options, words in (
+        ("bare", {"clip": (0.1, 0.3)}, r"expects no --algorithm\.clip for .*:bare, which takes no"),
+        ("bare", {"scale_rewards": "batch"}, r"expects no --algorithm\.scale-rewards for"),
+        ("bounded", {}, r"expects --algorithm\.clip for .*:bounded, which needs clip, got none"),
+        ("other", {}, r"correction, clip, scale_rewards, got one that needs loss"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            algorithm(name, **options)
+
+
 @pytest.mark.parametrize("kind", [AlgorithmConfig, OptimizerConfig])
 def test_other_names_are_refused_with_those_that_are_known(kind):
     with pytest.raises(ValueError, match=r"name to be one of .*your own as file\.py:name, got 'x'"):

@@ -24,6 +24,7 @@ from funcrl.config import (
     OptimizerConfig,
     Sampling,
     TrainConfig,
+    VLLMConfig,
     WarmStartConfig,
 )
 from funcrl.config.names import ALGORITHMS
@@ -416,6 +417,31 @@ def test_bounds_and_scale_are_those_that_are_configured():
     assert algorithm.advantage(rewards, group).equal(by_batch)
     with pytest.raises(ValueError, match=r"clip to be two numbers.*at most 1, got \(2.0, 0.1\)"):
         AlgorithmConfig(clip=(2.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"generator": "vllm"}, "--generator vllm"),
+        ({"generator": "vllm", "numerics": "exact", "vllm": VLLMConfig(form="native")}, "vllm"),
+        ({"max_staleness": 1}, "--max-staleness 1"),
+        ({"algorithm": AlgorithmConfig(max_importance=3.0)}, "--algorithm.max-importance 3.0"),
+    ],
+)
+def test_bounds_are_refused_where_importance_weights_take_their_place(options, named):
+    plain = TrainConfig(**options)
+    algorithm = dataclasses.replace(plain.algorithm, clip=(0.2, 0.28))
+    words = rf"expects no --algorithm\.clip with .*{named}, .*, got \(0.2, 0.28\)"
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(plain, algorithm=algorithm)
+    own = dataclasses.replace(algorithm, name="mine.py:bounded")  # its own affair
+    assert dataclasses.replace(plain, algorithm=own).importance_cap == plain.importance_cap
+
+
+def test_bounds_are_taken_with_a_vllm_that_computes_as_the_trainer_does():
+    options = AlgorithmConfig(clip=(0.2, 0.28))
+    exact = TrainConfig(generator="vllm", numerics="exact", algorithm=options)
+    assert exact.importance_cap is None
 
 
 @pytest.mark.parametrize(("option", "value"), [("clip", (0.1, 0.1)), ("scale_rewards", "none")])

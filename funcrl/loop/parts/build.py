@@ -106,7 +106,7 @@ class Parts(_Fields):
     def agrees(self) -> bool:
         """Whether the generator's log-probabilities are the trainer's own, to the last bit."""
         replaced = self.replaced & {"model", "model_fn", "step", "generator"}
-        return not replaced and chosen.agrees(self.config)
+        return not replaced and self.config.agrees
 
     def policy(self, trained: Params) -> Params:
         """Return the parameters to generate with, from what is trained."""

@@ -19,18 +19,10 @@ from funcrl.rl import algorithms, ratios
 from funcrl.tasks.contracts import Task
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named
 
-# vLLM rounds otherwise than the trainer, and a stale policy is another one: what they draw is
-# corrected for, up to here.
-_LARGEST_IMPORTANCE = 2.0
-
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
     """Return the algorithm that a configuration names, with its numbers."""
-    options = config.algorithm
-    importance = options.max_importance
-    rounds_otherwise = config.generator == "vllm" and not agrees(config)
-    if importance is None and (rounds_otherwise or config.max_staleness):
-        importance = _LARGEST_IMPORTANCE
+    options, importance = config.algorithm, config.importance_cap
     tunables: dict[str, Any] = {
         "kl": options.kl,
         "kl_estimator": options.kl_estimator,
@@ -53,12 +45,6 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
-
-
-def agrees(config: TrainConfig) -> bool:
-    """Return whether the configured generator computes with the trainer's exact operations."""
-    own_network = config.generator == "vllm" and config.vllm.network == "unified"
-    return config.numerics == "exact" and (config.generator == "sampler" or own_network)
 
 
 def optimizer_of(config: TrainConfig) -> GradientTransformation:
@@ -192,17 +178,20 @@ def _own(
     """
     found = import_named(f"--{part}.name", name)
     takes = arguments_taken(found, known) if callable(found) else []
+    unset = {}
     for option, value in refusable.items():
-        if value and taken.get(option, option.replace("-", "_")) not in takes:
-            cleared = "0" if option in ("kl", "entropy", "weight-decay") else "None"
+        argument, flag = taken.get(option, option.replace("-", "_")), f"--{part}.{option}"
+        if value and argument not in takes:
+            cleared = f"{flag} 0" if option in ("kl", "entropy", "weight-decay") else f"no {flag}"
             raise ValueError(
-                f"train expects --{part}.{option} {cleared} for {name}, which takes no "
-                f"{taken.get(option, option.replace('-', '_'))}, got {value}."
+                f"train expects {cleared} for {name}, which takes no {argument}, got {value}."
             )
+        if argument not in known:
+            unset[argument] = flag
     made = (
         found
         if isinstance(found, kind)
-        else call_with_known(f"--{part}.name", name, found, **known)
+        else call_with_known(f"--{part}.name", name, found, unset, **known)
     )
     if not isinstance(made, kind):
         raise ValueError(
