@@ -14,6 +14,7 @@ from funcrl.generators import EngineError
 from funcrl.generators.vllm.failures import is_out_of_memory
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.restoring import CheckpointError
+from funcrl.tasks.rewards.failures import describe_error, is_of_user
 from funcrl.tasks.watch import ForkedError
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
@@ -65,7 +66,8 @@ def _run(args: Sequence[str]) -> None:
         explained = (expected or short) and "FUNCRL_TRACEBACK" not in os.environ
         # Notes say what happened on the error's way, such as what is saved.
         notes = [*([_LESS_MEMORY] if short else []), *getattr(error, "__notes__", [])]
-        lines = [f"funcrl: {error}", *notes]
+        of_user = expected and is_of_user(error)  # the message alone does not say where
+        lines = [f"funcrl: {describe_error('Your code', error) if of_user else error}", *notes]
         print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

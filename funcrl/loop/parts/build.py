@@ -11,6 +11,7 @@ from torch import nn
 from funcrl.config import Sampling, TrainConfig
 from funcrl.core import tree
 from funcrl.core.arguments import checked
+from funcrl.core.rows import over_rows
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import (
     Absent,
@@ -27,11 +28,12 @@ from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop.parts import chosen, data, scores, sources
 from funcrl.models import Transformer
-from funcrl.models.logits import logits_fn, vocab_size_of
+from funcrl.models.logits import is_of_transformers, logits_fn, vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
+from funcrl.tasks.rewards.failures import describe_error, is_of_user
 from funcrl.tasks.watch import Note, watch
 
 REPLACEABLE = (
@@ -253,20 +255,31 @@ def _check_network(function: str, config: TrainConfig, model: nn.Module, vocab_s
     params = dict(model.named_parameters())
     if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
         return
-    what = f"{function} expects --model {config.model} to give logits [T, at least {vocab_size}]"
+    what = (
+        f"{function} expects --model {config.model} to give logits [T, at least {vocab_size}] of "
+        f"the tokens [T] of one sample, without a batch axis"
+    )
     device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
     tokens = torch.tensor([0, vocab_size - 1], device=device)  # the first and the last
+    logits, sample = logits_fn(model), Sample(tokens, torch.arange(2, device=device))
     try:
         with torch.no_grad():
-            found = logits_fn(model)(params, Sample(tokens, torch.arange(2, device=device)))
-    except (IndexError, RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"{what} of tokens [T], got {type(error).__name__} from {type(model).__name__}: "
-            f"{str(error)[:200]}"
-        ) from error
+            found = logits(params, sample)
+    except Exception as error:
+        of_torch = isinstance(error, IndexError | RuntimeError | AttributeError)
+        if not of_torch and not is_of_user(error):  # funcrl's own says what is wrong
+            raise
+        raise ValueError(f"{what}. {describe_error(type(model).__name__, error)}.") from error
     shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
     if not isinstance(shape, list) or len(shape) != 2 or shape[0] != 2 or shape[1] < vocab_size:
-        raise ValueError(f"{what} of tokens [T], got {shape} of 2 tokens.")
+        raise ValueError(f"{what}, got {shape} of 2 tokens.")
+    if is_of_transformers(model):  # its generator need not batch it by vmap
+        return
+    try:
+        with torch.no_grad():
+            over_rows(function, logits)(params, Sample(tokens[None], sample.positions[None]))
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from error
 
 
 def _task(making: _Making) -> Task:
