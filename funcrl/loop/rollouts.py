@@ -382,5 +382,5 @@ def named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
-    ((row, error, _),) = batch_rewards(task, [prompt], [outcome], RewardLimits())
-    return row, error
+    (rewarded,) = batch_rewards(task, [prompt], [outcome], RewardLimits())
+    return rewarded.row, rewarded.error

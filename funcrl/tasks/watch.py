@@ -26,7 +26,7 @@ _PRECISIONS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 
 
 class TaskError(ValueError):
-    """A task that called `sys.exit`, whose tokenizer raised, or whose prompts are none."""
+    """A task that called `sys.exit`, whose tokenizer raised, or whose prompts have no text."""
 
 
 class ForkedError(BaseException):
@@ -39,9 +39,9 @@ class ForkedError(BaseException):
 def watch(task: Task, note: Note) -> Task:
     """Return the task with methods that leave the process as it was.
 
-    Settings that change how numbers are computed are put back after each call. `sys.exit` and a
-    tokenizer that raises become a `TaskError`, as do prompts that are no `Prompt`, and a forked child that returns is stopped by a
-    `ForkedError`.
+    Settings that change how numbers are computed are put back after each call. `sys.exit`, a
+    tokenizer that raises and prompts without a text become a `TaskError`, and a forked child that
+    returns is stopped by a `ForkedError`.
 
     Args:
         task: any task or environment.
@@ -115,7 +115,7 @@ class _Watcher:
             self._put_back(label, before)
 
     def call_prompts(self, method: str, *args: Any, **named: Any) -> Any:
-        """Return the prompts that a method of the task returns; raise if they are none."""
+        """Return the prompts that a method of the task returns; raise if they have no text."""
         found = self.call(self._task, method, *args, **named)
         if found is None and method == "eval_prompts":
             return ()
