@@ -55,7 +55,11 @@ SMALL = TrainConfig(
         ("--task {}:Asked", 22, "Your code raised ValueError: too many values to unpack"),
         ("--task {}:Opened", 25, "Your code raised FileNotFoundError: [Errno 2]"),
         ("--algorithm.name {}:own", 27, "Your code raised ValueError: too many values to unpack"),
-        ("--model {}:Batched", 10, "of one sample, without a batch axis. Batched raised ValueError"),
+        (
+            "--model {}:Batched",
+            10,
+            "of one sample, without a batch axis. Batched raised ValueError",
+        ),
         ("--model {}:Misspelt", 13, "axis. Misspelt raised NameError: name 'embedded' is not"),
     ],
 )
@@ -75,7 +79,7 @@ def test_an_error_of_ones_own_code_is_one_with_its_file_and_line(
 def test_an_error_that_funcrl_raises_of_ones_own_value_is_its_own(tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text("import funcrl\ndef task():\n    return funcrl.tasks.SumDigits(0)\n")
-    ended = run_command(["train", "--dry-run", "--task", f"{file}:task"], capsys)
+    ended = run_command(["train", "--run-dir", tmp_path / "run", "--task", f"{file}:task"], capsys)
     assert ended.code == 1
     assert ended.err.startswith("funcrl: SumDigits expects")
 
@@ -131,13 +135,14 @@ def test_train_takes_the_parts_that_build_takes(tmp_path, capsys):
     net = torch.nn.Sequential(torch.nn.Embedding(size, 8), torch.nn.Linear(8, size))
     parts = funcrl.build(config, task=task, model=net)
     trained = funcrl.train(config, task=task, model=net)
-    other = replace(config, run_dir=tmp_path / "other")
+    other, new = (replace(config, run_dir=tmp_path / name) for name in ("other", "new"))
     assert equal(trained.state, funcrl.train(other, parts=parts).state)
     assert funcrl.train(config, task=task, model=net, resume=True).history
     with pytest.raises(ValueError, match="train expects model= or parts=.*got both"):
-        funcrl.train(config, parts=parts, model=net)
+        funcrl.train(new, parts=parts, model=net)
     with pytest.raises(TypeError, match="train expects task, model, .*got 'net'"):
-        funcrl.train(replace(config, run_dir=tmp_path / "new"), net=net)
+        funcrl.train(new, net=net)
+    assert not new.run_dir.exists()
 
     # The run has objects, which a command cannot make: said at once, with what to write instead.
     ended = run_command(["eval", "--run", config.run_dir], capsys)
