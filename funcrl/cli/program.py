@@ -14,6 +14,7 @@ from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
 from funcrl.loop.rewarded import RewardError
 from funcrl.run.restoring import CheckpointError
+from funcrl.tasks.rewards.failures import describe_error, is_of_user
 from funcrl.tasks.watch import ForkedError
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
@@ -68,10 +69,13 @@ def _run(args: Sequence[str]) -> None:
         ran_out = not expected and is_out_of_memory(error)
         explained = (expected or ran_out) and "FUNCRL_TRACEBACK" not in os.environ
         # Notes say what happened on the error's way, such as what is saved.
-        lines = [f"funcrl: {error}", *getattr(error, "__notes__", [])]
+        message, notes = str(error), list(getattr(error, "__notes__", []))
         if ran_out:
-            lines[0] = f"funcrl: {str(error) or type(error).__name__}"  # Python's says nothing
-            lines.insert(1, f"{_LESS_MEMORY.get(args[0], 'Memory ran out.')} {_TRACEBACK}")
+            message = message or type(error).__name__  # Python's own error says nothing
+            notes.insert(0, f"{_LESS_MEMORY.get(args[0], 'Memory ran out.')} {_TRACEBACK}")
+        elif expected and is_of_user(error):  # the message alone does not say where
+            message = describe_error("Your code", error)
+        lines = [f"funcrl: {message}", *notes]
         print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -40,7 +40,7 @@ def load_run(
     Args:
         folder: the run's.
         task: that the run was given as an object.
-        parts: that the run was given, with objects among them.
+        parts: that the run was given, with objects among them, its task too.
         device: of the parameters.
         trust: run the code that the run names, such as a task of one's own, even if this account
             has not run it before or it has changed (docs/security.md).
@@ -64,7 +64,7 @@ def load_run(
         return LoadedRun(parts.model, parts.policy(trained), parts.task)
     options = sources.options_of_run("load_run", "folder", run)
     given = set() if task is None else {"task"}
-    runs.check_given("load_run", run, {"task"} - given)
+    runs.check_given("load_run", run, {"task", *sources.parts_of_network(options)} - given)
     for line in check_run("load_run", options, run, given, trust):
         note(line)
     tokenizer = None

@@ -65,20 +65,20 @@ def with_folder(
 
 def open_run(
     config: TrainConfig,
-    task: TaskLike | None,
+    objects: Collection[str],
     parts: Parts | None,
     resume: bool,
     fork: str | Path | None,
 ) -> Start:
     """Return how a run begins; raise, before anything is made, if it cannot begin like that.
 
-    The arguments are those of `train`.
+    The arguments are those of `train`, and the names of the parts that it was given by themselves.
     """
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     folder = open_folder(config.run_dir, resume)
     parent = None if fork is None else open_folder(Path(fork), resume=True)
-    given = _given(config, task, parts)
+    given = _given(config, objects, parts)
     if resume:
         runs.check_given("train", folder, {*REPLACEABLE} - given)
         check_options_kept("train", config, folder)
@@ -90,12 +90,15 @@ def open_run(
     return Start(folder, parent, resume, given)
 
 
-def _given(config: TrainConfig, task: TaskLike | None, parts: Parts | None) -> set[str]:
+def _given(config: TrainConfig, objects: Collection[str], parts: Parts | None) -> set[str]:
     """Return the names of the parts that are given as objects; raise if they are of another run."""
     if parts is None:
-        return set() if task is None else {"task"}
-    if task is not None:
-        raise ValueError("train expects task= or parts=, which have a task, got both.")
+        return {*objects}
+    for name in objects:
+        raise ValueError(
+            f"train expects {name}= or parts=, which have {name} too, got both; "
+            f"parts._replace({name}=...) replaces it."
+        )
     same = {name: getattr(config, name) for name in _OF_NO_PART}
     if replace(parts.config, **same) != config:
         different = [

@@ -26,6 +26,7 @@ class Rewarded(NamedTuple):
     row: Mapping[str, float]
     error: str = ""
     cause: BaseException | None = None
+    is_number: bool = True  # whether it failed, or is not finite, and not of another type
 
 
 def batch_rewards(
@@ -61,7 +62,11 @@ def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded
     for name, value in result.items():
         if not _is_finite(value):
             what = f"The reward {name!r} of {task.name!r} is {shorten(repr(value), _LONGEST_SHOWN)}"
-            return Rewarded({}, f"{what} {_place(prompt, outcome)}.")
+            place = _place(prompt, outcome)
+            if isinstance(value, SupportsFloat):
+                return Rewarded({}, f"{what} {place}.")
+            missing = " (is a return missing?)" if value is None else ""
+            return Rewarded({}, f"{what}, expected a number{missing}, {place}.", is_number=False)
     return Rewarded(dict(result))
 
 

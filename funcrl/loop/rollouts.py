@@ -163,11 +163,11 @@ def grade(
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
     graded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())
-    for row, error, cause in graded:
+    for row, error, cause, is_number in graded:
         if error:
             if on_error == "stop":
-                message = f"{error} --on-reward-error skip leaves such samples out."
-                raise RewardError(message) from cause
+                advice = " --on-reward-error skip leaves such samples out." if is_number else ""
+                raise RewardError(f"{error}{advice}") from cause
             errors.append(error)
         rows.append(row)
     good = [row for row in rows if row]
@@ -382,5 +382,5 @@ def named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
-    ((row, error, _),) = batch_rewards(task, [prompt], [outcome], RewardLimits())
-    return row, error
+    (rewarded,) = batch_rewards(task, [prompt], [outcome], RewardLimits())
+    return rewarded.row, rewarded.error

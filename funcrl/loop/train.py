@@ -53,6 +53,7 @@ def train(
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool = False,
+    **given: Any,
 ) -> Trained:
     """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.
 
@@ -75,6 +76,9 @@ def train(
         stop: called after each step; True saves and raises `KeyboardInterrupt`.
         trust: go on with a run whose task's code is not what it began with, or that this account
             has not run before (docs/security.md).
+        given: other parts in place of those that the configuration names, as `funcrl.build` takes
+            them: model, params, model_fn, algorithm, optimizer, prepare, step, generator. The run
+            is resumed with the same ones, and a generator that is given is not closed at the end.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -90,19 +94,20 @@ def train(
         with with_folder(config, task, parts) as config:
             return train(
                 config, task=task, parts=parts, view=view, fork=fork, command=command, stop=stop,
-                trust=trust,
+                trust=trust, **given,
             )  # fmt: skip
     started, process = time.perf_counter(), os.getpid()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
-    start = open_run(config, task, parts, resume, fork)
+    objects = given if task is None else {"task": task, **given}
+    start = open_run(config, objects, parts, resume, fork)
     if not trust:
         start.check_code(config, view.note)
-    own_generator = parts is None
+    own_generator = parts is None and "generator" not in given
     if parts is None:
-        parts = build(config, task, note=view.note, trust=trust)
+        parts = build(config, note=view.note, trust=trust, **objects)
     facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)

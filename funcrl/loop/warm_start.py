@@ -91,7 +91,7 @@ def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstra
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
     outcomes, name = [outcome for _, _, outcome in rows], task.accuracy or "correct"
     rewarded = batch_rewards(task, prompts, outcomes, RewardLimits())
-    for prompt, outcome, (row, error, cause) in zip(prompts, outcomes, rewarded, strict=True):
+    for prompt, outcome, (row, error, cause, _) in zip(prompts, outcomes, rewarded, strict=True):
         if error:
             message = f"{error} A warm start checks that demonstrations are right."
             raise RewardError(message) from cause

@@ -111,10 +111,22 @@ def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tenso
         _check_groups("by_group", rewards, group)
         order = torch.argsort(group, stable=True)
         sizes = torch.unique_consecutive(group[order], return_counts=True)[1].tolist()
-        parts = [fn(part) for part in rewards[order].split(sizes)]
+        parts = [_of_group(fn, part) for part in rewards[order].split(sizes)]
         return torch.cat(parts)[torch.argsort(order)]
 
     return advantage
+
+
+def _of_group(fn: Callable[[Tensor], Tensor], rewards: Tensor) -> Tensor:
+    """Return the advantages of one group, after checking that there is one for each reward."""
+    found: object = fn(rewards)
+    if not isinstance(found, Tensor) or found.shape != rewards.shape:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"by_group expects {getattr(fn, '__name__', type(fn).__name__)} to return advantages "
+            f"[G] of the rewards [G] of one group, got {got} of {rewards.shape[0]} rewards."
+        )
+    return found
 
 
 @checked

@@ -102,20 +102,28 @@ def recorded_count(folder: Path, name: str, function: str = "recorded_count") ->
     return int(text)
 
 
+# How a run that was given objects is used in Python, by the function that is called.
+_CALLS = {"train": "funcrl.train(config, ", "evaluate": "funcrl.evaluate(config, "}
+
+
 def check_given(function: str, folder: Path, needed: Collection[str]) -> None:
     """Raise if a run was given one of these parts as an object, which its configuration lacks."""
     facts = read_facts(folder, function)
-    name = facts.get("task_object")
-    if name is not None and "task" in needed:
-        raise ValueError(
-            f"{function} expects task=, the object {name!r} that {folder} was trained on, got none."
-        )
     objects = [part for part in facts.get(OBJECTS, "").split() if part in needed]
+    call = _CALLS.get(function, f"funcrl.load_run({str(folder)!r}, ")
+    name = facts.get("task_object") if "task" in needed else None
     if objects:
+        objects = [*([] if name is None else ["task"]), *objects]
+        given = ", ".join(f"{part}=..." for part in objects)
         raise ValueError(
-            f"{function} expects parts=, with {' and '.join(objects)} as {folder} was given, which "
-            f"its {CONFIG} does not name, got none; funcrl.load_run({str(folder)!r}, parts=...) "
-            f"gives its parameters."
+            f"{function} expects parts=, with {' and '.join(objects)} as {folder} was given in "
+            f"Python, which a command cannot make again, got none; {call}parts=parts) can, with "
+            f"parts = funcrl.build(config, {given})."
+        )
+    if name is not None:
+        raise ValueError(
+            f"{function} expects task=, the object {name!r} that {folder} was given in Python, "
+            f"which a command cannot make again, got none; {call}task=...) can."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from funcrl.core.reading import brief
 from funcrl.tasks.adapt import TokenizerStandIn, changed
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.rewards.calls import RewardLimits, run_calls
@@ -25,7 +26,7 @@ _PRECISIONS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 
 
 class TaskError(ValueError):
-    """A task that called `sys.exit`, or that raised in its tokenizer or in a demonstration."""
+    """A task that called `sys.exit`, whose tokenizer raised, or whose prompts have no text."""
 
 
 class ForkedError(BaseException):
@@ -38,9 +39,9 @@ class ForkedError(BaseException):
 def watch(task: Task, note: Note) -> Task:
     """Return the task with methods that leave the process as it was.
 
-    Settings that change how numbers are computed are put back after each call. `sys.exit` and a
-    tokenizer that raises become a `TaskError`, and a forked child that returns is stopped by a
-    `ForkedError`.
+    Settings that change how numbers are computed are put back after each call. `sys.exit`, a
+    tokenizer that raises and prompts without a text become a `TaskError`, and a forked child that
+    returns is stopped by a `ForkedError`.
 
     Args:
         task: any task or environment.
@@ -53,6 +54,7 @@ def watch(task: Task, note: Note) -> Task:
         **{name: partial(watcher.call_tokenizer, name) for name in _METHODS_OF_TOKENIZER},
     )
     watched = {name: partial(watcher.call, task, name) for name in methods}
+    watched |= {name: partial(watcher.call_prompts, name) for name in ("prompts", "eval_prompts")}
     # Each reward is watched, and all of them together: those that are `async def` end later.
     batch = partial(_batch, task) if has_own_batch(task) else partial(_each, watched["reward"])
     watched["reward_batch"] = partial(watcher.run, "reward", batch)
@@ -111,6 +113,20 @@ class _Watcher:
                     f"and not in this child {os.getpid()}."
                 )
             self._put_back(label, before)
+
+    def call_prompts(self, method: str, *args: Any, **named: Any) -> Any:
+        """Return the prompts that a method of the task returns; raise if they have no text."""
+        found = self.call(self._task, method, *args, **named)
+        if found is None and method == "eval_prompts":
+            return ()
+        listed = found if hasattr(found, "__len__") else [found]
+        wrong = [each for each in listed if not hasattr(each, "text")]
+        if wrong:
+            raise TaskError(
+                f"{method}() of the task {self._task.name!r} is expected to return a list of "
+                f"funcrl.tasks.Prompt(text, answer), got {brief(wrong[0])}."
+            )
+        return found
 
     def call_tokenizer(self, method: str, *args: Any, **named: Any) -> Any:
         """Return what a method of the tokenizer returns; whatever it raises names the task."""

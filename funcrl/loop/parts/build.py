@@ -19,15 +19,14 @@ from funcrl.core.types import (
     ModelFn,
     Params,
     PrepareFn,
-    Sample,
     Step,
     TrainState,
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop.parts import chosen, data, scores, sources
-from funcrl.models import Transformer
-from funcrl.models.logits import logits_fn, vocab_size_of
+from funcrl.loop.parts.network import check_network
+from funcrl.models.logits import vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
 from funcrl.rl.step import grpo_step
@@ -183,7 +182,7 @@ def _made(
         new.add(name)
     _check_vocabulary(function, config, parts["model"], parts["task"])
     if "model" in new and "model_fn" not in given:
-        _check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
+        check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
     if "task" in new and parts["source"].run is not None:
         sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
     return Parts(config=config, replaced=frozenset(given), **parts)
@@ -245,38 +244,6 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
             f"{function} expects a tokenizer of at most {size} tokens for --model "
             f"{config.model}, got {vocab_size} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
-        )
-
-
-def _check_network(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
-    """Raise if a network of one's own, as it is, does not give logits of the task's tokens."""
-    params = dict(model.named_parameters())
-    if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
-        return
-    what = f"{function} expects --model {config.model} to give logits [T, at least {vocab_size}]"
-    device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
-    tokens = torch.tensor([0, vocab_size - 1], device=device)  # the first and the last
-    try:
-        with torch.no_grad():
-            found = logits_fn(model)(params, Sample(tokens, torch.arange(2, device=device)))
-    except (IndexError, RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"{what} of tokens [T], got {type(error).__name__} from {type(model).__name__}: "
-            f"{str(error)[:200]}"
-        ) from error
-    shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-    if not isinstance(shape, list) or len(shape) != 2 or shape[0] != 2 or shape[1] < vocab_size:
-        raise ValueError(f"{what} of tokens [T], got {shape} of 2 tokens.")
-    with torch.no_grad():
-        other = logits_fn(model)(
-            params, Sample(tokens[:1].expand(2), torch.arange(2, device=device))
-        )
-    if not torch.allclose(found[0], other[0], rtol=1e-3, atol=1e-5):
-        raise ValueError(
-            f"{function} expects --model {config.model} to be causal, so that the logits at a "
-            f"token depend on it and on those before it, got {type(model).__name__}, whose logits "
-            f"at the first of 2 tokens change with the second; does its attention have a causal "
-            f"mask?"
         )
 
 

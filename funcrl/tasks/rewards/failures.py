@@ -1,13 +1,14 @@
 """Says what was wrong with a reward, and in which line of the user's code."""
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
 from funcrl.tasks.rewards.calls import NoRewardError
 
-_FUNCRL = str(Path(__file__).parents[2])
-_STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_FUNCRL = str(Path(__file__).parents[2]) + os.sep
+_STANDARD = tuple({sysconfig.get_path(each) + os.sep for each in ("stdlib", "platstdlib")})
 _PACKAGES = ("site-packages", "dist-packages")
 _LONGEST_MESSAGE = 500  # characters
 
@@ -27,7 +28,7 @@ def describe_error(what: str, error: BaseException) -> str:
     """Return what happened to a reward: the error, and the file and line that it was raised in.
 
     Args:
-        what: the reward, as the subject of a sentence.
+        what: the reward, or other code of the user's, as the subject of a sentence.
         error: that was raised.
     """
     if isinstance(error, FunctionError):
@@ -37,6 +38,16 @@ def describe_error(what: str, error: BaseException) -> str:
     place = _place(error)
     message = shorten(str(error), _LONGEST_MESSAGE)
     return f"{what} raised {type(error).__name__}: {message}{place and f' ({place})'}"
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Return whether the user's code raised an error, itself or in a call of a library."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(_FUNCRL):
+            return False
+        if not _is_library(frame.filename):
+            return True
+    return False
 
 
 def shorten(text: str, most: int) -> str:
