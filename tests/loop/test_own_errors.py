@@ -58,7 +58,7 @@ SMALL = TrainConfig(
         (
             "--model {}:Batched",
             10,
-            "of one sample, without a batch axis. Batched raised ValueError",
+            "one sample, without a batch axis. Batched raised ValueError",
         ),
         ("--model {}:Misspelt", 13, "axis. Misspelt raised NameError: name 'embedded' is not"),
     ],
