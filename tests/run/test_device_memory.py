@@ -217,13 +217,16 @@ def test_it_sees_through_transforms():
 
 
 def test_text_shows_the_largest_and_counts_the_rest():
+    before = torch.ones(KB)
     with memory_profile("many", "cpu") as memory:
         kept = [torch.ones(KB * KB) for _ in range(15)]
-    lines = str(memory.result).splitlines()
-    assert lines[0].startswith("many on cpu: peak ")
-    assert len(kept) == 15
-    assert len(lines) == 12
-    assert lines[-1].endswith(f"in {len(memory.result.live) - 10} more")
+    first, second, *lines, last = str(memory.result).splitlines()
+    assert first.startswith("many on cpu: peak ")
+    assert (len(before), len(kept), len(lines)) == (KB, 15, 10)
+    old = sum(block.is_from_before for block in memory.result.live)
+    assert f"from before, in {old:,} tensor" in second
+    assert all("aten::ones, test_device_memory.py:" in line for line in lines)
+    assert last.endswith(f"in {len(memory.result.live) - old - 10} more")
 
 
 def test_memory_of_unknown_origin_is_not_from_before():
