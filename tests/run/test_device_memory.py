@@ -269,9 +269,10 @@ def test_on_a_gpu_the_peak_is_the_allocators():
     assert found.peak_reserved == torch.cuda.max_memory_reserved() >= found.peak_allocated
     assert found.start_allocated == before.allocated
     assert sum(b.num_bytes for b in found.live) == found.peak_allocated
-    # The allocator may give one of the two a larger block, which is then the first.
-    assert {b.operator for b in found.live[:2]} == {"aten::repeat", "aten::mul"}
-    assert all("test_memory.py" in b.where for b in found.live[:2])
+    # Other tests' tensors may be larger; of these two the allocator may give either more memory.
+    largest = [b for b in found.live if not b.is_from_before][:2]
+    assert {b.operator for b in largest} == {"aten::repeat", "aten::mul"}
+    assert all("test_device_memory.py" in b.where for b in largest)
     with pytest.raises(ValueError, match="memory_stats expects one of . GPUs, got 'cuda:77'"):
         memory_stats("cuda:77")
 
