@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core.reading import read_json
+from funcrl.core.terminal import print_safely
 
 CHECKSUMS = ".sha256.json"
 _MOST_CHECKSUMS = 1 << 25  # in bytes
@@ -52,7 +53,8 @@ def fetch_parts(stem: str, count: int, version: str, sums: Sequence[str], place:
         for number, folder in enumerate(folders, start=1):
             try:
                 if not (folder / CHECKSUMS).exists():
-                    download(f"{stem}{number}", version, sums[number - 1 : number], folder)
+                    sha256, which = sums[number - 1 : number], f", {number} of {count}"
+                    download(f"{stem}{number}", version, sha256, folder, which)
                 check_files(folder)
             except OSError as error:
                 raise OSError(
@@ -119,11 +121,15 @@ def _files(place: Path) -> list[str]:
     return sorted(str(each.relative_to(place)) for each in place.rglob("*") if each.is_file())
 
 
-def download(name: str, version: str, sums: Sequence[str], place: Path) -> None:
-    """Fetch a package without what it depends on, check it, and unpack it: whole or not at all."""
+def download(name: str, version: str, sums: Sequence[str], place: Path, which: str = "") -> None:
+    """Fetch a package without what it depends on, check it, and unpack it: whole or not at all.
+
+    A line on standard error says so, with `which` it is at its end: it can take minutes.
+    """
+    wanted = f"{name}=={version}" if version else name
+    print_safely(f"Fetching {wanted}{which}.", sys.stderr)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        wanted = f"{name}=={version}" if version else name
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
                    "--disable-pip-version-check", "--only-binary=:all:", "--dest", folder, "--",
                    wanted]  # fmt: skip

