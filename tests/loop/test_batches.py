@@ -117,7 +117,7 @@ def test_an_algorithm_that_mixes_the_samples_of_a_row_cannot_be_packed(tmp_path)
         config = small(tmp_path / "run", algorithm=named, packing=packing)
         with pytest.raises(ValueError, match=words.format(packing)):
             funcrl.train(config)
-    plain = small(tmp_path / "run", algorithm=named)
+    plain = small(tmp_path / "run", algorithm=named, num_minibatches=1, num_prompts=1)
     parts = funcrl.build(plain)
     packed = funcrl.build(small(tmp_path / "run", packing="samples"))
     with pytest.raises(ValueError, match=r"Parts._replace expects --packing none"):
