@@ -32,6 +32,7 @@ from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.metrics import padding_frac, token_means
+from funcrl.rl.mixing import mixing_parts
 
 
 @checked
@@ -57,7 +58,8 @@ def grpo_step(
     Args:
         model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
             any function.
-        algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out.
+        algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out. Its functions are run
+            once on a small row: where they mix samples, a `PackedBatch` is an error.
         optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
             global norm of 1 when left out.
         per_sample: a function of gradients with a leading axis B, such as
@@ -88,6 +90,7 @@ def grpo_step(
     """
     model_fn = _scoring(model_fn)
     algorithm = grpo() if algorithm is None else algorithm
+    mixing = mixing_parts(algorithm)
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
     transformation = optim.skip_nonfinite(_checked(optimizer))
@@ -115,10 +118,10 @@ def grpo_step(
     @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        batch = _counted("grpo_step", batch, per_sample)
+        batch = _counted("grpo_step", batch, per_sample, mixing)
         if prepare is not None:
             prepared = prepare(score(model_fn, state.params, batch, microbatch), batch)
-            batch = _counted("grpo_step(prepare=...)", prepared, per_sample)
+            batch = _counted("grpo_step(prepare=...)", prepared, per_sample, mixing)
         grads_, loss, token_sums = gradient(state.params, batch)
         grad_norm = tree.global_norm(grads_)
         updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
@@ -194,7 +197,9 @@ def _check_params(params: Params) -> None:
             )
 
 
-def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | None) -> Rows:
+def _counted(
+    function: str, batch: Rows, per_sample: grads.PerSampleTransform | None, mixing: str
+) -> Rows:
     """Return the checked batch, its mask without tokens that `counted_tokens` leaves out."""
     if not isinstance(batch, Batch | PackedBatch):
         raise TypeError(f"{function} expects a Batch or PackedBatch, got {type(batch).__name__}.")
@@ -202,6 +207,12 @@ def _counted(function: str, batch: Rows, per_sample: grads.PerSampleTransform | 
         raise TypeError(
             "grpo_step(per_sample=...) expects a Batch, one sample a row, got a "
             "PackedBatch, many a row."
+        )
+    if mixing and isinstance(batch, PackedBatch):
+        raise TypeError(
+            f"{function} expects a Batch, one sample a row, for an algorithm whose {mixing} "
+            f"depends on the other samples of a packed row, got a PackedBatch; funcrl.collate "
+            f"makes a Batch, and so does --packing none."
         )
     checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
     shape = batch.tokens.shape

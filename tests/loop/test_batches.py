@@ -102,3 +102,27 @@ def test_a_network_that_takes_no_attention_cannot_be_packed(tmp_path):
     )
     with pytest.raises(ValueError, match="--packing none for a network .* got prefixes for Seq"):
         funcrl.build(small(tmp_path / "run", model=f"{code}:net", packing="prefixes"))
+
+
+def test_an_algorithm_that_mixes_the_samples_of_a_row_cannot_be_packed(tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text(
+        "import funcrl\n\ndef whole_row(logprobs, ratio, advantages):\n"
+        "    return funcrl.types.Surrogate(ratio.mean() * advantages)\n\n"
+        "mine = funcrl.grpo()._replace(surrogate=whole_row)\n"
+    )
+    named = AlgorithmConfig(name=f"{code}:mine", kl=0, entropy=0)
+    words = "^train expects --packing none .* surrogate=whole_row depends .* got {}."
+    for packing in PACKINGS:
+        config = small(tmp_path / "run", algorithm=named, packing=packing)
+        with pytest.raises(ValueError, match=words.format(packing)):
+            funcrl.train(config)
+    plain = small(tmp_path / "run", algorithm=named, num_minibatches=1, num_prompts=1)
+    parts = funcrl.build(plain)
+    packed = funcrl.build(small(tmp_path / "run", packing="samples"))
+    with pytest.raises(ValueError, match=r"Parts._replace expects --packing none"):
+        packed._replace(algorithm=parts.algorithm)
+    # A step of one's own says itself what it takes.
+    assert packed._replace(algorithm=parts.algorithm, step=packed.step).step is packed.step
+    assert not (tmp_path / "run").exists()
+    assert len(funcrl.train(plain).history) == 2

@@ -10,6 +10,7 @@ import torch
 from cases import random_case, table_model
 
 import funcrl
+from funcrl.rl.mixing import mixing_parts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 ROWS = [
@@ -226,6 +227,12 @@ def test_gdpo_standardizes_each_reward_in_its_group(page):
     for i in range(len(total)):
         parts = [oracles.standardized(rewards[k], case.rollout.group, i) for k in ("a", "b")]
         assert abs(total[i] - (parts[0] + 0.5 * parts[1])) <= 1e-12
+
+
+@pytest.mark.parametrize("expression", [expression for expression, _ in ROWS])
+def test_packed_rows_are_for_every_algorithm_but_gmpo(page, expression):
+    mixing = "surrogate=geometric_mean" if "geometric_mean" in expression else ""
+    assert mixing_parts(eval(expression, page)) == mixing
 
 
 def test_the_index_has_every_algorithm_of_this_file():

@@ -1,0 +1,176 @@
+"""A step refuses packed rows for an algorithm that mixes the samples of a row."""
+
+from itertools import product
+
+import pytest
+import torch
+from cases import equal, random_case
+
+import funcrl
+from funcrl import ratios
+from funcrl.core.types import Penalty, Surrogate
+from funcrl.rl.mixing import mixing_parts
+
+NAMES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+ESTIMATORS = ["k1", "k2", "k3", "k1+", "k3+"]
+CORRECTIONS = [
+    None,
+    ratios.truncated(2.0),
+    ratios.truncated(2.0, level="sequence"),
+    ratios.masked(3.0),
+    ratios.masked(1.1, floor=0.9),
+    ratios.masked(5.0, floor=0.5, level="token"),
+]
+
+
+def geometric_mean(logprobs, ratio, advantages):
+    sampled = advantages != 0
+    mean = torch.where(sampled, ratio.log(), 0.0).sum() / sampled.sum().clamp(min=1)
+    return Surrogate(mean.exp() * advantages)
+
+
+def summed(scores, behavior_logprobs, ref_logprobs):
+    kl = scores.logprobs - ref_logprobs
+    return Penalty(0.001 * kl.sum().expand_as(kl), kl)
+
+
+def row_ratio(logprobs, behavior_logprobs, mask, segment_ids):
+    return ratios.sequence(logprobs, behavior_logprobs, mask)
+
+
+def row_weight(log_ratio, mask, segment_ids):
+    return ratios.masked(3.0)(log_ratio, mask, ())
+
+
+def forgetful(logprobs, ratio, advantages):
+    """The right objective, with a gradient that is another one."""
+    mean = ratio.mean()
+    return Surrogate((mean - mean.detach() + ratio.detach()) * advantages)
+
+
+def misreported(logprobs, ratio, advantages):
+    """The right gradient, of a loss that is another one."""
+    return Surrogate(ratio * advantages - advantages.mean())
+
+
+MIXING = {
+    "surrogate=geometric_mean": funcrl.grpo()._replace(surrogate=geometric_mean),
+    "penalty=summed": funcrl.dapo()._replace(penalty=summed),
+    "ratio=row_ratio": funcrl.gspo()._replace(ratio=row_ratio),
+    "ratio=corrected(token, row_weight)": funcrl.grpo(correction=row_weight),
+    "surrogate=forgetful": funcrl.grpo()._replace(surrogate=forgetful),
+    "surrogate=misreported": funcrl.grpo()._replace(surrogate=misreported),
+    "ratio=row_ratio, penalty=summed": funcrl.grpo()._replace(ratio=row_ratio, penalty=summed),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_algorithms_with_a_name_keep_samples_apart(name):
+    make = getattr(funcrl, name)
+    for estimator, correction in product(ESTIMATORS, CORRECTIONS):
+        options = {"kl": 0.04, "kl_estimator": estimator, "correction": correction}
+        assert mixing_parts(make(entropy=0.01, **options)) == ""
+    # With a correction the ratios are 1, so that the gradient alone tells.
+    for correction in CORRECTIONS:
+        mixed = make(correction=correction)._replace(surrogate=geometric_mean)
+        assert mixing_parts(mixed) == "surrogate=geometric_mean"
+
+
+def cell_model(params, sample):
+    """Each token is the number of its cell in the table, wherever it lies."""
+    cells = (params[name].reshape(-1) for name in ("logprobs", "entropy"))
+    return funcrl.TokenScores(*(cell.index_select(0, sample.tokens) for cell in cells))
+
+
+def never(params, sample):
+    raise AssertionError("the model must not be run")
+
+
+def batches(algorithm):
+    """Return parameters, a batch, and the same batch packed."""
+    case = random_case()
+    cells = torch.arange(case.rollout.mask.numel()).view_as(case.rollout.mask)
+    rollout = case.rollout._replace(tokens=cells)
+    batch = funcrl.collate(rollout, algorithm, case.ref_logprobs)
+    return case.params, batch, funcrl.pack(rollout, algorithm, 20, case.ref_logprobs)
+
+
+@pytest.mark.parametrize("parts", MIXING)
+def test_a_mixing_algorithm_is_refused_on_packed_rows_alone(parts):
+    algorithm = MIXING[parts]
+    assert mixing_parts(algorithm) == parts
+    params, batch, packed = batches(algorithm)
+    step = funcrl.grpo_step(never, algorithm=algorithm)
+    state = step.init(params)
+    with pytest.raises(TypeError) as raised:
+        step(state, packed)
+    assert str(raised.value).startswith(
+        f"grpo_step expects a Batch, one sample a row, for an algorithm whose {parts} depends on"
+    )
+    step = funcrl.grpo_step(cell_model, algorithm=algorithm)
+    state, metrics = step(state, batch)
+    assert metrics.maxes["grad_norm"] > 0
+    assert state.step == 1
+
+
+def test_a_traced_and_a_compiled_step_refuse_as_well():
+    mixing, apart = MIXING["surrogate=geometric_mean"], funcrl.gspo(kl=0.1)
+    params, batch, packed = batches(mixing)
+    config = funcrl.CompileConfig(backend="eager", fuse="none")
+    step = funcrl.grpo_step(cell_model, algorithm=mixing)
+    state = step.init(params)
+    for refuses in (
+        lambda: funcrl.trace(step.update, state, packed),
+        lambda: funcrl.compile_step(step, state, packed, config),
+        lambda: funcrl.grpo_step(
+            cell_model, algorithm=mixing, prepare=lambda scores, _: packed
+        )(state, batch),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"^grpo_step.* surrogate=geometric_mean depends"):
+            refuses()
+    step = funcrl.grpo_step(cell_model, algorithm=apart)
+    compiled = funcrl.compile_step(step, state, packed, config)
+    assert equal(compiled(state, packed)[0], step(state, packed)[0])
+
+
+def test_a_step_that_is_made_within_a_trace_is_not_asked():
+    """Its tensors have no values there to compare."""
+    params, batch, _ = batches(funcrl.grpo())
+    step = funcrl.grpo_step(cell_model)
+    state = step.init(params)
+    graph = funcrl.trace(
+        lambda state, batch: funcrl.grpo_step(cell_model)(state, batch), state, batch
+    )
+    assert equal(graph(state, batch), funcrl.trace(step.update, state, batch)(state, batch))
+
+
+def test_functions_that_fit_their_own_rows_alone_are_not_known_to_mix():
+    _, _, packed = batches(funcrl.grpo())
+    places = torch.linspace(0.5, 1, packed.mask.shape[1], dtype=torch.float64)
+
+    def faded(logprobs, ratio, advantages):
+        return Surrogate(places * ratio * advantages)
+
+    algorithm = funcrl.grpo()._replace(surrogate=faded)
+    assert mixing_parts(algorithm) == ""
+    params, _, packed = batches(algorithm)
+    step = funcrl.grpo_step(cell_model, algorithm=algorithm)
+    assert step(step.init(params), packed)[0].step == 1
+
+
+def test_functions_that_round_keep_samples_apart():
+    def low(logprobs, ratio, advantages):
+        return Surrogate((ratio.bfloat16() * advantages.bfloat16()).to(ratio.dtype))
+
+    def by_differences(logprobs, behavior_logprobs, mask, segment_ids):
+        """The ratio of a completion by a difference of running sums, in single precision."""
+        ids = mask.long() * 0 if isinstance(segment_ids, tuple) else segment_ids
+        same = (ids == ids[:, None]).int()
+        first, last = same.argmax(1), len(ids) - 1 - same.flip(1).argmax(1)
+        kept = torch.where(mask, logprobs - behavior_logprobs, 0.0).float()
+        total = kept.cumsum(0)
+        ratio = (total[last] - total[first] + kept[first]).exp().to(logprobs.dtype)
+        return funcrl.types.Ratio(ratio, torch.ones_like(ratio))
+
+    assert mixing_parts(funcrl.grpo()._replace(surrogate=low)) == ""
+    assert mixing_parts(funcrl.gspo()._replace(ratio=by_differences)) == ""
