@@ -4,7 +4,9 @@ import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core.types import Batch, Rows
+from funcrl.loop.parts.build import Parts
 from funcrl.loop.parts.memory import LONGEST
+from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.packing import pack_batch, pack_batch_groups
 
 
@@ -28,3 +30,15 @@ def laid_out(config: TrainConfig, batch: Batch) -> Rows:
         )
     pack = pack_batch if config.packing == "samples" else pack_batch_groups
     return pack(batch, length, config.pack_rows)
+
+
+def check_packing(config: TrainConfig, parts: Parts) -> None:
+    """Raise if the samples of a packed row would be mixed; a step of one's own says so itself."""
+    if config.packing == "none" or "step" in parts.replaced:
+        return
+    mixing = mixing_parts(parts.algorithm)
+    if mixing:
+        raise ValueError(
+            f"train expects --packing none for an algorithm whose {mixing} depends on the other "
+            f"samples of a packed row, got {config.packing}."
+        )

@@ -17,7 +17,7 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
-from funcrl.loop.batches import laid_out
+from funcrl.loop.batches import check_packing, laid_out
 from funcrl.loop.opening import facts_of, open_run, with_folder
 from funcrl.loop.parts.build import Parts, build, empty_state, first_params
 from funcrl.loop.parts.sources import tokenizer_place
@@ -108,6 +108,7 @@ def train(
     own_generator = parts is None and "generator" not in given
     if parts is None:
         parts = build(config, note=view.note, trust=trust, **objects)
+    check_packing(config, parts)
     facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)

@@ -4,22 +4,36 @@ Only a ratio function is told where samples begin. A surrogate or a penalty that
 own token, such as a mean over a completion, reads other samples in a packed row.
 """
 
+from collections.abc import Iterable, Iterator
+from itertools import product
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from funcrl.core.reprs import described
 from funcrl.core.types import Algorithm, Batch, PackedBatch, TokenScores
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.losses import policy_loss
 
+_PARTS = ("ratio", "surrogate", "penalty")
+# The rows that are tried: where the samples lie, and of each token its sample and its place in it.
+_SAMPLES = tuple(slice(*ends) for ends in ((0, 3), (3, 5), (5, 10), (10, 13), (13, 17)))
+_MIDDLE = _SAMPLES[2]
+_SEGMENTS = (0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 4, -1)
+_PLACES = (0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 0)
+# In the middle inside and outside of usual clips; beside it near 0 as well, so that corrections
+# keep a sample there; the others far from 0.
+_LOG_RATIOS = (0, 3, 2, 0, 0.04, 0, 0.3, -0.3, 0.1, -0.09, 0, -0.15, 0.12, 0, 6, 2, 1, 0)
+_ADVANTAGES = (0, 1, 1, 0, -2, 0, 0.7, -0.8, -0.9, 1.1, 0, 1, 1, 0, -1, -1, -1, 0)
+
 
 def mixing_parts(algorithm: Algorithm) -> str:
     """Return which functions of an algorithm mix the samples of a packed row, "" if none does.
 
-    They are run on a fixed row of five samples, of which the middle one has all the weight. The
-    loss, and its gradient at each token of the row, must be those of that sample by itself.
-    Functions that fail on it, for what they need is not there, are not known to mix.
+    They are run on six fixed rows of five samples, of which the middle one has all the weight. The
+    loss, and its gradient at each token of the row, must be those of the samples by themselves.
+    Functions that fail on a row, for what they need is not there, or that give something else when
+    they are run again, are not known to mix.
 
     Args:
         algorithm: whose `ratio`, `surrogate` and `penalty` to run.
@@ -34,27 +48,44 @@ def mixing_parts(algorithm: Algorithm) -> str:
     """
     if not _mixes(algorithm):
         return ""
-    parts = {name: getattr(algorithm, name) for name in ("ratio", "surrogate", "penalty")}
-    alone = {n: part for n, part in parts.items() if _mixes(grpo()._replace(**{n: part}))}
-    return ", ".join(f"{name}={described(part)}" for name, part in (alone or parts).items())
+    plain, names = grpo()._asdict(), _PARTS
+    # Those that mix by themselves; else those without which nothing does; else all of them.
+    guilty = (
+        [name for name in names if _mixes(grpo()._replace(**{name: getattr(algorithm, name)}))]
+        or [name for name in names if not _mixes(algorithm._replace(**{name: plain[name]}))]
+        or names
+    )
+    return ", ".join(f"{name}={described(getattr(algorithm, name))}" for name in guilty)
 
 
 def _mixes(algorithm: Algorithm) -> bool:
-    row, scores, middle = _row()
-    fields = row._asdict()
-    sample = Batch(**{name: fields[name][middle] for name in Batch._fields})
     try:
-        loss, grad = _loss(algorithm, scores, row)
-        own_loss, own_grad = _loss(algorithm, scores[middle], sample)
-        expected = pad(own_grad, (0, 0, middle.start, len(row.mask) - middle.stop))
-        return not (_close(loss, own_loss) and _close(grad, expected))
+        # The functions are somebody's: they may draw, and this may be a block of inference mode.
+        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+            return any(_mixes_in(algorithm, row, scores) for row, scores in _rows())
     except Exception:  # such as of a function that holds tensors of a GPU
         return False
 
 
-def _close(value: Tensor, expected: Tensor) -> bool:
-    # Up to the rounding of float32, in which a function may compute.
-    return torch.allclose(value, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+def _mixes_in(algorithm: Algorithm, row: PackedBatch, scores: Tensor) -> bool:
+    found = _loss(algorithm, scores, row)
+    # Samples that are not finite by themselves are not, either, with a weight of 0.
+    for samples in ((_MIDDLE,), _SAMPLES):
+        if _close(found, _apart(algorithm, scores, row, samples)):
+            return False
+    return _close(found, _loss(algorithm, scores, row))  # else it is random
+
+
+def _apart(
+    algorithm: Algorithm, scores: Tensor, row: PackedBatch, samples: Iterable[slice]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of samples alone, and its gradient for the row's scores."""
+    fields, loss, grad = row._asdict(), scores.new_zeros(()), torch.zeros_like(scores)
+    for at in samples:
+        sample = Batch(**{name: fields[name][at] for name in Batch._fields})
+        own_loss, grad[at] = _loss(algorithm, scores[at], sample)
+        loss = loss + own_loss
+    return loss, grad
 
 
 def _loss(algorithm: Algorithm, scores: Tensor, row: Batch | PackedBatch) -> tuple[Tensor, Tensor]:
@@ -65,34 +96,39 @@ def _loss(algorithm: Algorithm, scores: Tensor, row: Batch | PackedBatch) -> tup
         return loss.detach(), torch.autograd.grad(loss, scores)[0]
 
 
-def _row() -> tuple[PackedBatch, Tensor, slice]:
-    """Return a packed row [T], its scores [T, 2], and where the middle one of its five samples is.
+def _close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    # Up to the rounding of float32, in which a function may compute.
+    return all(
+        torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for one, other in zip(found, expected, strict=True)
+    )
 
-    The ratios of the middle sample are inside and outside of usual clips, with advantages of both
-    signs, and those beside it are near 1 as well, so that corrections keep them. The first and the
-    last are far from 1: bounds on a sum, a mean or an extreme of the row are met. Each begins with
-    a token of the prompt; padding is last.
+
+def _rows() -> Iterator[tuple[PackedBatch, Tensor]]:
+    """Give packed rows [T], each with its scores [T, 2].
+
+    A sum, a mean or an extreme of a row must not be the middle sample's own: the samples around it
+    have ratios above its own in half of the rows and below in the others, KL estimates and
+    entropies likewise; and its advantages have both signs, or one that theirs have not.
     """
-    segment, position, log_ratio, advantage = torch.tensor(
-        [
-            [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 4, -1],
-            [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 0],
-            [0, -3, -2, 0, 0.04, 0, 0.3, -0.3, 0.1, -0.09, 0, -0.15, 0.12, 0, 6, 2, 1, 0],
-            [0, 1, 1, 0, -2, 0, 0.7, -0.8, -0.9, 1.1, 0, 1, 1, 0, -1, -1, -1, 0],
-        ],
-        dtype=torch.float64,
-        device="cpu",
+    segment, place, log_ratio, advantage = torch.tensor(
+        [_SEGMENTS, _PLACES, _LOG_RATIOS, _ADVANTAGES], dtype=torch.float64, device="cpu"
     )
-    # No log-probability is above 0.
-    logprobs = -0.5 - position / 8 - segment.abs() / 3 + log_ratio.clamp(max=0)
-    row = PackedBatch(
-        tokens=position.long(),
-        positions=position.long(),
-        mask=position > 0,
-        behavior_logprobs=logprobs - log_ratio,
-        advantages=advantage,
-        token_weights=(segment == 2) * position / 10,
-        segment_ids=segment.long(),
-        ref_logprobs=1.5 * logprobs,
-    )
-    return row, torch.stack([logprobs, 1 - logprobs], dim=1), slice(5, 10)
+    inside, sampled = segment == 2, place > 0
+    for up, sign in product((1, -1), (0, 1, -1)):
+        log_ratios = torch.where(inside, 1, up) * log_ratio
+        signed = torch.where(inside, sign, -2 * sign) * advantage.abs()
+        # No log-probability is above 0.
+        logprobs = -0.5 - place / 8 - segment.abs() / 3 + log_ratios.clamp(max=0)
+        row = PackedBatch(
+            tokens=place.long(),
+            positions=place.long(),
+            mask=sampled,
+            behavior_logprobs=logprobs - log_ratios,
+            advantages=signed if sign else advantage,
+            token_weights=inside * place / 10,
+            segment_ids=segment.long(),
+            ref_logprobs=1.5 * logprobs - torch.where(inside, 0, 4 * up) * sampled,
+        )
+        entropy = torch.where(inside, 1, 3 if up > 0 else 0.2) * (1 - logprobs)
+        yield row, torch.stack([logprobs, entropy], dim=1)

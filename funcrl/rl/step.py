@@ -59,7 +59,7 @@ def grpo_step(
         model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
             any function.
         algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out. Its functions are run
-            once on a small row: where they mix samples, a `PackedBatch` is an error.
+            on a few small rows: where they mix samples, a `PackedBatch` is an error.
         optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
             global norm of 1 when left out.
         per_sample: a function of gradients with a leading axis B, such as

@@ -11,6 +11,7 @@ from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
     CompileConfig,
+    EvalConfig,
     EvaluationConfig,
     Sampling,
     TrainConfig,
@@ -118,11 +119,12 @@ def test_an_algorithm_that_mixes_the_samples_of_a_row_cannot_be_packed(tmp_path)
         with pytest.raises(ValueError, match=words.format(packing)):
             funcrl.train(config)
     plain = small(tmp_path / "run", algorithm=named, num_minibatches=1, num_prompts=1)
-    parts = funcrl.build(plain)
-    packed = funcrl.build(small(tmp_path / "run", packing="samples"))
-    with pytest.raises(ValueError, match=r"Parts._replace expects --packing none"):
-        packed._replace(algorithm=parts.algorithm)
-    # A step of one's own says itself what it takes.
-    assert packed._replace(algorithm=parts.algorithm, step=packed.step).step is packed.step
     assert not (tmp_path / "run").exists()
+    # A step of one's own says itself what it takes, and a run of it is evaluated.
+    packed = small(tmp_path / "own", packing="samples", algorithm=named)
+    apart = dataclasses.replace(packed, algorithm=AlgorithmConfig(kl=0, entropy=0))
+    own_step = funcrl.build(apart).step
+    assert len(funcrl.train(packed, step=own_step).history) == 2
+    evaluated = EvalConfig(run=tmp_path / "own", num_prompts=2)
+    assert funcrl.evaluate(evaluated, note=lambda line: None).num_prompts == 2
     assert len(funcrl.train(plain).history) == 2

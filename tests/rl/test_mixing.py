@@ -48,6 +48,36 @@ def forgetful(logprobs, ratio, advantages):
     return Surrogate((mean - mean.detach() + ratio.detach()) * advantages)
 
 
+def off_policy(logprobs, ratio, advantages, most=0.02):
+    """Leaves a completion with a negative advantage out that is far from what it was drawn by."""
+    sampled = advantages != 0
+    kl = torch.where(sampled, -ratio.log(), 0.0).sum() / sampled.sum().clamp(min=1)
+    return Surrogate(ratio * advantages * ~((kl.detach() > most) & (advantages < 0)))
+
+
+def by_sign(logprobs, ratio, advantages):
+    bounds = torch.where((advantages > 0).any(), 1.2, 4.0)
+    return Surrogate(torch.minimum(ratio, bounds.to(ratio.dtype)) * advantages)
+
+
+def by_largest(logprobs, ratio, advantages):
+    return Surrogate(ratio * advantages / advantages.max().clamp(min=0.1))
+
+
+def gated(scores, behavior_logprobs, ref_logprobs):
+    kl = scores.logprobs - ref_logprobs
+    return Penalty(kl * (kl.mean() > 0.7), kl)
+
+
+def raised(logprobs, behavior_logprobs, mask, segment_ids):
+    found = ratios.token(logprobs, behavior_logprobs, mask)
+    return found._replace(ratio=found.ratio + 1000)
+
+
+def above(logprobs, ratio, advantages):
+    return Surrogate(ratio * torch.where(ratio.max() > 900, ratio.mean(), 1) * advantages)
+
+
 def misreported(logprobs, ratio, advantages):
     """The right gradient, of a loss that is another one."""
     return Surrogate(ratio * advantages - advantages.mean())
@@ -60,6 +90,10 @@ MIXING = {
     "ratio=corrected(token, row_weight)": funcrl.grpo(correction=row_weight),
     "surrogate=forgetful": funcrl.grpo()._replace(surrogate=forgetful),
     "surrogate=misreported": funcrl.grpo()._replace(surrogate=misreported),
+    "surrogate=off_policy": funcrl.grpo()._replace(surrogate=off_policy),
+    "surrogate=by_sign": funcrl.grpo()._replace(surrogate=by_sign),
+    "surrogate=by_largest": funcrl.grpo()._replace(surrogate=by_largest),
+    "penalty=gated": funcrl.grpo()._replace(penalty=gated),
     "ratio=row_ratio, penalty=summed": funcrl.grpo()._replace(ratio=row_ratio, penalty=summed),
 }
 
@@ -174,3 +208,38 @@ def test_functions_that_round_keep_samples_apart():
 
     assert mixing_parts(funcrl.grpo()._replace(surrogate=low)) == ""
     assert mixing_parts(funcrl.gspo()._replace(ratio=by_differences)) == ""
+
+
+NOT_FINITE = {  # at ratios of some hundred, which no token that counts has
+    "exp of single precision": lambda r: ((r - 1).float().exp() - 1).to(r.dtype),
+    "square of half precision": lambda r: (r.half() ** 2).to(r.dtype),
+    "a gradient of NaN": lambda r: torch.where(r < 2, (2 - r).sqrt(), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_functions_that_are_not_finite_far_away_keep_samples_apart(name):
+    def surrogate(logprobs, ratio, advantages):
+        return Surrogate(NOT_FINITE[name](ratio) * advantages)
+
+    assert mixing_parts(funcrl.grpo()._replace(surrogate=surrogate)) == ""
+
+
+def test_random_functions_are_not_known_to_mix_and_leave_the_generator_alone():
+    def noisy(logprobs, ratio, advantages):
+        return Surrogate(ratio * advantages * (torch.rand_like(ratio) > 0.5))
+
+    before = torch.random.get_rng_state()
+    assert mixing_parts(funcrl.grpo()._replace(surrogate=noisy)) == ""
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_step_that_is_made_in_inference_mode_is_asked():
+    with torch.inference_mode():
+        found = mixing_parts(funcrl.grpo()._replace(surrogate=geometric_mean))
+    assert found == "surrogate=geometric_mean"
+
+
+def test_parts_that_mix_only_together_are_both_named():
+    algorithm = funcrl.grpo()._replace(ratio=raised, surrogate=above)
+    assert mixing_parts(algorithm) == "ratio=raised, surrogate=above"

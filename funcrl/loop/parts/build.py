@@ -29,7 +29,6 @@ from funcrl.loop.parts.network import check_network
 from funcrl.models.logits import vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
-from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.watch import Note, watch
@@ -182,8 +181,6 @@ def _made(
         parts[name] = given[name] if name in given and name != "task" else make(making)
         new.add(name)
     _check_vocabulary(function, config, parts["model"], parts["task"])
-    if config.packing != "none" and "step" not in given:
-        _check_packing(function, config, parts["algorithm"])
     if "model" in new and "model_fn" not in given:
         check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
     if "task" in new and parts["source"].run is not None:
@@ -247,15 +244,6 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
             f"{function} expects a tokenizer of at most {size} tokens for --model "
             f"{config.model}, got {vocab_size} from the task {task.name!r}; "
             f"funcrl.tasks.load_tokenizer gives the model's own."
-        )
-
-
-def _check_packing(function: str, config: TrainConfig, algorithm: Algorithm) -> None:
-    mixing = mixing_parts(algorithm)
-    if mixing:
-        raise ValueError(
-            f"{function} expects --packing none for an algorithm whose {mixing} depends on the "
-            f"other samples of a packed row, got {config.packing}."
         )
 
 
