@@ -48,14 +48,10 @@ def mixing_parts(algorithm: Algorithm) -> str:
     """
     if not _mixes(algorithm):
         return ""
-    plain, names = grpo()._asdict(), _PARTS
-    # Those that mix by themselves; else those without which nothing does; else all of them.
-    guilty = (
-        [name for name in names if _mixes(grpo()._replace(**{name: getattr(algorithm, name)}))]
-        or [name for name in names if not _mixes(algorithm._replace(**{name: plain[name]}))]
-        or names
-    )
-    return ", ".join(f"{name}={described(getattr(algorithm, name))}" for name in guilty)
+    own, plain = algorithm._asdict(), grpo()._asdict()
+    mixing = [name for name in _PARTS if _mixes(Algorithm(**plain | {name: own[name]}))]
+    needed = [name for name in _PARTS if not _mixes(Algorithm(**own | {name: plain[name]}))]
+    return ", ".join(f"{name}={described(own[name])}" for name in mixing or needed or _PARTS)
 
 
 def _mixes(algorithm: Algorithm) -> bool:
