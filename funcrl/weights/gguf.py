@@ -7,9 +7,10 @@ and waits for ever at a pipe (`tests/weights/test_weights_hostile.py` has these 
 
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy
 
@@ -19,7 +20,7 @@ from funcrl.weights.metadata import Metadata
 from funcrl.weights.quantized import STORAGES
 from funcrl.weights.tensors import Stored, check_entry, check_number
 
-_T = TypeVar("_T")
+_Named: TypeAlias = tuple[str, Any, tuple[int, int]]  # a name, what it has, and its bytes
 
 # Value types of the metadata, by number, as `struct` writes them.
 _SCALARS = {
@@ -68,19 +69,23 @@ class GGUF(NamedTuple):
 
 def read_gguf(path: Path) -> GGUF:
     """Return what a GGUF file holds; no tensor is read."""
-    return _of_header(path, _read)
+    with _header_of(path) as header:
+        return _read(path, header)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file, whatever its tensors are."""
-    return _of_header(path, lambda path, header: _read_metadata(path, header).values)
+    with _header_of(path) as header:
+        values, _ = _read_metadata(path, header)
+    return {key: value for key, value, _ in values}
 
 
-def _of_header(path: Path, read: Callable[[Path, "_Header"], _T]) -> _T:
-    """Return what a function reads of a file's header; raise if the header is broken."""
+@contextmanager
+def _header_of(path: Path) -> Iterator["_Header"]:
+    """Yield a file's header; say so where it turns out to be broken."""
     try:
         with open_file("load_params", path) as file:
-            return read(path, _Header(file, path.stat().st_size))
+            yield _Header(file, path.stat().st_size)
     except (EOFError, UnicodeDecodeError) as error:
         raise ValueError(
             f"load_params expects a whole GGUF file, got {path} with a broken header "
@@ -140,27 +145,22 @@ class _Header:
         return self.take(self.number("Q")).decode("utf-8")
 
 
-class _Metadata(NamedTuple):
-    values: dict[str, Any]
-    spans: dict[str, tuple[int, int]]
-    num_values: int  # that the header says there are
-    num_tensors: int
-
-
 def _read(path: Path, header: _Header) -> GGUF:
-    metadata, spans, num_values, num_tensors = _read_metadata(path, header)
+    values, num_tensors = _read_metadata(path, header)
+    metadata = {key: value for key, value, _ in values}
     entries = [_entry(path, header) for _ in range(num_tensors)]
     fields = Metadata(metadata, str(path))
     alignment = fields.at_most(_LARGEST_ALIGNMENT, "general.alignment", 32)
     data = -(-header.tell() // alignment) * alignment
     tensors = {entry.name: _stored(path, data, header.size, entry) for entry in entries}
-    if (len(metadata), len(tensors)) != (num_values, num_tensors):
+    if (len(metadata), len(tensors)) != (len(values), num_tensors):
         raise ValueError(f"load_params expects each name once, got one twice in {path}.")
     _check_apart(path, tensors)
-    return GGUF(metadata, tensors, spans)
+    return GGUF(metadata, tensors, {key: span for key, _, span in values})
 
 
-def _read_metadata(path: Path, header: _Header) -> _Metadata:
+def _read_metadata(path: Path, header: _Header) -> tuple[list[_Named], int]:
+    """Return the metadata in order, and how many tensors are described after them."""
     magic, version = header.take(4), header.number("I")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(
@@ -173,13 +173,13 @@ def _read_metadata(path: Path, header: _Header) -> _Metadata:
         raise ValueError(
             f"load_params expects at most {_MOST_METADATA} metadata in {path}, got {num_values}."
         )
-    values, spans = {}, {}
+    values = []
     for _ in range(num_values):
         begin = header.tell()
         key = header.text()
-        values[key] = _value(header, header.number("I"), path)
-        spans[key] = begin, header.tell()
-    return _Metadata(values, spans, num_values, num_tensors)
+        value = _value(header, header.number("I"), path)
+        values.append((key, value, (begin, header.tell())))
+    return values, num_tensors
 
 
 def _check_apart(path: Path, tensors: dict[str, Stored]) -> None:
