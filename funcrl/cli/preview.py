@@ -48,16 +48,17 @@ def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
     """
     own_code = {code.option.split()[0] for code in named_code(config)}
     if trust or not own_code & {"--task", "--model"}:
-        sizes = _sizes(config)
+        sizes = _sizes(config, trust)
     else:
         sizes = _sizes_without_task(config, run)
     return yaml.safe_dump(to_plain(config) | sizes, sort_keys=False, width=100)
 
 
-def _sizes(config: TrainConfig) -> dict[str, Any]:
+def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     task = plain_task(config, sources.tokenizer_of("train", config))
     source, tokenizer = sources.find_source("train", config.model), task.tokenizer
-    network = sources.network_of("train", config, source, tokenizer.vocab_size, tokenizer)
+    size = tokenizer.vocab_size
+    network = sources.network_of("train", config, source, size, tokenizer, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
     return _as_sizes(config, network, estimate_memory(config, network, task))

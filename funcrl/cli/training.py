@@ -1,12 +1,14 @@
 """`funcrl train`: which run a line means, and how a signal stops it."""
 
+import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from funcrl.cli.command_line import Line, StartConfig, with_values
 from funcrl.cli.preview import describe_run
@@ -16,9 +18,9 @@ from funcrl.loop.opening import with_folder
 from funcrl.loop.parts.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
-from funcrl.run.accuracy import interval_of
+from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.changes import check_options_kept
-from funcrl.run.trust import cache_code, check_trusted, named_code
+from funcrl.run.trust import check_file
 from funcrl.run.views import view_for
 
 
@@ -58,10 +60,12 @@ def run_train(line: Line) -> None:
     if start.dry_run:
         print_safely(describe_run(options, start.resume, start.trust))
         return
-    file = start.config if start.resume is None else start.resume / runs.CONFIG
-    if file is not None:
-        _check_code(options, file, start.resume, values, start.trust)
-    _run(options, resume, parent, ["funcrl", "train", *line.args])
+    # What the command line names itself is the user's own choice.
+    trust = start.trust or {name for name in values if values[name]}
+    if start.config is not None:
+        for note in check_file("train", options, start.config, trust=trust):
+            print_safely(note, sys.stderr)
+    _run(options, resume, parent, ["funcrl", "train", *line.args], trust)
 
 
 def base_config(line: Line) -> TrainConfig:
@@ -89,44 +93,45 @@ def _check_given_once(args: Sequence[str]) -> None:
             raise ValueError(f"train expects {name} once, got it {names.count(name)} times.")
 
 
-def _run(config: TrainConfig, resume: bool, fork: Path | None, command: Sequence[str]) -> None:
+def _run(
+    config: TrainConfig,
+    resume: bool,
+    fork: Path | None,
+    command: Sequence[str],
+    trust: bool | Collection[str],
+) -> None:
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with with_folder(config) as config:  # named here, since the last line says its name
             view = view_for(sys.stdout)
             trained = run_training(
-                config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=True
+                config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=trust
             )
     except KeyboardInterrupt:
-        sys.exit(128 + (stop.received or signal.SIGINT))
+        _exit(128 + (stop.received or signal.SIGINT))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     first, last = trained.history[0], trained.history[-1]
-    if "eval/accuracy" in first and "eval/accuracy" in last:
-        print_safely(f"accuracy {_accuracy(first)} -> {_accuracy(last)}")
+    began, ended = held_out(first), held_out(last)
+    if began is not None and ended is not None:
+        (_, value), (name, reached) = began, ended
+        print_safely(f"{name} {_evaluated(first, value)} -> {_evaluated(last, reached)}")
     print_safely(f"funcrl report {config.run_dir} makes a page of it.")
 
 
-def _accuracy(row: Mapping[str, Any]) -> str:
-    """Return a row's held-out accuracy, with its 95% interval if it has one."""
+def _exit(code: int) -> NoReturn:
+    """End the process; a thread that a reward blocks would keep Python from ending it."""
+    if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _evaluated(row: Mapping[str, Any], value: float) -> str:
+    """Return what a row was evaluated by, with the 95% interval of an accuracy."""
     ends = interval_of(row)
     between = "" if ends is None else f" (95%: {ends[0]:.2f} to {ends[1]:.2f})"
-    return f"{row['eval/accuracy']:.2f}{between}"
-
-
-def _check_code(
-    config: TrainConfig, file: Path, run: Path | None, values: Mapping[str, Any], trust: bool
-) -> None:
-    """Print which code a file names that the command line does not; raise if it must not run."""
-    cache = config.compile.cache_dir if config.compile else None
-    # What the command line names itself is the user's own choice.
-    named = [
-        each
-        for each in named_code(config)
-        if not values.get(each.option.split()[0].removeprefix("--"))
-    ]
-    folder = None if values.get("compile.cache-dir") else cache_code(cache)
-    for line in check_trusted("train", [*named, folder], file, run, trust):
-        print_safely(line, sys.stderr)
+    return f"{value:.2f}{between}"

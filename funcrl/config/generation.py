@@ -127,7 +127,10 @@ class ServerConfig:
     """How parameters reach the servers: through memory of this host, or from GPU to GPU. auto takes
     nccl where there are `devices`."""
     start_seconds: Count = 600
-    """The number of seconds after which a server that has not answered is given up."""
+    """The number of seconds after which a server that has not started is given up."""
+    answer_seconds: Count = 1800
+    """The number of seconds that an answer of a server may take, such as a completion, with its
+    wait for others; a server that takes longer is given up."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,8 +1,12 @@
 """Explicit seeds: integers folded with step, rank and sample; there is no hidden state."""
 
 import operator
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import SupportsIndex
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -72,7 +76,7 @@ def uniform(seeds: Tensor, count: int) -> Tensor:
         (torch.Size([2, 2]), True)
     """
     index = torch.arange(count, dtype=torch.int64, device=seeds.device)
-    mixed = _splitmix64_tensor(seeds[:, None] ^ _splitmix64_tensor(index))
+    mixed = splitmix64(seeds[:, None] ^ splitmix64(index))
     # 53 of fold_in's 63 bits: all that a float64 below 1 can hold.
     return _shift_right(mixed, 11).to(torch.float64) * 2.0**-53
 
@@ -88,8 +92,32 @@ def permutation(length: Natural, seed: SupportsIndex, *data: SupportsIndex) -> T
         (True, [0, 1, 2, 3, 4])
     """
     numbers = torch.arange(length, dtype=torch.int64, device="cpu")
-    mixed = _splitmix64_tensor(fold_in(seed, *data) ^ _splitmix64_tensor(numbers))
+    mixed = splitmix64(fold_in(seed, *data) ^ splitmix64(numbers))
     return _shift_right(mixed, 1).argsort(stable=True)
+
+
+@contextmanager
+def restored_global_state() -> Iterator[None]:
+    """Put the global random numbers of Python, numpy and torch's CPU back as they stood.
+
+    For somebody else's function that may draw, where its draws must not change the caller's.
+
+    Example:
+        >>> import random
+        >>> from funcrl import rng
+        >>> before = random.getstate()
+        >>> with rng.restored_global_state():
+        ...     _ = random.random()
+        >>> random.getstate() == before
+        True
+    """
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
 
 
 def _index(name: str, value: SupportsIndex) -> int:
@@ -106,8 +134,18 @@ def _splitmix64(value: int) -> int:
     return z ^ (z >> 31)
 
 
-def _splitmix64_tensor(value: Tensor) -> Tensor:
-    """Return the same in int64, whose sums and products wrap like unsigned ones."""
+def splitmix64(value: Tensor) -> Tensor:
+    """Return one round of SplitMix64 of each int64, which wraps as an unsigned one does.
+
+    Args:
+        value: int64, of any shape.
+
+    Example:
+        >>> import torch
+        >>> from funcrl import rng
+        >>> len(rng.splitmix64(torch.arange(5)).unique())
+        5
+    """
     z = value + _signed(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)

@@ -46,8 +46,12 @@ class Pushed(NamedTuple):
     write_counts: list[tuple[int, int] | None]
 
     def is_written(self) -> bool:
-        """Return whether torch has counted a write to a parameter since the push."""
-        return _write_counts(self.params) != self.write_counts
+        """Return whether a parameter may have been written to since the push.
+
+        Torch counts the writes to a tensor, but not to those made in inference mode: these count as
+        written to, always.
+        """
+        return None in self.write_counts or _write_counts(self.params) != self.write_counts
 
     def holds(self, params: Params, version: int | None) -> bool:
         """Return whether these very parameters were pushed as this version, unwritten since.
@@ -60,7 +64,6 @@ class Pushed(NamedTuple):
             and version == self.version
             and params.keys() == self.params.keys()
             and all(leaf is self.params[name] for name, leaf in params.items())
-            and None not in self.write_counts
             and not self.is_written()
         )
 

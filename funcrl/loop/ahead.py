@@ -23,6 +23,7 @@ from funcrl.run.record import Record
 from funcrl.tasks.watch import ForkedError
 
 _Result = TypeVar("_Result")
+_PATIENCE = 2.0  # seconds until the end of a run says what it waits for
 
 
 class Rollouts(Protocol):
@@ -105,11 +106,13 @@ class Ahead:
 
     def __init__(self, config: TrainConfig, parts: Parts, record: Record) -> None:
         self._config, self._parts, self._claim = config, parts, record.claim
+        self._note = record.note
         done, older = record.progress.step, record.progress.older
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._stream = _Stream(config.device)
         self._policies = deque[Policy]()  # oldest first, up to the newest
         self._coming = deque[Future[Rolled]]()  # the rollouts that no step has taken yet
+        self._jobs: list[Future[Any]] = []  # those that may not have ended
         self._next = done + 1  # the first rollout that the thread has not been asked for
         self._compiles = parts.donates
         for version, trained in enumerate(older, start=done - len(older)):
@@ -155,7 +158,13 @@ class Ahead:
 
     def close(self) -> None:
         """Wait for the rollout that is being drawn, and end the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if wait(self._jobs, timeout=_PATIENCE).not_done:
+            self._note(
+                "Waiting for the rollout that is being drawn, whose completions or rewards take "
+                "long. One more Ctrl-C (or SIGTERM) ends the run without it."
+            )
+            wait(self._jobs)
 
     def _policy_of(self, index: int) -> Policy:
         wanted = index - 1 - self._config.max_staleness
@@ -171,7 +180,9 @@ class Ahead:
 
     def _submit(self, job: Callable[..., _Result], *args: Any) -> "Future[_Result]":
         context = contextvars.copy_context()  # of the caller's settings, as in its own thread
-        return self._thread.submit(context.run, self._alone, self._stream.mark(), job, *args)
+        made = self._thread.submit(context.run, self._alone, self._stream.mark(), job, *args)
+        self._jobs = [*(each for each in self._jobs if not each.done()), made]
+        return made
 
     def _alone(self, mark: Any, job: Callable[..., _Result], *args: Any) -> _Result:
         try:

@@ -1,11 +1,17 @@
 """The batch of an update as the configuration lays it: a sample a row, or packed rows."""
 
+from collections.abc import Callable
+
 import torch
 
 from funcrl.config import TrainConfig
-from funcrl.core.types import Batch, Rows
-from funcrl.loop.parts.build import Parts
+from funcrl.core import tree
+from funcrl.core.types import Batch, PackedBatch, Rows
+from funcrl.loop.parts.build import Parts, trained_like
 from funcrl.loop.parts.memory import LONGEST
+from funcrl.models import Transformer
+from funcrl.models.logprobs import score
+from funcrl.models.packed_rows import reading_segments
 from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.packing import pack_batch, pack_batch_groups
 
@@ -28,12 +34,14 @@ def laid_out(config: TrainConfig, batch: Batch) -> Rows:
             f"train expects --pack-length of at least the longest sample, {longest} tokens with "
             f"its prompt, got {length}."
         )
-    pack = pack_batch if config.packing == "samples" else pack_batch_groups
-    return pack(batch, length, config.pack_rows)
+    return _packing(config)(batch, length, config.pack_rows)
 
 
 def check_packing(config: TrainConfig, parts: Parts) -> None:
-    """Raise if the samples of a packed row would be mixed; a step of one's own says so itself."""
+    """Raise if the samples of a packed row would be mixed; a step of one's own says so itself.
+
+    A model or a model_fn of one's own scores a small packed row, as it will score large ones.
+    """
     if config.packing == "none" or "step" in parts.replaced:
         return
     mixing = mixing_parts(parts.algorithm)
@@ -42,3 +50,19 @@ def check_packing(config: TrainConfig, parts: Parts) -> None:
             f"train expects --packing none for an algorithm whose {mixing} depends on the other "
             f"samples of a packed row, got {config.packing}."
         )
+    if parts.replaced & {"model", "model_fn"} or not isinstance(parts.model, Transformer):
+        model_fn = reading_segments("train", parts.model_fn)
+        score(model_fn, trained_like(parts), _packed_row(config))
+
+
+def _packed_row(config: TrainConfig) -> PackedBatch:
+    """Return a row of two samples of three tokens, the first two of them their prompt."""
+    tokens, positions = torch.zeros(2, 3, dtype=torch.int64), torch.arange(3).repeat(2, 1)
+    mask, numbers = positions == 2, torch.zeros(2, 3)
+    batch = Batch(tokens, positions, mask, numbers, numbers, numbers)
+    packed = _packing(config)(batch, 6, 1)
+    return tree.map(lambda leaf: leaf.to(config.device), packed)
+
+
+def _packing(config: TrainConfig) -> Callable[[Batch, int, int], PackedBatch]:
+    return pack_batch if config.packing == "samples" else pack_batch_groups

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,10 @@ from funcrl.loop.rewarded import RewardError
 from funcrl.loop.rollouts import (
     Completed,
     Graded,
-    accuracies,
     complete,
     grade,
+    is_accuracy,
+    judging_reward,
     to_completions,
 )
 from funcrl.run import runs
@@ -42,20 +44,25 @@ from funcrl.tasks.watch import ForkedError, Note
 
 
 class Evaluation(NamedTuple):
-    """The result of an evaluation: accuracies are means over prompts, the others over samples."""
+    """The result of an evaluation: accuracies are means over prompts, the others over samples.
+
+    The accuracy and its interval are None, and `pass_at` and `majority_at` empty, where the reward
+    that judges is not right or wrong (`funcrl.rollouts.is_accuracy`).
+    """
 
     task: str
     policy: str
     num_prompts: int
     num_samples: int
-    accuracy: float
-    low: float  # the accuracy's 95% confidence interval
-    high: float
+    accuracy: float | None
+    low: float | None  # the accuracy's 95% confidence interval
+    high: float | None
     pass_at: dict[int, float]
     majority_at: dict[int, float]
     mean_length: float
     clipped_ratio: float
     num_errors: int = 0  # samples without a reward: their prompts are left out
+    rewards: Mapping[str, float] = MappingProxyType({})  # the mean of each, by name
 
 
 @checked
@@ -147,8 +154,13 @@ def format_evaluation(result: Evaluation) -> str:
     lines = [
         f"{result.task}, {result.policy}: {result.num_prompts} prompts x {result.num_samples} "
         f"samples",
-        f"accuracy    {result.accuracy:.3f}  (95%: {result.low:.3f} to {result.high:.3f})",
     ]
+    if result.accuracy is None:
+        lines += [f"{name:<11} {mean:.3f}" for name, mean in result.rewards.items()]
+    else:
+        lines.append(
+            f"accuracy    {result.accuracy:.3f}  (95%: {result.low:.3f} to {result.high:.3f})"
+        )
     for label, values in (("pass", result.pass_at), ("majority", result.majority_at)):
         lines += [f"{f'{label}@{k}':<11} {value:.3f}" for k, value in values.items()]
     lines.append(f"length {result.mean_length:.1f} tokens, {result.clipped_ratio:.0%} cut off")
@@ -257,11 +269,13 @@ def _answers(task: Task, completed: Completed) -> list[str]:
 
 def _summarise(config: EvalConfig, task: Task, completed: Completed, graded: Graded) -> Evaluation:
     n = config.num_samples
-    accuracy = accuracies(task, graded).view(-1, n)
-    whole = accuracy.isfinite().all(dim=1)
+    name = judging_reward(task, graded)
+    judged = graded.rewards[name].view(-1, n)
+    whole = judged.isfinite().all(dim=1)
     if not whole.any():
         raise RewardError(f"evaluate expects a prompt without errors, got none: {graded.errors[0]}")
-    right = (accuracy[whole] >= 1.0).tolist()
+    judges = is_accuracy(task, name, judged)
+    right = (judged[whole] >= 1.0).tolist()
     answers = _answers(task, completed)
     voted = [answers[row * n : row * n + n] for row in whole.nonzero().squeeze(1).tolist()]
 
@@ -271,22 +285,23 @@ def _summarise(config: EvalConfig, task: Task, completed: Completed, graded: Gra
 
     shares = [sum(row) / n for row in right]
     low, high = interval(shares, n)
+    ks = config.ks if judges else ()
     reasons = completed.samples.finish_reasons
     return Evaluation(
         task=task.name,
         policy=str(config.run or config.model or TrainConfig.model),
         num_prompts=len(right),
         num_samples=n,
-        accuracy=mean(shares),
-        low=low,
-        high=high,
-        pass_at={k: mean(pass_at(n, sum(row), k) for row in right) for k in config.ks},
+        accuracy=mean(shares) if judges else None,
+        low=low if judges else None,
+        high=high if judges else None,
+        pass_at={k: mean(pass_at(n, sum(row), k) for row in right) for k in ks},
         # The first k of each prompt's samples, which are drawn alike.
         majority_at={
-            k: mean(majority(a[:k], r[:k]) for a, r in zip(voted, right, strict=True))
-            for k in config.ks
+            k: mean(majority(a[:k], r[:k]) for a, r in zip(voted, right, strict=True)) for k in ks
         },
         mean_length=float(completed.samples.mask.sum()) / len(answers),
         clipped_ratio=mean(float(reason == "length") for reason in reasons),
         num_errors=len(graded.errors),
+        rewards={each: found.nanmean().item() for each, found in graded.rewards.items()},
     )

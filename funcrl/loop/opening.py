@@ -30,11 +30,11 @@ class Start(NamedTuple):
     resumes: bool  # whether it goes on with the run in its folder
     given: set[str]  # the parts that are given as objects
 
-    def check_code(self, config: TrainConfig, note: Note) -> None:
+    def check_code(self, config: TrainConfig, trust: bool | Collection[str], note: Note) -> None:
         """Raise if the code that the run's folder names must not run; note which does."""
         source = self.folder if self.resumes else self.parent
         if source is not None:
-            for line in check_run("train", config, source, self.given):
+            for line in check_run("train", config, source, self.given, trust):
                 note(line)
 
 

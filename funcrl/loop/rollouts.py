@@ -219,6 +219,9 @@ def punish_overlong(graded: Graded, lengths: Tensor, max_length: int, cache: int
 def accuracies(task: TaskLike, graded: Graded) -> Tensor:
     """Return the reward [B] that a task names as its accuracy; NaN where there is none.
 
+    A task that names none has `correct`, or else the first reward: `is_accuracy` tells whether that
+    is right or wrong.
+
     Example:
         >>> import funcrl
         >>> task = funcrl.tasks.SumDigits()
@@ -227,6 +230,11 @@ def accuracies(task: TaskLike, graded: Graded) -> Tensor:
         tensor([1.])
     """
     task = check_task("accuracies", task)
+    return graded.rewards[judging_reward(task, graded)]
+
+
+def judging_reward(task: Task, graded: Graded) -> str:
+    """Return the name of the reward that an evaluation is about."""
     correct = "correct" if "correct" in graded.rewards else next(iter(graded.rewards), "correct")
     name = task.accuracy or correct
     if name not in graded.rewards:
@@ -234,7 +242,24 @@ def accuracies(task: TaskLike, graded: Graded) -> Tensor:
             f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
             f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
         )
-    return graded.rewards[name]
+    return name
+
+
+def is_accuracy(task: Task, name: str, rewards: Tensor) -> bool:
+    """Return whether a reward says what is right or wrong, so that its mean is an accuracy.
+
+    One that the task names as its accuracy, or that is called `correct`, may be right in part. Any
+    other one, such as the only reward function of a file of rows, is 0 or 1 throughout.
+
+    Args:
+        task: whose reward it is.
+        name: of the reward.
+        rewards: [B], NaN where there is none.
+    """
+    found = rewards[rewards.isfinite()]
+    if task.accuracy or name == "correct":
+        return bool(((found >= 0) & (found <= 1)).all())
+    return bool(((found == 0) | (found == 1)).all())
 
 
 @checked

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from funcrl.loop.parts.build import Parts, build, empty_state, first_params
 from funcrl.loop.parts.sources import tokenizer_place
 from funcrl.loop.recorded import advantages_of, tokens_of_first
 from funcrl.loop.rolled import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
-from funcrl.loop.rollouts import accuracies, complete, to_completions
+from funcrl.loop.rollouts import complete, is_accuracy, judging_reward, to_completions
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
@@ -31,6 +31,7 @@ from funcrl.ops.exact.kernels import slow_products
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs
+from funcrl.run.accuracy import held_out, named_mean
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
@@ -39,6 +40,7 @@ from funcrl.tasks.contracts import Prompt, TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 
 _TELL_EVERY = 10.0  # seconds between two lines about a warm start
+_SKIPPED_STEPS = (5, 50, 500, 5000)  # how many in a row are told of
 
 
 @checked
@@ -52,7 +54,7 @@ def train(
     fork: str | Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
-    trust: bool = False,
+    trust: bool | Collection[str] = False,
     **given: Any,
 ) -> Trained:
     """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.
@@ -74,8 +76,9 @@ def train(
             fit it.
         command: what started the run, for its environment.json.
         stop: called after each step; True saves and raises `KeyboardInterrupt`.
-        trust: go on with a run whose task's code is not what it began with, or that this account
-            has not run before (docs/security.md).
+        trust: run the code that a run's folder names although it is not what the run began with,
+            or this account has not run it before (docs/security.md): all of it, also what the run
+            in `config.model` names, or what these options name, such as "task".
         given: other parts in place of those that the configuration names, as `funcrl.build` takes
             them: model, params, model_fn, algorithm, optimizer, prepare, step, generator. The run
             is resumed with the same ones, and a generator that is given is not closed at the end.
@@ -103,11 +106,10 @@ def train(
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
     objects = given if task is None else {"task": task, **given}
     start = open_run(config, objects, parts, resume, fork)
-    if not trust:
-        start.check_code(config, view.note)
+    start.check_code(config, trust, view.note)
     own_generator = parts is None and "generator" not in given
     if parts is None:
-        parts = build(config, note=view.note, trust=trust, **objects)
+        parts = build(config, note=view.note, trust=trust is True, **objects)
     check_packing(config, parts)
     facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
@@ -126,6 +128,7 @@ def train(
         at_end.callback(rollouts.close)
         _loop(config, parts, record, rollouts, stop)
         record.wait()
+        _check_updated(record)
     except BaseException as error:
         if os.getpid() == process:
             record.save_unsaved(error)
@@ -144,15 +147,15 @@ def _begin(
     stop: Callable[[], bool],
 ) -> None:
     """Run the warm start, evaluate the policy, and record that as step 0."""
-    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     params = first_params(parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
-        params, numbers = _warm_started(config, parts, params, held_out, record, stop)
+        params, numbers = _warm_started(config, parts, params, prompts, record, stop)
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
     if config.evaluation.every:
-        row |= _accuracy(config, parts, parts.policy(params), 0, held_out)
+        row |= _evaluated(config, parts, parts.policy(params), 0, prompts)
     record.begin(parts.step.init(params, config.seed), row)
 
 
@@ -160,27 +163,29 @@ def _warm_started(
     config: TrainConfig,
     parts: Parts,
     params: Params,
-    held_out: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
     record: Record,
     stop: Callable[[], bool],
 ) -> tuple[Params, dict[str, float]]:
     """Return the parameters after the warm start, and its numbers; say what it does on the way."""
     # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
-    prompts = held_out or parts.task.prompts(
+    prompts = eval_prompts or parts.task.prompts(
         rng.fold_in(config.seed, EVALUATION), 0, config.evaluation.num_prompts
     )
     options, seed, told = config.warm_start, rng.fold_in(config.seed, WARM_START), 0.0
+    name = "accuracy"
 
     def accuracy(params: Params) -> float:
-        nonlocal told
+        nonlocal told, name
         if stop():
             raise KeyboardInterrupt
-        row = _accuracy(config, parts, parts.policy(params), 0, prompts)
-        reached: float = row.get("eval/accuracy", 0.0)
+        row = _evaluated(config, parts, parts.policy(params), 0, prompts)
+        name, reached = held_out(row) or (name, 0.0)
         if time.perf_counter() > told + _TELL_EVERY:
             told = time.perf_counter()
-            record.note(f"Warm start: accuracy {reached:.2f} so far.")
-        return reached
+            record.note(f"Warm start: {name} {reached:.2f} so far.")
+        # A reward that is not right or wrong does not say when a policy is good enough.
+        return row.get("eval/accuracy", 0.0)
 
     record.note(
         f"Warm start: at most {options.steps} supervised steps, until {options.accuracy:.2f} of "
@@ -192,6 +197,13 @@ def _warm_started(
         record.note(cut_off)
     told = time.perf_counter()
     params, numbers = warm_start(parts.model_fn, params, parts.task, options, seed, accuracy)
+    if name != "accuracy":
+        del numbers["warm_start/accuracy"]
+        record.note(
+            f"Warm start: all {numbers['warm_start/steps']} supervised steps were done, because "
+            f"the reward {name!r} is not right or wrong and gives no accuracy to stop at."
+        )
+        return params, numbers
     reached = numbers["warm_start/accuracy"]
     missed = reached < options.accuracy
     record.note(
@@ -215,8 +227,9 @@ def _loop(
         reference = reference_policy(record.folder, done, state.params)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
-    held_out = parts.task.eval_prompts(config.evaluation.num_prompts)
+    prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     rollouts.give(done, state.params)
+    skipped = _Skipped(record.progress.row, state)
     for index in range(done + 1, config.steps + 1):
         record.claim.check()  # a forked child must not compute: it has none of torch's threads
         state, row, seen = _step(config, parts, record, rollouts, reference, index)
@@ -226,10 +239,48 @@ def _loop(
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             policy = rollouts.newest.params
-            row |= rollouts.run(partial(_accuracy, config, parts, policy, index, held_out))
+            row |= rollouts.run(partial(_evaluated, config, parts, policy, index, prompts))
         record.advance(state, row, seen, rollouts.older)
+        for line in skipped.lines(row, state):
+            record.note(line)
         if stop() and index < config.steps:
             raise KeyboardInterrupt
+
+
+class _Skipped:
+    """Counts the steps in a row all of whose updates were skipped, for they were not finite."""
+
+    def __init__(self, row: Mapping[str, Any], state: TrainState) -> None:
+        self._before = self._counts(row, state)
+        self._steps = 0
+
+    def lines(self, row: Mapping[str, Any], state: TrainState) -> list[str]:
+        """Return what to say after a step."""
+        (skipped, updates), before = self._counts(row, state), self._before
+        self._before = skipped, updates
+        if updates == before[1]:
+            return []  # nothing differed, so there was nothing to learn
+        self._steps = self._steps + 1 if skipped - before[0] == updates - before[1] else 0
+        if self._steps not in _SKIPPED_STEPS:
+            return []
+        return [
+            f"No update in the last {self._steps} steps: all of them were skipped, because their "
+            f"gradients or updates were not finite (num_skipped_updates counts them). A lower "
+            f"--optimizer.learning-rate, or an earlier checkpoint, may help."
+        ]
+
+    def _counts(self, row: Mapping[str, Any], state: TrainState) -> tuple[int, int]:
+        return int(row.get("num_skipped_updates") or 0), int(state.step)
+
+
+def _check_updated(record: Record) -> None:
+    """Raise if each update of a run was skipped."""
+    _, state, row, _ = record.progress
+    if 0 < int(state.step) == row.get("num_skipped_updates"):
+        raise FloatingPointError(
+            f"train expects finite gradients and updates, got none in {int(state.step)} updates, "
+            f"all of which were skipped: the policy is that of step 0."
+        )
 
 
 def _step(
@@ -311,10 +362,13 @@ def _check_agreement(report: Metrics, index: int) -> None:
         )
 
 
-def _accuracy(
+def _evaluated(
     config: TrainConfig, parts: Parts, policy: Params, index: int, prompts: Sequence[Prompt]
 ) -> dict[str, float]:
-    """Return metrics of a policy on prompts that are not trained on, if there are any."""
+    """Return metrics of a policy on prompts that are not trained on, if there are any.
+
+    They are an accuracy where the reward that judges is right or wrong, else its mean by its name.
+    """
     start = time.perf_counter()
     if not prompts:
         return {}
@@ -323,8 +377,12 @@ def _accuracy(
     seed = rng.fold_in(config.seed, EVALUATION)
     completed = complete(parts.task, parts.generator, prompts, sampling, seed)
     graded = grade_in_run(config, parts, completed)
+    name = judging_reward(parts.task, graded)
+    judged = graded.rewards[name]
+    mean = judged.nanmean().item()  # of those with one
+    is_right_or_wrong = is_accuracy(parts.task, name, judged)
     return {
-        "eval/accuracy": accuracies(parts.task, graded).nanmean().item(),  # of those with one
+        **({"eval/accuracy": mean} if is_right_or_wrong else {named_mean(name): mean}),
         "eval/reward": graded.total.nanmean().item(),
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,

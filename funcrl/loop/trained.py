@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from funcrl.core.types import TrainState
 from funcrl.run import report
+from funcrl.run.accuracy import held_out
 
 
 class Trained(NamedTuple):
@@ -17,10 +18,13 @@ class Trained(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"Trained({len(self.history) - 1} steps in {self.run_dir})"]
-        for label, name in (("held-out accuracy", "eval/accuracy"), ("reward", "reward")):
-            values = [row[name] for row in self.history if math.isfinite(row.get(name, math.nan))]
+        evaluated = [found for row in self.history if (found := held_out(row)) is not None]
+        rewards = [("reward", row.get("reward", math.nan)) for row in self.history]
+        for kind, named in (("held-out ", evaluated), ("", rewards)):
+            values = [(label, value) for label, value in named if math.isfinite(value)]
             if values:
-                lines.append(f"  {label} {values[0]:.3g} -> {values[-1]:.3g}")
+                label, last = values[-1]
+                lines.append(f"  {kind}{label} {values[0][1]:.3g} -> {last:.3g}")
         return "\n".join([*lines, f"  state: {self.state}"])
 
     def _repr_html_(self) -> str:

@@ -14,6 +14,7 @@ from funcrl.core.types import Absent, ExactModelFn, ModelFn, Params, Row, TokenS
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
 from funcrl.models.delta import RecurFn, recur_causal, recur_segments
 from funcrl.models.logits import forward_takes, logits_fn
+from funcrl.models.packed_rows import reading_segments
 from funcrl.models.transformer import Transformer, has_delta
 from funcrl.ops import segments
 
@@ -230,7 +231,8 @@ def score(
     For a reference model's log-probabilities, and for those of the policy before several passes.
 
     Args:
-        model_fn: `(params, sample) -> TokenScores`.
+        model_fn: `(params, sample) -> TokenScores`; for a `PackedBatch` it must read
+            `sample.segment_ids`, as those of `logprob_fn` do.
         params: the parameters to score with.
         batch: a `Batch`, or any tree of [B, T] tensors whose rows the model function reads.
         microbatch: rows scored at a time, all of them when left out.
@@ -246,7 +248,7 @@ def score(
     if isinstance(model_fn, ExactModelFn):
         of_rows, given = model_fn.of_rows(params, 1), model_fn.split(params)
     else:
-        of_rows, given = over_rows("score", model_fn), params
+        of_rows, given = over_rows("score", reading_segments("score", model_fn)), params
     with torch.no_grad():
         parts = [of_rows(given, part) for part in split_rows("score", batch, microbatch)]
         scores = TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))

@@ -35,6 +35,28 @@ def counted_tokens(mask: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 @checked
+def sampled_tokens(batch: Rows) -> Tensor:
+    """Return where a batch has a sampled token, those that `counted_tokens` left out included.
+
+    `collate` leaves the behaviour log-probability of such a token as it was, not finite.
+
+    Args:
+        batch: of samples in rows of their own, or packed.
+
+    Example:
+        >>> import torch, funcrl
+        >>> batch = funcrl.Batch(
+        ...     tokens=torch.ones(1, 3, dtype=torch.int64), positions=torch.arange(3)[None],
+        ...     mask=torch.tensor([[False, True, False]]), advantages=torch.zeros(1, 3),
+        ...     behavior_logprobs=torch.tensor([[0.0, -1.0, float("nan")]]),
+        ...     token_weights=torch.zeros(1, 3))
+        >>> funcrl.batching.sampled_tokens(batch)
+        tensor([[False,  True,  True]])
+    """
+    return batch.mask | ~batch.behavior_logprobs.isfinite()
+
+
+@checked
 def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
     """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, NamedRewards, PackedBatch, Rollout, Rows
-from funcrl.rl.batching import counted_tokens
+from funcrl.rl.batching import counted_tokens, sampled_tokens
 
 
 @checked
@@ -115,7 +115,7 @@ def padding_frac(batch: Rows) -> Tensor:
     if isinstance(batch, PackedBatch):
         needed = batch.segment_ids >= 0
     else:
-        needed = batch.mask.flip(-1).cumsum(dim=-1).flip(-1) > 0
+        needed = sampled_tokens(batch).flip(-1).cumsum(dim=-1).flip(-1) > 0
     return 1 - needed.to(wide).mean()
 
 

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from funcrl.core import rng
 from funcrl.core.reprs import described
 from funcrl.core.types import Algorithm, Batch, PackedBatch, TokenScores
 from funcrl.rl.algorithms import grpo
@@ -19,6 +20,9 @@ _PARTS = ("ratio", "surrogate", "penalty")
 # The rows that are tried: where the samples lie, and of each token its sample and its place in it.
 _SAMPLES = tuple(slice(*ends) for ends in ((0, 3), (3, 5), (5, 10), (10, 13), (13, 17)))
 _MIDDLE = _SAMPLES[2]
+# A function is said to mix if it did in each of so many attempts, with equal results: a random one
+# that drops half of the samples does so once in a million.
+_ATTEMPTS = 20
 _SEGMENTS = (0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 4, -1)
 _PLACES = (0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 0)
 # In the middle inside and outside of usual clips; beside it near 0 as well, so that corrections
@@ -33,7 +37,7 @@ def mixing_parts(algorithm: Algorithm) -> str:
     They are run on six fixed rows of five samples, of which the middle one has all the weight. The
     loss, and its gradient at each token of the row, must be those of the samples by themselves.
     Functions that fail on a row, for what they need is not there, or that give something else when
-    they are run again, are not known to mix.
+    they are run again, are not known to mix. Global random numbers stand afterwards as before.
 
     Args:
         algorithm: whose `ratio`, `surrogate` and `penalty` to run.
@@ -57,19 +61,21 @@ def mixing_parts(algorithm: Algorithm) -> str:
 def _mixes(algorithm: Algorithm) -> bool:
     try:
         # The functions are somebody's: they may draw, and this may be a block of inference mode.
-        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        with torch.inference_mode(False), rng.restored_global_state():
             return any(_mixes_in(algorithm, row, scores) for row, scores in _rows())
     except Exception:  # such as of a function that holds tensors of a GPU
         return False
 
 
 def _mixes_in(algorithm: Algorithm, row: PackedBatch, scores: Tensor) -> bool:
-    found = _loss(algorithm, scores, row)
-    # Samples that are not finite by themselves are not, either, with a weight of 0.
-    for samples in ((_MIDDLE,), _SAMPLES):
-        if _close(found, _apart(algorithm, scores, row, samples)):
-            return False
-    return _close(found, _loss(algorithm, scores, row))  # else it is random
+    first = _loss(algorithm, scores, row)
+    for attempt in range(_ATTEMPTS):
+        found = _loss(algorithm, scores, row) if attempt else first
+        # Samples that are not finite by themselves are not, either, with a weight of 0.
+        alone = (_apart(algorithm, scores, row, each) for each in ((_MIDDLE,), _SAMPLES))
+        if not _close(found, first) or any(_close(found, each) for each in alone):
+            return False  # it does not mix, or it is random
+    return True
 
 
 def _apart(

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcrl.core import checks, tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout
-from funcrl.rl.batching import collate
+from funcrl.rl.batching import collate, sampled_tokens
 
 
 class _Group(NamedTuple):
@@ -161,9 +161,9 @@ def _packed(
 ) -> tuple[PackedBatch, Tensor]:
     """Return the packed batch, and its prefix_ids."""
     checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
-    mask = batch.mask
-    # One past the last sampled token; a sample without one has nothing to train on.
-    ends = (torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask).amax(dim=1)
+    sampled = sampled_tokens(batch)
+    # One past the last sampled token; a sample without one has nothing to train on or to report.
+    ends = (torch.arange(1, sampled.shape[1] + 1, device=sampled.device) * sampled).amax(dim=1)
     sizes: list[int] = ends.tolist()
     if max(sizes) > length:
         row = sizes.index(max(sizes))
@@ -175,21 +175,23 @@ def _packed(
 
 
 def _alone(_: Batch, sizes: Sequence[int]) -> list[_Group]:
-    """Return a group for each sample with something to train on."""
+    """Return a group for each sample with sampled tokens."""
     return [_Group(0, (sample,)) for sample, size in enumerate(sizes) if size]
 
 
 def _by_prompt(batch: Batch, sizes: Sequence[int]) -> list[_Group]:
-    """Return the samples with something to train on, those of equal prompts together.
+    """Return the samples with sampled tokens, those of equal prompts together.
 
-    A prompt is what stands before the first sampled token. Its last token is left to each sample,
-    because it predicts the first one of a completion.
+    A prompt is the tokens before the first sampled one, with their positions. Its last token is
+    left to each sample, because it predicts the first one of a completion.
     """
-    found: dict[tuple[int, ...], list[int]] = {}
-    starts = batch.mask.to(torch.int64).argmax(dim=1).tolist()
-    for sample, tokens in enumerate(batch.tokens.tolist()):
+    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    starts = sampled_tokens(batch).to(torch.int64).argmax(dim=1).tolist()
+    rows = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
+    for sample, row in enumerate(rows):
         if sizes[sample]:
-            found.setdefault(tuple(tokens[: starts[sample]]), []).append(sample)
+            prompt = tuple(zip(*(values[: starts[sample]] for values in row), strict=True))
+            found.setdefault(prompt, []).append(sample)
     return [_Group(max(len(prompt) - 1, 0), tuple(each)) for prompt, each in found.items()]
 
 

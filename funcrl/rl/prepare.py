@@ -6,11 +6,13 @@ once, without gradients, and calls it; a loop with several passes over a rollout
 """
 
 import torch
+from torch import Tensor
 from torch.func import vmap
 
-from funcrl.core import checks
+from funcrl.core import checks, rng
 from funcrl.core.arguments import Fraction, checked
-from funcrl.core.types import CorrectionFn, PrepareFn, Rows, TokenScores
+from funcrl.core.types import Batch, CorrectionFn, PrepareFn, Rows, TokenScores
+from funcrl.ops import segments
 
 
 @checked
@@ -19,7 +21,9 @@ def top_entropy(fraction: Fraction) -> PrepareFn:
 
     The advantages of all but the `fraction` of sampled tokens with the highest entropy, over the
     whole batch, become 0 (arXiv:2506.01939 uses 0.2; TRL's `top_entropy_quantile`). Token weights
-    stay, so denominators and penalties do too. Ties with the last token kept are kept.
+    stay, so denominators and penalties do too. Ties with the last token kept are kept. Tokens that
+    follow equal tokens at equal positions, as the first of each completion of a prompt, are ties
+    whatever their scores were rounded to, in rows of their own and in packed ones.
 
     Args:
         fraction: of the sampled tokens to keep, rounded up.
@@ -40,7 +44,7 @@ def top_entropy(fraction: Fraction) -> PrepareFn:
         checks.check_shape(
             "top_entropy", "scores.entropy", scores.entropy, "batch.mask", batch.mask.shape
         )
-        entropy = torch.where(batch.mask, scores.entropy, -torch.inf)
+        entropy = torch.where(batch.mask, _equal_where_tied(scores.entropy, batch), -torch.inf)
         # In float64 and slightly reduced, so that 0.1 * 30 is not rounded up to 4 tokens.
         exact = batch.mask.sum().to(torch.float64) * fraction
         num_kept = torch.ceil(exact * (1 - 1e-12)).to(torch.int64)
@@ -50,6 +54,35 @@ def top_entropy(fraction: Fraction) -> PrepareFn:
         return batch._replace(advantages=torch.where(keep, batch.advantages, 0.0))
 
     return prepare
+
+
+def _equal_where_tied(entropy: Tensor, batch: Rows) -> Tensor:
+    """Return the entropy of each token [B, T] as that of the first one with the same context."""
+    context, order = _contexts(batch).reshape(-1).sort(stable=True)
+    is_first = torch.cat([context.new_ones(1) > 0, context[1:] != context[:-1]])
+    places = torch.arange(len(context), device=context.device)
+    first = torch.where(is_first, places, 0).cummax(dim=0).values
+    of_first = entropy.reshape(-1)[order[first]]
+    return torch.empty_like(of_first).scatter(0, order, of_first).reshape(entropy.shape)
+
+
+def _contexts(batch: Rows) -> Tensor:
+    """Return a hash [B, T] of what a token is predicted from: the tokens before it in its sample.
+
+    It is the sum of a hash for each of them with its position, so that a prefix adds its own sum.
+    """
+    hashes = rng.splitmix64(batch.tokens ^ rng.splitmix64(batch.positions))
+    before = hashes.cumsum(dim=1) - hashes
+    if isinstance(batch, Batch):
+        return before
+    within = before - before.gather(1, segments.first_places(batch.segment_ids))
+    if isinstance(batch.prefix_ids, tuple):
+        return within
+    # One more than the number of a segment, which is -1 for padding.
+    totals = torch.zeros_like(torch.cat([hashes, hashes[:, :1]], dim=1))
+    totals = totals.scatter_add(1, batch.segment_ids + 1, hashes)
+    of_prefix = totals.gather(1, batch.prefix_ids + 1)
+    return within + torch.where(batch.prefix_ids < 0, 0, of_prefix)
 
 
 @checked

@@ -26,6 +26,8 @@ from funcrl.core.types import (
     Tree,
 )
 from funcrl.models.logprobs import score
+from funcrl.models.packed_rows import reading_segments
+from funcrl.optim.writes import refuse_writes
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
@@ -57,7 +59,7 @@ def grpo_step(
 
     Args:
         model_fn: `(params, sample) -> TokenScores` of one sample: `funcrl.logprob_fn(model)`, or
-            any function.
+            any function; one that does not read `sample.segment_ids` takes no `PackedBatch`.
         algorithm: such as `funcrl.dapo()`; `funcrl.grpo()` when left out. Its functions are run
             on a few small rows: where they mix samples, a `PackedBatch` is an error.
         optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
@@ -93,7 +95,7 @@ def grpo_step(
     mixing = mixing_parts(algorithm)
     if optimizer is None:
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
-    transformation = optim.skip_nonfinite(_checked(optimizer))
+    transformation = optim.skip_nonfinite(_checked(refuse_writes("grpo_step", optimizer)))
 
     gradient = score_gradient(
         model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step"
@@ -161,6 +163,7 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
         )
     if isinstance(model_fn, ExactModelFn):
         return model_fn
+    model_fn = reading_segments("grpo_step", model_fn)
 
     def scores_of(params: Params, sample: Any) -> TokenScores:
         scores = model_fn(params, sample)

@@ -34,6 +34,7 @@ from funcrl.run.restoring import (
     read,
     read_manifest,
     read_newest,
+    unread,
 )
 from funcrl.run.writing import clean_up, to_arrays, write
 
@@ -113,14 +114,17 @@ def _restored(path: Path, like: Tree, of_field: str) -> tuple[Tree, dict[str, An
     return state, extra
 
 
-def restore_newest(folder: Path, like: Tree, beside: Tree) -> Restored:
+def restore_newest(folder: Path, like: Tree, beside: Tree, step: int | None = None) -> Restored:
     """Return the newest good one of a folder's numbered checkpoints, with the trees beside it.
 
     Args:
         folder: such as RUN/checkpoints.
         like: as of `restore`.
         beside: a tree of the structure of each that was saved beside the state.
+        step: the number of the one to return, in place of the newest.
     """
+    if step is not None:
+        return Restored(step, *read(folder / str(step), like, beside=beside))
     if not numbered(folder):
         raise CheckpointError(f"restore expects a checkpoint, got none at {folder}.")
     return read_newest(folder, like, on_skip=warn_safely, beside=beside)
@@ -228,7 +232,10 @@ class Checkpoints:
         scored = sorted((s for s in mine if scores[s] is not None), key=lambda s: (scores[s], s))
         kept = {*mine[-self._keep_last :], *scored[max(0, len(scored) - self._keep_best) :]}
         for step in set(mine) - kept:
-            # Renamed first, so that a part of it never has its number as a name.
-            gone = self.folder / f".{step}.gone"
-            (self.folder / str(step)).rename(gone)
+            with unread(self.folder / str(step)) as is_unread:
+                if not is_unread:
+                    continue  # it goes with a later save
+                # Renamed first, so that a part of it never has its number as a name.
+                gone = self.folder / f".{step}.gone"
+                (self.folder / str(step)).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

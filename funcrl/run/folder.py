@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
@@ -18,7 +19,16 @@ from funcrl.config import TrainConfig
 from funcrl.core.files import whole_file, write_whole
 from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
+from funcrl.run.writing import clean_up
 from funcrl.tasks.watch import ForkedError
+
+# What a run writes into, or deletes from.
+_WRITTEN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER, "tensorboard", "wandb", ".tracked-as")
+# Files that the process with the claim replaces whole: a draft of each has its process's number.
+_REPLACED = "|".join(
+    re.escape(name)
+    for name in (runs.CONFIG, runs.ENVIRONMENT, runs.METRICS, runs.COMPLETIONS, runs.CHANGES)
+)
 
 
 def open_folder(folder: Path | None, resume: bool) -> Path:
@@ -67,6 +77,28 @@ def remove_empty(folders: Sequence[Path]) -> None:
             each.rmdir()
         except OSError:
             return
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise if something that a run writes into, or deletes from, is a link."""
+    for name in _WRITTEN:
+        if (folder / name).is_symlink():
+            raise OSError(
+                f"train expects {folder / name} to be no link, got one to "
+                f"{os.readlink(folder / name)}; a run on another disk has all of its folder there."
+            )
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left half-written; only who holds the claim may."""
+    if (folder / runs.CHECKPOINTS).is_dir():
+        clean_up(folder / runs.CHECKPOINTS)
+    clean_up(folder, runs.REFERENCE)
+    for place, names in ((folder, _REPLACED), (folder / runs.TOKENIZER, r".+")):
+        drafts = re.compile(rf"\.({names})\.\d+")
+        for path in place.iterdir() if place.is_dir() else ():
+            if drafts.fullmatch(path.name) and not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 class Traces:
@@ -159,15 +191,14 @@ def write_facts(
     """
     for name, content in tokenizer.items():
         place = folder / runs.TOKENIZER
-        if place.is_symlink():  # which could lead anywhere
-            raise OSError(f"train expects {place} to be a folder, got a link.")
         place.mkdir(exist_ok=True)
         with whole_file(place / name) as file:
             file.write(content)
+    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
+    # Last, because it makes the folder that of a run, which goes on from what the facts say.
     plain = configs.to_plain(config)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_whole(folder / runs.CONFIG, text)
-    write_whole(folder / runs.ENVIRONMENT, json.dumps(facts, indent=1) + "\n")
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcrl.core.terminal import print_safely
-from funcrl.run.pace import SHOWN, Pace, remark, short, visible
+from funcrl.run.accuracy import held_out
+from funcrl.run.pace import LABEL, Pace, remark, short, shown_numbers, visible
 from funcrl.run.report.markup import text
 from funcrl.run.runs import Completion, Row
 
 _LONGEST = 300  # of a completion, in characters
 _WIDTH, _HEIGHT = 600, 120  # of the curves
-_COLORS = {"reward": "#d9812b", "eval/accuracy": "#3b6fb6"}
+_COLORS = {"reward": "#d9812b", "held out": "#3b6fb6"}
 
 
 def in_notebook() -> bool:
@@ -34,6 +35,7 @@ class NotebookView:
         self._pace, self._title = Pace(0, 0), ""
         self._handle: Any = None
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _COLORS}
+        self._evaluated: tuple[str, float] | None = None
         self._shown: tuple[Row, Completion | None] | None = None
 
     def start(self, title: str, total: int, done: int) -> None:
@@ -44,8 +46,11 @@ class NotebookView:
     def step(self, row: Row, completion: Completion | None) -> None:
         """Draw the step when it is time."""
         self._pace.tick(row)
+        found = held_out(row)
+        self._evaluated = found or self._evaluated
+        values = {"reward": row.get("reward"), "held out": found and found[1]}
         for name, points in self._curves.items():
-            if (value := row.get(name)) is not None and math.isfinite(value):
+            if (value := values[name]) is not None and math.isfinite(value):
                 points.append((row["step"], value))
         self._shown = row, completion
         now = time.monotonic()
@@ -72,11 +77,12 @@ class NotebookView:
 
     def _html(self, row: Row, completion: Completion | None) -> str:
         total = max(self._pace.total, 1)
-        last = {name: points[-1][1] for name, points in self._curves.items() if points}
-        known = {**row, **last}
-        numbers = {label: short(known[name]) for name, label in SHOWN.items()
-                   if known.get(name) is not None}  # fmt: skip
-        cells = "&emsp;".join(f"{text(label)} <b>{value}</b>" for label, value in numbers.items())
+        numbers = shown_numbers(row, self._evaluated)
+        cells = "&emsp;".join(
+            f"{text(visible(label, LABEL))} <b>{short(value)}</b>"
+            for label, value in numbers
+            if value is not None
+        )
         parts = [
             f"<b>{text(self._title)}</b>",
             f'step {row["step"]} of {total} <progress value="{row["step"]}" max="{total}">'
@@ -108,7 +114,9 @@ class NotebookView:
             return f'<polyline points="{places}" {style}/>'
 
         lines = "".join(line(name, points) for name, points in self._curves.items() if points)
-        names = ", ".join(f'<span style="color:{_COLORS[name]}">{SHOWN[name]}</span>'
-                          for name in _COLORS)  # fmt: skip
+        evaluated = visible(self._evaluated[0], LABEL) if self._evaluated else "held out"
+        labels = {"reward": "reward", "held out": evaluated}
+        names = ", ".join(f'<span style="color:{_COLORS[name]}">{text(label)}</span>'
+                          for name, label in labels.items())  # fmt: skip
         size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:{_WIDTH}px;width:100%"'
         return f"<svg {size}>{lines}</svg><br>{names} from {short(low)} to {short(max(values))}"

@@ -7,10 +7,25 @@ from typing import Any
 from funcrl.core.terminal import escaped
 from funcrl.run.runs import Row
 
-SHOWN = {
-    "reward": "reward", "eval/accuracy": "accuracy", "completions/mean_length": "length",
-    "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm",
+LABEL = 24  # characters of a reward's own name
+_SHOWN = {
+    "reward": "reward", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl",
+    "grad_norm": "grad norm",
 }  # fmt: skip
+
+
+def shown_numbers(row: Row, evaluated: tuple[str, float] | None) -> list[tuple[str, float | None]]:
+    """Return labels and values of a row, what it was evaluated by after the reward.
+
+    Args:
+        row: of metrics.jsonl.
+        evaluated: the name and the value of `held_out`, perhaps of an earlier row.
+    """
+    found: list[tuple[str, float | None]] = [
+        (label, row[name]) for name, label in _SHOWN.items() if name in row
+    ]
+    after_reward = 1 if "reward" in row else 0
+    return found[:after_reward] + ([] if evaluated is None else [evaluated]) + found[after_reward:]
 
 
 class Pace:

@@ -10,9 +10,10 @@ from funcrl.config import TrainConfig
 from funcrl.core.reading import brief
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
+from funcrl.run.accuracy import score_of
 from funcrl.run.changes import changes_since, describe_changes, write_changes
 from funcrl.run.checkpoint import Checkpoints, restore, restore_newest, save
-from funcrl.run.folder import Claim, Traces, environment, write_facts
+from funcrl.run.folder import Claim, Traces, environment, refuse_links, sweep, write_facts
 from funcrl.run.restoring import Restored
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
@@ -58,8 +59,10 @@ class Record:
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._traces = Traces(folder)
         try:
+            refuse_links(folder)
             self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
             self.claim = Claim(folder, title)
+            sweep(folder)
         except OSError:
             self._traces.remove_folders()
             raise
@@ -80,26 +83,38 @@ class Record:
             needs_reference: whether the policy of step 0 is needed, for a KL penalty.
         """
         found = self._checkpoints.restore_latest(like, on_skip=self.note, beside=like.params)
+        was = runs.read_facts(self.folder, "train")
+        origin = {name: was[name] for name in _OF_A_FORK if name in was}
+        if found is None and origin:  # a fork that was killed before its first checkpoint
+            parent = Path(origin["parent"])
+            return self.forked(parent, like, needs_reference, _step_of_parent(self.folder, was))
         if found is None:
             # From here on `--resume` finds a run in the folder, even before its first step.
             write_facts(self.folder, self._config, self._facts, self._tokenizer)
             return None
-        was = runs.read_facts(self.folder, "train")
-        self._facts |= {name: was[name] for name in _OF_A_FORK if name in was}
+        self._facts |= origin
         self._go_on(self.folder, found, needs_reference)
         self._progress = Progress(found.step, found.state, found.extra["row"], found.beside)
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
-    def forked(self, parent: Path, like: TrainState, needs_reference: bool = False) -> int:
+    def forked(
+        self,
+        parent: Path,
+        like: TrainState,
+        needs_reference: bool = False,
+        step: int | None = None,
+    ) -> int:
         """Begin as another run's newest good checkpoint, and return its step.
 
         Args:
             parent: the folder of that run, which is read alone.
             like: a state of the structure of both.
             needs_reference: as for `resumed`.
+            step: of the checkpoint, in place of the newest.
         """
-        found = restore_newest(parent / runs.CHECKPOINTS, like, beside=like.params)
+        found = restore_newest(parent / runs.CHECKPOINTS, like, like.params, step)
+        # Written before all else, so that a fork that is killed goes on as one.
         self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(found.step)), strict=True))
         # The seed is an option, which a fork may change.
         found = found._replace(state=found.state._replace(seed=like.seed))
@@ -109,7 +124,7 @@ class Record:
             save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
         progress = Progress(found.step, found.state, found.extra["row"], found.beside)
         if self._config.checkpoint.every:
-            score = progress.row.get("eval/accuracy")
+            score = score_of(progress.row)
             self._checkpoints.save(found.step, found.state, found.extra, score, found.beside)
             self._checkpoints.wait()
         self._progress = progress
@@ -122,9 +137,13 @@ class Record:
         changes = changes_since(source, self._config, self._facts, found.step)
         for line in describe_changes(self._config, changes):
             self.note(line)
+        if source != self.folder:
+            write_facts(self.folder, self._config, self._facts, self._tokenizer)
         _take_lines_until(self.folder, source, found.extra["row"], self.note)
         write_changes(self.folder, source, found.step, changes)
-        write_facts(self.folder, self._config, self._facts, self._tokenizer)
+        # After its changes: until then the folder says what it was trained with before.
+        if source == self.folder:
+            write_facts(self.folder, self._config, self._facts, self._tokenizer)
         self._display.start(self.folder, self._config, found.step)
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
@@ -153,7 +172,13 @@ class Record:
             older: what was trained after the steps before it, if a resumed run draws with that.
         """
         self.claim.check()
-        runs.append_lines(self.folder / runs.METRICS, [row])
+        metrics = self.folder / runs.METRICS
+        if not metrics.exists():
+            raise FileNotFoundError(
+                f"train expects {metrics} with the steps before {row['step']}, got none: somebody "
+                f"has removed it."
+            )
+        runs.append_lines(metrics, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each.to_row() for each in seen])
         # Only now, because a step whose lines could not be written must be run again.
         self._progress = Progress(row["step"], state, row, tuple(older))
@@ -174,7 +199,7 @@ class Record:
         step, state, row, older = self.progress
         runs.sync_lines(self.folder)  # before what goes on from them
         facts = {"step": step, "row": row}
-        self._checkpoints.save(step, state, facts, row.get("eval/accuracy"), older)
+        self._checkpoints.save(step, state, facts, score_of(row), older)
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose, and report what is saved.
@@ -291,6 +316,17 @@ def _check_goes_on(
             f"train expects --algorithm.kl 0 for {folder}, which began without a penalty and kept "
             f"no reference policy, got a KL penalty."
         )
+
+
+def _step_of_parent(folder: Path, facts: Mapping[str, str]) -> int:
+    """Return the step of the checkpoint that a fork began as."""
+    text = facts.get(_OF_A_FORK[1], "")
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(
+            f"train expects a step as {_OF_A_FORK[1]!r} in {folder / runs.ENVIRONMENT}, got "
+            f"{brief(text)}."
+        )
+    return int(text)
 
 
 def _resume_command(folder: Path) -> str:

@@ -1,8 +1,10 @@
 """Checkpoints on the disk: which there are, and what one holds, checked before it is used."""
 
+import fcntl
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -64,15 +66,25 @@ def read_newest(
         of_field: as of `read`.
         beside: as of `read`.
     """
-    reasons = []
-    for step, path in reversed(numbered(folder).items()):
-        try:
-            return Restored(step, *read(path, like, of_field, beside))
-        except CheckpointError as error:
-            reasons.append(str(error))
-            if on_skip is not None:
-                on_skip(str(error))
-    raise CheckpointError(f"restore expects a good checkpoint in {folder}: " + " ".join(reasons))
+    while True:
+        there, found = numbered(folder), None
+        reasons: list[str] = []
+        for step, path in reversed(there.items()):
+            try:
+                found = Restored(step, *read(path, like, of_field, beside))
+                break
+            except CheckpointError as error:
+                reasons.append(str(error))
+        # Another process may have written one meanwhile, and deleted those that were there.
+        if found is not None or numbered(folder).keys() <= there.keys():
+            break
+    if on_skip is not None:
+        for reason in reasons:
+            on_skip(reason)
+    if found is None:
+        listed = " ".join(reasons)
+        raise CheckpointError(f"restore expects a good checkpoint in {folder}: {listed}")
+    return found
 
 
 def read(
@@ -87,6 +99,45 @@ def read(
         beside: a tree like each of those beside the state; without it they are not read.
     """
     path = _unreplaced(path)
+    with _kept(path):
+        return _read(path, like, of_field, beside)
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """Keep a process that thins checkpoints out from deleting one that is read."""
+    with ExitStack() as at_end:
+        with suppress(OSError):  # it is not there, or its disk has no locks
+            at_end.callback(os.close, _lock(path, fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def unread(path: Path) -> Iterator[bool]:
+    """Give whether no process reads a checkpoint; none begins to until the end."""
+    with ExitStack() as at_end:
+        try:
+            at_end.callback(os.close, _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            is_unread = True
+        except OSError as error:
+            is_unread = not isinstance(error, BlockingIOError)  # others: a disk without locks
+        yield is_unread
+
+
+def _lock(folder: Path, kind: int) -> int:
+    """Return an open handle of a folder, which is locked until it is closed."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, kind)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _read(
+    path: Path, like: Tree, of_field: str, beside: Tree
+) -> tuple[Tree, dict[str, Any], tuple[Tree, ...]]:
     manifest = read_manifest(path)
     saved = enumerate(manifest["leaves"])
     of_state = [

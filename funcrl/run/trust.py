@@ -72,7 +72,7 @@ def cache_code(folder: Path | None) -> Code | None:
 
 def check_trusted(
     function: str,
-    named: Sequence[Code | None],
+    codes: Sequence[Code],
     file: Path,
     run: Path | None = None,
     trust: bool = False,
@@ -81,12 +81,11 @@ def check_trusted(
 
     Args:
         function: the public function that is to run it, for errors.
-        named: what the file names.
+        codes: what the file names.
         file: the configuration.
         run: the folder of the run whose configuration the file is, if it is one's.
         trust: let all of it run.
     """
-    codes = [code for code in named if code is not None]
     recorded = runs.read_facts(run, function) if codes and run and not trust else None
     for code in codes:
         reason = "" if trust else _reason(code, recorded)
@@ -99,7 +98,11 @@ def check_trusted(
 
 
 def check_run(
-    function: str, config: TrainConfig, run: Path, given: Collection[str] = (), trust: bool = False
+    function: str,
+    config: TrainConfig,
+    run: Path,
+    given: Collection[str] = (),
+    trust: bool | Collection[str] = False,
 ) -> list[str]:
     """Check the code that a run's configuration names, as `check_trusted` does.
 
@@ -108,10 +111,24 @@ def check_run(
         config: the run's.
         run: its folder.
         given: parts that are given as objects, in place of what the configuration names.
-        trust: let all of it run.
+        trust: let all of it run, or what these options name, such as "task".
     """
+    return check_file(function, config, run / runs.CONFIG, run, given, trust)
+
+
+def check_file(
+    function: str,
+    config: TrainConfig,
+    file: Path,
+    run: Path | None = None,
+    given: Collection[str] = (),
+    trust: bool | Collection[str] = False,
+) -> list[str]:
+    """Check the code that a configuration names that was read from a file, as `check_run` does."""
+    chosen = () if isinstance(trust, bool) else {f"--{name}" for name in trust}
     named = [*named_code(config, given), cache_code(_cache(config))]
-    return check_trusted(function, named, run / runs.CONFIG, run, trust)
+    codes = [code for code in named if code is not None and code.option.split()[0] not in chosen]
+    return check_trusted(function, codes, file, run, trust is True)
 
 
 def default_store() -> Path:

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from funcrl.core.terminal import print_safely, printable
+from funcrl.run.accuracy import held_out
 from funcrl.run.notebook import NotebookView, in_notebook
-from funcrl.run.pace import SHOWN, Pace, remark, short, visible
+from funcrl.run.pace import LABEL, Pace, remark, short, shown_numbers, visible
 from funcrl.run.runs import Completion, Row
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -83,12 +84,15 @@ class PlainView:
         del completion
         self._pace.tick(row)
         now = time.monotonic()
-        ends = row["step"] in (1, self._pace.total) or "eval/accuracy" in row
+        evaluated = held_out(row)
+        ends = row["step"] in (1, self._pace.total) or evaluated is not None
         if not ends and now - self._last < self._every:
             return
         self._last = now
-        numbers = [f"{label} {short(row[name]):>6}" for name, label in SHOWN.items()
-                   if name in row]  # fmt: skip
+        numbers = [
+            f"{visible(label, LABEL)} {short(value):>6}"
+            for label, value in shown_numbers(row, evaluated)
+        ]
         width = len(str(self._pace.total))
         head = f"step {row['step']:>{width}}/{self._pace.total}"
         parts = [head, *numbers, f"left {self._pace.left()}", remark(row)]
@@ -115,7 +119,7 @@ class LiveView:
         self._pace = Pace(0, 0)
         self._title = ""
         self._rewards: list[float] = []
-        self._accuracy: float | None = None
+        self._evaluated: tuple[str, float] | None = None
 
     def start(self, title: str, total: int, done: int) -> None:
         """Draw the empty panel."""
@@ -127,7 +131,7 @@ class LiveView:
         self._pace.tick(row)
         if row.get("reward") is not None:
             self._rewards.append(row["reward"])
-        self._accuracy = row.get("eval/accuracy", self._accuracy)
+        self._evaluated = held_out(row) or self._evaluated
         parts: list[Any] = [self._progress(row), self._numbers(row)]
         if remark(row):
             parts.append(Text(remark(row), style="dim"))
@@ -157,9 +161,8 @@ class LiveView:
         return progress
 
     def _numbers(self, row: Row) -> Table:
-        numbers = {**row, "eval/accuracy": self._accuracy}
-        shown = [(label, numbers[name]) for name, label in SHOWN.items()
-                 if numbers.get(name) is not None]  # fmt: skip
+        numbers = shown_numbers(row, self._evaluated)
+        shown = [(visible(label, LABEL), value) for label, value in numbers if value is not None]
         if row.get("step_time") and row.get("num_tokens"):
             shown.append(("tokens/s", row["num_tokens"] / row["step_time"]))
         table = Table.grid(padding=(0, 2), expand=True)

@@ -13,9 +13,6 @@ from funcrl.core.types import Tree
 from funcrl.run.manifest import MANIFEST, STATE, Manifest, array_checksum, encode, file_checksums
 from funcrl.run.storage import write_arrays
 
-# What a killed process may leave beside the checkpoint NAME: .NAME.7.draft, .NAME.old, .NAME.gone
-_LEFT_OVER = re.compile(r"\.\d+\.(\d+\.draft|old|gone)")
-
 
 def to_arrays(state: Tree) -> dict[str, Any]:
     """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
@@ -58,10 +55,17 @@ def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def clean_up(folder: Path) -> None:
-    """Remove the drafts of killed processes, and rename back what they were replacing."""
+def clean_up(folder: Path, name: str = r"\d+") -> None:
+    """Remove the drafts of killed processes, and rename back what they were replacing.
+
+    Args:
+        folder: of the checkpoints.
+        name: a regular expression of theirs.
+    """
+    # A killed process may leave .NAME.7.draft, .NAME.old and .NAME.gone.
+    left_over = re.compile(rf"\.({name})\.(\d+\.draft|old|gone)")
     for path in folder.iterdir():
-        if _LEFT_OVER.fullmatch(path.name):
+        if left_over.fullmatch(path.name):
             named = folder / path.name.split(".")[1]
             if path.suffix == ".old" and not named.exists():
                 path.rename(named)

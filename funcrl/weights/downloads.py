@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from funcrl.core.programs import python_command
 from funcrl.core.reading import read_json
 from funcrl.core.terminal import print_safely
 
@@ -130,9 +131,10 @@ def download(name: str, version: str, sums: Sequence[str], place: Path, which: s
     print_safely(f"Fetching {wanted}{which}.", sys.stderr)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
-                   "--disable-pip-version-check", "--only-binary=:all:", "--dest", folder, "--",
-                   wanted]  # fmt: skip
+        command = python_command(
+            "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check",
+            "--only-binary=:all:", "--dest", folder, "--", wanted,
+        )  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         files = list(Path(folder).iterdir())
         if result.returncode or len(files) != 1:

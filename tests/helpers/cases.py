@@ -69,6 +69,17 @@ def table_model(params: dict[str, Tensor], sample: funcrl.Batch) -> funcrl.Token
     )
 
 
+def cell_model(params: dict[str, Tensor], sample: funcrl.types.Row) -> funcrl.TokenScores:
+    """Each token is the number of its cell in the table, wherever it lies.
+
+    So no sample of a packed row sees another: reading where they begin says that it is known.
+    """
+    for name in ("segment_ids", "prefix_ids"):
+        getattr(sample, name, ())
+    cells = (params[name].reshape(-1) for name in ("logprobs", "entropy"))
+    return funcrl.TokenScores(*(cell.index_select(0, sample.tokens) for cell in cells))
+
+
 def tiny_model(vocab_size: int = 11, **options: object) -> funcrl.models.Transformer:
     """Return a two-layer transformer."""
     shape = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_width": 8,

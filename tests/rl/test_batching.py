@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import equal, random_case, tiny_batch
+from cases import cell_model, equal, random_case, tiny_batch
 
 import funcrl
 from funcrl import optim, tree
@@ -80,11 +80,6 @@ def test_shares_of_packed_rows_have_the_weights_of_their_samples(name, count):
                     wanted[place] = weight
             assert (part.token_weights - wanted).abs().max() <= 1e-15
             assert part.token_weights.dtype == torch.float64
-
-
-def cell_model(params, sample):
-    scores = (params[name].reshape(-1)[sample.tokens] for name in ("logprobs", "entropy"))
-    return funcrl.TokenScores(*scores)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "rloo"])

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import equal, random_case
+from cases import cell_model, equal, random_case
 
 import funcrl
 from funcrl import ratios
@@ -108,12 +108,6 @@ def test_algorithms_with_a_name_keep_samples_apart(name):
     for correction in CORRECTIONS:
         mixed = make(correction=correction)._replace(surrogate=geometric_mean)
         assert mixing_parts(mixed) == "surrogate=geometric_mean"
-
-
-def cell_model(params, sample):
-    """Each token is the number of its cell in the table, wherever it lies."""
-    cells = (params[name].reshape(-1) for name in ("logprobs", "entropy"))
-    return funcrl.TokenScores(*(cell.index_select(0, sample.tokens) for cell in cells))
 
 
 def never(params, sample):

@@ -242,7 +242,8 @@ def test_top_entropy_counts_over_the_whole_batch():
     mask = torch.tensor([[False, True, True, True], [False, True, True, True]])
     entropy = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, 4.0, 5.0, 6.0]])
     ones = torch.ones(2, 4)
-    batch = funcrl.Batch(ones.long(), ones.long(), mask, ones, ones, ones)
+    tokens = torch.arange(8).view(2, 4)  # rows of equal tokens would tie
+    batch = funcrl.Batch(tokens, ones.long(), mask, ones, ones, ones)
     for fraction, kept in ((0.0, 0), (0.01, 1), (0.5, 3), (0.51, 4), (1.0, 6)):
         got = funcrl.top_entropy(fraction)(funcrl.TokenScores(ones, entropy), batch).advantages
         assert got.sum() == kept, fraction

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import equal, random_case, table_model, table_params, tiny_batch, tiny_model
+from cases import cell_model, equal, random_case, table_model, table_params, tiny_batch, tiny_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
@@ -298,13 +298,6 @@ def test_parameters_of_a_module_do_not_tie_steps_together():
     batch = BATCH._replace(tokens=torch.arange(6)[:, None].expand(6, 7).contiguous())
     state, metrics = step(step.init(leaves), batch)
     assert not any(leaf.requires_grad for leaf in tree.leaves((state, metrics)))
-
-
-def cell_model(params, sample):
-    """Each token is the number of its cell in the table, wherever it lies."""
-    return funcrl.TokenScores(
-        *(params[name].reshape(-1).index_select(0, sample.tokens) for name in table_params(BATCH))
-    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "rloo"])

@@ -27,8 +27,8 @@ def by_position(prompt, completion):
     return completion == prompt.answer
 
 
-def by_other_names(given, text):
-    return float(text == given.answer)
+def by_other_names(p, text):
+    return float(text == p.answer)
 
 
 def in_another_order(completion, prompt):

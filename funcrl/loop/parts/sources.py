@@ -208,7 +208,7 @@ def _own_network(
     """Return a network of the user's, made by what the name names unless it is one already."""
     known = {"vocab_size": vocab_size, "tokenizer": tokenizer}
     # New weights are drawn from torch's own numbers, by the file itself where it makes the network.
-    with torch.random.fork_rng(devices=[]):
+    with rng.restored_global_state():
         torch.manual_seed(rng.fold_in(config.seed, _WEIGHTS))
         found = import_named("--model", name)
         if not isinstance(found, nn.Module):

@@ -33,7 +33,8 @@ def forward_pass(given: Sequences, kernels: ScanKernels, saved: Saved) -> tuple[
             given.resets_of(piece), of_piece(outputs, piece),
             of_piece(gates, piece) if every else None, of_piece(cells, piece) if every else None,
         )  # fmt: skip
-        h = outputs[:, piece.stop - 1].contiguous()
+        # Copied, as a replay's states are: a product's bits may depend on where its factors lie.
+        h = outputs[:, piece.stop - 1].clone(memory_format=torch.contiguous_format)
     return h, c
 
 

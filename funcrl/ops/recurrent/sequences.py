@@ -60,7 +60,8 @@ def sequences_of(
             bias_n = bias_hh[2 * width :]
     return Sequences(
         x=flat(x, 2),
-        h0=flat(h, 1).contiguous(),
+        # Copied, so that it begins where an allocation does, as the states of a replay do.
+        h0=flat(h, 1).clone(memory_format=torch.contiguous_format),
         c0=flat(c, 1).to(numerics.at_least_float32(c.dtype)).contiguous(),
         resets=None if resets is None else flat(resets, 1).T.contiguous(),
         weight_ih=weight_ih,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core.files import whole_file
+from funcrl.run.accuracy import reward_of
 from funcrl.run.report import completions, curves
 from funcrl.run.report.changes import COLUMNS, change_rows
 from funcrl.run.report.markup import Code, plain, strip, table, text
-from funcrl.run.report.plots import Run, intervals, series, warm_start
+from funcrl.run.report.plots import Run, held_out_rewards, intervals, series, warm_start
 from funcrl.run.report.run import read_run
 from funcrl.run.runs import CONFIG, ENVIRONMENT
 
@@ -72,7 +73,11 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
 def headline(run: Run) -> dict[str, str]:
     """Return the numbers at the top of the page."""
     numbers: dict[str, str] = {}
-    for label, name in (("held-out accuracy", "eval/accuracy"), ("reward", "reward")):
+    of_rewards = [] if "eval/accuracy" in run.metrics else held_out_rewards(run.metrics)
+    evaluated = [(f"held-out {reward_of(name)}", name) for name in of_rewards]
+    for label, name in (
+        ("held-out accuracy", "eval/accuracy"), *evaluated, ("reward", "reward"),
+    ):  # fmt: skip
         _, values = series(run, name)
         if values:
             numbers[label] = f"{plain(values[0])} → {plain(values[-1])}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.core.terminal import escaped
-from funcrl.run.accuracy import interval_of
+from funcrl.run.accuracy import interval_of, is_held_out_reward, reward_of
 
 # matplotlib takes a second to import, which only a report should pay.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 GROUPS: dict[str, tuple[Panel, ...]] = {
-    "Learning curve": (Panel("accuracy, reward", ("eval/accuracy", "reward")),),
+    "Learning curve": (Panel("accuracy, reward", ("eval/accuracy", "eval/rewards/", "reward")),),
     "Rewards": (Panel("mean of each reward", ("rewards/",)),
                 Panel("groups without a difference", ("frac_reward_zero_std",))),
     "Optimisation": (Panel("loss", ("loss",)), Panel("gradient norm", ("grad_norm",), True),
@@ -137,6 +137,7 @@ def _others(runs: Sequence[Run]) -> dict[str, set[float]]:
     panels = [panel for panels in GROUPS.values() for panel in panels]
     drawn = {name for run in runs for panel in panels for name in _names(run, panel)}
     drawn |= {name for run in runs for name in rewards(run.metrics)}
+    drawn |= {name for run in runs for name in held_out_rewards(run.metrics)}
     return {name: {value for run in runs for value in series(run, name)[1]}
             for name in names if name not in drawn | _SAID}  # fmt: skip
 
@@ -307,7 +308,9 @@ def _names(run: Run, panel: Panel) -> list[str]:
     known = run.metrics
     found = []
     for name in panel.names:
-        if name.endswith("/"):
+        if name == "eval/rewards/":  # the accuracy is the mean of the same reward
+            found += [] if "eval/accuracy" in known else held_out_rewards(known)[:MOST_LINES]
+        elif name.endswith("/"):
             found += rewards(known)[:MOST_LINES]
         elif name in known:
             found.append(name)
@@ -319,9 +322,16 @@ def rewards(names: Iterable[str]) -> list[str]:
     return [each for each in names if each.startswith("rewards/") and each.endswith("/mean")]
 
 
+def held_out_rewards(names: Iterable[str]) -> list[str]:
+    """Return the metrics that are means of rewards over held-out prompts."""
+    return [each for each in names if is_held_out_reward(each)]
+
+
 def _label(name: str) -> str:
     if name == "eval/accuracy":
         return "accuracy (held out)"
+    if is_held_out_reward(name):
+        return f"{reward_of(name)} (held out)"
     outer, _, inner = name.rpartition("/")
     shown = inner if outer in ("completions", "time") else name.removeprefix("rewards/")
     if outer.startswith("sampling"):

@@ -59,10 +59,11 @@ class Judge:
 
 
 def _start() -> subprocess.Popen[str]:
-    # By its file, not as a module of funcrl, which would load torch; -P keeps its folder's names
-    # from hiding other modules.
+    from funcrl.core.programs import python_command  # the child does without funcrl
+
+    # By its file, not as a module of funcrl, which would load torch.
     child = subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__))],
+        python_command(str(Path(__file__))),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -10,6 +10,19 @@ from funcrl.tasks.rewards.calls import NoRewardError
 from funcrl.tasks.rewards.failures import FunctionError, function_error
 
 
+class Conversation(dict[str, Any]):
+    """The row of a prompt that is a list of messages.
+
+    Args:
+        row: its columns.
+        column: that has the messages.
+    """
+
+    def __init__(self, row: Mapping[str, Any], column: str) -> None:
+        super().__init__(row)
+        self.messages: list[Any] = list(row[column])
+
+
 class Form(NamedTuple):
     """How a reward function is called."""
 
@@ -21,9 +34,10 @@ class Form(NamedTuple):
 def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
     """Return how a reward function is called, which its parameters say.
 
-    One that takes `prompts` or `completions` is called once for a batch. Parameters that are
-    called prompt, completion, answer, data, or like a column get these. Any other function of two
-    arguments gets the prompt and the completion.
+    One that takes `prompts`, `completions` or `solution_strs` is called once for a batch.
+    Parameters that are called prompt, completion, answer, data, or like a column get these, and so
+    do verl's solution_str and ground_truth. Of two others the names must say that they are the
+    prompt and the completion, as (p, c) and (_, text) do.
 
     Args:
         name: of the reward, for errors.
@@ -41,7 +55,7 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
     ]
     names = [each.name for each in plain]
     needed = [each.name for each in plain if each.default is each.empty]
-    is_batch = not {"prompts", "completions"}.isdisjoint(names)
+    is_batch = not _OF_BATCH.isdisjoint(names)
     known = {*columns, *(_BATCH | _plurals(columns) if is_batch else _ONE)}
     unknown = [each for each in needed if each not in known]
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL} & kinds
@@ -49,12 +63,12 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
         return Form(
             "batch" if is_batch else "one", tuple(n for n in names if n in known), takes_all
         )
-    of_two = len(needed) == 2 and (needed[0] == "prompt" or known.isdisjoint(needed))
-    if not is_batch and (of_two or (by_position and len(needed) <= 2)):
+    if not is_batch and ((by_position and len(needed) <= 2) or _is_pair(needed, known)):
         return Form("positional")
     raise ValueError(
         f"The reward {name!r} is expected to take what there is ({', '.join(sorted(known))}), got "
-        f"a function with {', '.join(map(repr, unknown)) or 'no arguments'}."
+        f"a function with {', '.join(map(repr, unknown)) or 'no arguments'}; f(prompt, completion) "
+        f"takes any prompt and its completion."
     )
 
 
@@ -109,15 +123,52 @@ def as_list(result: Any, count: int) -> Sequence[Any]:
     return [error] * count
 
 
-_ONE = {"prompt", "completion", "state", "answer", "data"}
-_BATCH = {"prompts", "completions", "states", "answers", "data"}
+_TEXTS = {"text", "response", "output", "outcome", "reply", "generation"}  # of a completion
+_VERL = {"solution_str", "ground_truth"}  # verl's names for the completion and the answer
+_ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
+_BATCH = {"prompts", "completions", "states", "answers", "data", *(f"{each}s" for each in _VERL)}
+_OF_BATCH = {"prompts", "completions", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
-_RESERVED = {"prompt", "completion", "prompts", "completions"}
+_RESERVED = {"prompt", "completion", "prompts", "completions", "solution_str", "solution_strs"}
 
 
 def columns_of(prompt: Any) -> Mapping[str, Any]:
     """Return the row that a prompt was made of, by column; empty if there is none."""
     return prompt.data if isinstance(prompt.data, Mapping) else {}
+
+
+def _is_pair(needed: Sequence[str], known: Collection[str]) -> bool:
+    """Return whether two arguments are by their names the prompt and the completion."""
+    if len(needed) != 2:
+        return False
+    first, second = needed
+    is_prompt = first == "prompt" or (first not in known and _stands_for(first, "prompt"))
+    is_text = second in _TEXTS or _stands_for(second, "completion")
+    return is_prompt and is_text and second not in known
+
+
+def _stands_for(name: str, word: str) -> bool:
+    return word.startswith(name) or name.startswith("_")
+
+
+def _ground_truth(prompt: Any) -> Any:
+    """Return the answer, from where verl's data have it if they do."""
+    columns = columns_of(prompt)
+    of_verl = columns.get("reward_model")
+    nested = of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
+    return columns.get("ground_truth", prompt.answer if nested is None else nested)
+
+
+def _as_given(prompt: Any) -> Any:
+    """Return the messages of a conversation, as TRL's functions get them; else the text."""
+    return prompt.data.messages if isinstance(prompt.data, Conversation) else prompt.text
+
+
+def _reply(prompt: Any, outcome: Any) -> Any:
+    """Return the message that goes on with a conversation, in a list; else the text."""
+    if isinstance(prompt.data, Conversation) and isinstance(outcome, str):
+        return [{"role": "assistant", "content": outcome}]
+    return outcome
 
 
 def _plurals(columns: Collection[str]) -> set[str]:
@@ -131,6 +182,7 @@ def _call_one(function: Callable[..., Any], form: Form, prompt: Any, outcome: An
     }  # fmt: skip
     given |= {name: v for name, v in columns_of(prompt).items() if name not in _RESERVED}
     wanted = [*form.names, *(given if form.takes_all else ())]
+    given = {"solution_str": outcome, "ground_truth": _ground_truth(prompt), **given}
     return function(**{each: given[each] for each in wanted})
 
 
@@ -140,11 +192,13 @@ def _call_batch(
     names = [each for each in columns_of(prompts[0]) if each not in _RESERVED]
     columns = {name: [columns_of(each)[name] for each in prompts] for name in names}
     plain = {
-        "prompts": [each.text for each in prompts],
-        "completions": list(outcomes),
+        "prompts": [_as_given(each) for each in prompts],
+        "completions": [_reply(*pair) for pair in zip(prompts, outcomes, strict=True)],
         "states": list(outcomes),
         "answers": [each.answer for each in prompts],
         "data": [each.data for each in prompts],
+        "solution_strs": list(outcomes),
+        "ground_truths": [_ground_truth(each) for each in prompts],
     }
     given = plain | {f"{name}s": values for name, values in columns.items()} | columns
     # As TRL does it: the prompts, the completions and every column by its own name.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from funcrl.core.reading import brief
 from funcrl.tasks.adapt import TokenizerStandIn
 from funcrl.tasks.contracts import Prompt, Tokenizer
+from funcrl.tasks.rewards.functions import Conversation
 from funcrl.tasks.rows.reading import Table
 from funcrl.tasks.rows.templates import Template
 
@@ -79,7 +80,10 @@ def _conversations(function: str, table: Table, tokenizer: Tokenizer, column: st
     def finish(prompt: Prompt) -> Prompt:  # a template takes a while for all the rows of a file
         return prompt._replace(text=render(prompt.data[column]))
 
-    prompts = _prompts(function, table, contents)
+    prompts = [
+        each._replace(data=Conversation(each.data, column))
+        for each in _prompts(function, table, contents)
+    ]
     finish(prompts[0])  # so that a template that does not take the messages fails at once
     # The texts hold the template's marks already.
     whole = TokenizerStandIn(tokenizer, encode=tokenizer.encode_answer)

@@ -12,13 +12,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from funcrl.config.generation import ServerConfig
+from funcrl.core.programs import python_command
 from funcrl.generators.vllm.server.transport import RUN_VARIABLE, new_run
 
 _LINES = 15  # of a log, that an error shows
@@ -53,6 +55,7 @@ class Server:
         hf_config: the config.json that vLLM is to read, if it needs one.
         device: the GPU, as nvidia-smi counts them; where this process is when left out.
         run: what the trainer and its servers meet by, as `transport.new_run` makes it.
+        answer_seconds: that each of its answers may take.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Server:
         hf_config: Mapping[str, Any] | None,
         device: int | None,
         run: str,
+        answer_seconds: float,
     ) -> None:
+        self._answer_seconds = answer_seconds
         self._folder = _private_folder()
         folder = Path(self._folder.name)
         if hf_config is not None:
@@ -99,7 +104,13 @@ class Server:
     def post(self, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a request; raise if the server refuses, or is no more."""
         try:
-            status, body = _ask(self.address, path, content)
+            status, body = _ask(self.address, path, content, self._answer_seconds)
+        except TimeoutError as error:
+            raise ServerError(
+                f"VLLM expects its server at {self.address} to answer {path} in "
+                f"--vllm.server.answer-seconds {self._answer_seconds}, got nothing; the end of its "
+                f"log:\n{self._tail()}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             self._check_alive()
             raise ServerError(
@@ -161,24 +172,24 @@ class Servers:
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
         hf_config: the config.json that vLLM is to read, if it needs one.
-        devices: the GPU of each; None is where this process is.
-        seconds: that they have to start in.
+        config: their GPUs, and how long they may take.
     """
 
     def __init__(
         self,
         settings: Mapping[str, Any],
         hf_config: Mapping[str, Any] | None,
-        devices: Sequence[int | None],
-        seconds: float,
+        config: ServerConfig,
     ) -> None:
         self._servers: list[Server] = []
         self.run = new_run()
         try:
-            for device in devices:
-                self._servers.append(Server(settings, hf_config, device, self.run))
+            for device in config.devices or (None,):  # None is where this process is
+                self._servers.append(
+                    Server(settings, hf_config, device, self.run, config.answer_seconds)
+                )
             for server in self._servers:
-                server.wait(seconds)
+                server.wait(config.start_seconds)
         except BaseException:
             self.close()
             raise
@@ -232,7 +243,7 @@ def check_plugin() -> None:
     A folder on the path makes funcrl importable; vLLM asks for what is installed.
     """
     found = subprocess.run(
-        [sys.executable, "-c", _FIND_PLUGINS], capture_output=True, text=True, check=True
+        python_command("-c", _FIND_PLUGINS), capture_output=True, text=True, check=True
     ).stdout.split()
     if _PLUGIN in found:
         return
@@ -259,7 +270,7 @@ def _command(
     }  # fmt: skip
     if device is not None:
         variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": device}
-    python = [sys.executable, "-m", "funcrl.generators.vllm.server.serve"]
+    python = python_command("-m", "funcrl.generators.vllm.server.serve")
     quiet = "--disable-uvicorn-access-log"  # a line for each sample of a long run
     arguments = ["--model", folder, "--uds", address, *flags(settings), quiet]
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *python, *arguments]
@@ -278,15 +289,19 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._address)
 
 
-def _ask(address: str, path: str, content: Mapping[str, Any] | None) -> tuple[int, bytes]:
-    """Return a server's answer to a POST; raise if there will be none."""
-    caller = _Connection(address)
+def _ask(
+    address: str, path: str, content: Mapping[str, Any] | None, seconds: float
+) -> tuple[int, bytes]:
+    """Return a server's answer to a POST; raise if there will be none, or none in time."""
+    caller, end = _Connection(address, seconds), time.monotonic() + seconds
     try:
         headers = {"Content-Type": "application/json"}
         body = None if content is None else json.dumps(content)
         caller.request("POST", path, body, headers)
         # A server whose engine has died may wait for it without end, and so would this.
-        while not connection.wait([caller.sock], _PULSE_SECONDS):
+        while not connection.wait([caller.sock], min(_PULSE_SECONDS, seconds)):
+            if time.monotonic() > end:  # its engine may hang while it says that all is well
+                raise TimeoutError
             if not _is_healthy(address, _PULSE_LIMIT):
                 raise ConnectionError("no sign of life")
         answer = caller.getresponse()

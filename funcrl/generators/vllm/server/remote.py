@@ -41,9 +41,7 @@ class Remote:
         if config.server.devices and not config.cache_bytes:  # GPUs that nobody else is on
             del settings["kv_cache_memory_bytes"]
             settings["gpu_memory_utilization"] = _UTILISATION
-        self._servers = Servers(
-            settings, setup.hf_config, config.server.devices or (None,), config.server.start_seconds
-        )
+        self._servers = Servers(settings, setup.hf_config, config.server)
         self._link = Link(self._servers, config.server, getattr(torch, setup.dtype))
 
     @property
