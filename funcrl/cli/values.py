@@ -1,6 +1,7 @@
 """How values are written on the command line: as tyro reads annotations, numbers as YAML does."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -50,6 +51,8 @@ def read_value(kind: Any, texts: Sequence[str]) -> Any:
         return None
     if get_origin(kind) in (Union, UnionType):
         return _read_one_of(inner, texts)
+    if kind is Path and not texts[0]:  # which Path takes for the working directory
+        raise ValueError("expects a path, got ''.")
     with _REGISTRY:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
     if not isinstance(spec, PrimitiveConstructorSpec):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
 from funcrl.config.names import GeneratorName, is_own
@@ -21,6 +21,24 @@ from funcrl.core.arguments import Count, CountOrAll, FinitePositive, Fraction, N
 # vLLM rounds otherwise than the trainer, and a stale policy is another one: what they draw is
 # corrected for, up to here.
 _LARGEST_IMPORTANCE = 2.0
+
+
+def _check_names(config: Any) -> None:
+    """Raise for an object in place of its name, and say where it goes."""
+    for function in config.reward if isinstance(config.reward, tuple | list) else ():
+        if callable(function):
+            raise TypeError(
+                f"train expects --reward to name functions as file.py:name, got "
+                f"{getattr(function, '__name__', function)!r} itself; in Python "
+                f"funcrl.tasks.from_rows(rows, reward=...) takes it, and "
+                f"funcrl.tasks.with_rewards(task, {{...}})."
+            )
+    if config.tokenizer is not None and not isinstance(config.tokenizer, str):
+        raise TypeError(
+            f"train expects --tokenizer to name a folder or weights, got "
+            f"{type(config.tokenizer).__name__}; a task takes "
+            f"funcrl.tasks.load_tokenizer(folder)."
+        )
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        _check_names(self)
         check_fields(self, "train")
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(

@@ -99,11 +99,18 @@ def check_fields(config: Any, command: str = "") -> None:
         hint: Any = field.type
         kind, value = _kind(hint), getattr(config, field.name)
         if isinstance(value, str) and Path in (hint, *typing.get_args(hint)):
+            if not value:  # which Path takes for the working directory
+                _refuse_empty(command, field.name, config)
             value = Path(value)
             object.__setattr__(config, field.name, value)  # of a frozen dataclass being made
         if not kind.takes(value):
             option = f"--{field.name.replace('_', '-')}" if command else field.name
             _refuse(command or type(config).__name__, option, kind, value)
+
+
+def _refuse_empty(command: str, name: str, config: Any) -> NoReturn:
+    option = f"--{name.replace('_', '-')}" if command else name
+    raise ValueError(f"{command or type(config).__name__} expects {option} to be a path, got ''.")
 
 
 def check_value(function: str, argument: str, hint: Any, value: Any) -> None:
@@ -130,7 +137,8 @@ def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
     of_type = kind.is_of_type(value)
     expected = kind.relation if of_type and kind.relation else f"to be {kind.words}"
     error = ValueError if of_type else TypeError
-    raise error(f"{function} expects {argument} {expected}, got {_shown(value)}.")
+    advice = "".join(text for name, text in _ADVICE.items() if name in kind.words)
+    raise error(f"{function} expects {argument} {expected}, got {_shown(value)}{advice}.")
 
 
 def _shown(value: Any) -> str:
@@ -291,6 +299,14 @@ def number(words: str, holds: Callable[[float], bool], relation: str = "") -> Ki
     )
 
 
+# What makes a value of a type, for those who gave something else.
+_ADVICE = {
+    "a TaskLike": "; funcrl.tasks.from_rows makes a task of rows or of a data set, and "
+    "funcrl.tasks.load one of a name",
+    "an Algorithm": "; funcrl.grpo() and funcrl.dapo() are two",
+    "a GradientTransformation": "; funcrl.optim.adamw(1e-6) is one",
+    "a Module": "; funcrl.load_params(name) returns the model and the parameters of weights",
+}
 _ANYTHING = Kind("anything", lambda _: True)
 # A leaf of a tree of tensors; optim.masked puts the empty tuple in place of a leaf not selected.
 _LEAF = Kind(

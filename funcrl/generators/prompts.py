@@ -5,7 +5,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from funcrl.config import Sampling
 from funcrl.core import checks, rng
@@ -44,6 +44,7 @@ def check_prompts(
     for token in sampling.stop_tokens:
         checks.check_range("generate", "stop_tokens", token, 0, above - 1)
     for index, prompt in enumerate(prompts):
+        _check_tokens(index, prompt)
         if not 0 < len(prompt) < context_length:
             raise ValueError(
                 f"generate expects prompts of 1 to {context_length - 1} tokens, fewer than "
@@ -56,6 +57,28 @@ def check_prompts(
                 f"generate expects tokens from 0 on, below vocab_size={vocab_size}, got "
                 f"{wrong} in prompt {index}."
             )
+
+
+def _check_tokens(index: int, prompt: Any) -> None:
+    """Raise unless a prompt is a sequence of integers."""
+    if isinstance(prompt, str | bytes) or not hasattr(prompt, "__len__"):
+        got = "a text, which tokenizer.encode turns into tokens"
+        got = got if isinstance(prompt, str | bytes) else type(prompt).__name__
+        raise TypeError(f"generate expects lists of tokens, got {got}, as prompt {index}.")
+    # Of the different ones: the contexts of long episodes repeat few, each turn anew.
+    for token in {*prompt}:
+        if type(token) is not int and not _is_integer(token):
+            raise TypeError(
+                f"generate expects tokens that are integers, got {token!r} in prompt {index}."
+            )
+
+
+def _is_integer(token: Any) -> bool:
+    try:
+        operator.index(token)
+    except TypeError:
+        return False
+    return True
 
 
 def sample_seeds(prompts: Prompts, num_samples: int, seed: int) -> list[int]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from funcrl.config import TrainConfig
 from funcrl.core import tree
+from funcrl.core.launch import ForkedError
 from funcrl.core.terminal import print_safely
 from funcrl.core.types import Params
 from funcrl.loop.parts.build import Parts
 from funcrl.loop.rolled import Policy, Rolled, roll
 from funcrl.run.record import Record
-from funcrl.tasks.watch import ForkedError
 
 _Result = TypeVar("_Result")
 _PATIENCE = 2.0  # seconds until the end of a run says what it waits for

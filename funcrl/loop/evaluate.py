@@ -14,6 +14,7 @@ from funcrl.config import EvalConfig, Sampling, TrainConfig
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
+from funcrl.core.launch import ForkedError
 from funcrl.core.terminal import warn_safely
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
@@ -40,7 +41,7 @@ from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import Task, TaskLike
-from funcrl.tasks.watch import ForkedError, Note
+from funcrl.tasks.watch import Note
 
 
 class Evaluation(NamedTuple):

@@ -12,7 +12,7 @@ from funcrl.loop.parts import sources
 from funcrl.models import Transformer
 from funcrl.models.logits import is_of_transformers
 from funcrl.run import runs
-from funcrl.tasks import check_task, is_built_in, load
+from funcrl.tasks import check_task, is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import TaskLike
 from funcrl.tasks.tokenizer_files import tokenizer_files
 from funcrl.tasks.watch import Note
@@ -72,6 +72,8 @@ def export(
             place = Path(folder) if has_tokenizer(Path(folder)) and not to_gguf else None
             if place is None:
                 note(_lacking(out, bool(ends)))
+        elif not to_gguf and (has_tokenizer(place) or place.suffix == ".gguf"):
+            ends = _trained_ends(place)
         return save_params(out, network, params, tokenizer=place, ends=ends)
 
 
@@ -112,6 +114,17 @@ def _ends(folder: Path) -> list[int]:
     found = read_json("export", folder / GENERATION, _MOST_BYTES).get("eos_token_id")
     ends = found if isinstance(found, list) else [found]
     return [end for end in ends if type(end) is int]
+
+
+def _trained_ends(place: Path) -> list[int]:
+    """Return the tokens that ended a completion in training, by the tokenizer of a model.
+
+    They may be others than those that the model's generation_config.json names.
+    """
+    try:
+        return list(load_tokenizer(place).ends)
+    except ImportError:  # without transformers, which has read it in training, the files say it
+        return []
 
 
 def _lacking(out: Path, says_end: bool) -> str:

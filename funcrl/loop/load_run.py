@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from funcrl.core.arguments import checked
@@ -58,6 +59,8 @@ def load_run(
         >>> params["norm.weight"].equal(state.params["norm.weight"]), task.name
         (True, 'sum_digits')
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("load_run expects device cpu where torch sees no GPU, got cuda.")
     run = Path(folder)
     if parts is not None:
         _, trained = sources.trained_params(run, trained_like(parts))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
+from funcrl.core.launch import refuse_ranks
 from funcrl.loop.parts.build import REPLACEABLE, Parts
 from funcrl.loop.parts.data import check_data, data_facts
 from funcrl.loop.parts.sources import options_of_run, parts_of_network
@@ -74,6 +75,7 @@ def open_run(
 
     The arguments are those of `train`, and the names of the parts that it was given by themselves.
     """
+    refuse_ranks("train")
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     folder = open_folder(config.run_dir, resume)

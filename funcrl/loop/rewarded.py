@@ -7,7 +7,7 @@ import torch
 
 from funcrl.loop.episodes import Failure
 from funcrl.tasks.contracts import Prompt, Task
-from funcrl.tasks.rewards.calls import RewardLimits
+from funcrl.tasks.rewards.calls import NOT_CAUGHT, RewardLimits
 from funcrl.tasks.rewards.failures import describe_error, shorten
 from funcrl.tasks.rewards.own import rewards_of
 
@@ -60,7 +60,14 @@ def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded
     if not result:
         return Rewarded({}, f"The reward of {task.name!r} is empty {_place(prompt, outcome)}.")
     for name, value in result.items():
-        if not _is_finite(value):
+        try:
+            is_finite = _is_finite(value)
+        except NOT_CAUGHT:
+            raise
+        except BaseException as error:  # of a value's own __float__
+            what = describe_error(f"The reward {name!r} of {task.name!r}", error)
+            return Rewarded({}, f"{what} {_place(prompt, outcome)}.", error)
+        if not is_finite:
             what = f"The reward {name!r} of {task.name!r} is {shorten(repr(value), _LONGEST_SHOWN)}"
             place = _place(prompt, outcome)
             if isinstance(value, SupportsFloat):

@@ -277,7 +277,7 @@ def _check_updated(record: Record) -> None:
     """Raise if each update of a run was skipped."""
     _, state, row, _ = record.progress
     if 0 < int(state.step) == row.get("num_skipped_updates"):
-        raise FloatingPointError(
+        raise ValueError(
             f"train expects finite gradients and updates, got none in {int(state.step)} updates, "
             f"all of which were skipped: the policy is that of step 0."
         )

@@ -15,6 +15,8 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout
 from funcrl.rl.batching import collate, sampled_tokens
 
+_MOST_TOKENS = 1 << 28  # of a packed batch: the indices alone take 2 GiB
+
 
 class _Group(NamedTuple):
     """Samples that begin with the same tokens, or a sample by itself."""
@@ -171,7 +173,7 @@ def _packed(
             f"{function} expects samples of at most {length} tokens, got {max(sizes)} in row {row}."
         )
     rows = _fill_rows(groups_of(batch, sizes), sizes, length)
-    return _laid(batch, [_pieces(row, sizes) for row in rows], length, multiple)
+    return _laid(function, batch, [_pieces(row, sizes) for row in rows], length, multiple)
 
 
 def _alone(_: Batch, sizes: Sequence[int]) -> list[_Group]:
@@ -250,10 +252,15 @@ def _pieces(row: Sequence[_Group], sizes: Sequence[int]) -> list[_Piece]:
 
 
 def _laid(
-    batch: Batch, rows: Sequence[list[_Piece]], length: int, multiple: int
+    function: str, batch: Batch, rows: Sequence[list[_Piece]], length: int, multiple: int
 ) -> tuple[PackedBatch, Tensor]:
     """Return rows of the pieces, and their prefix_ids."""
     num_rows = max(-(-len(rows) // multiple), 1) * multiple
+    if num_rows * length > _MOST_TOKENS:
+        raise ValueError(
+            f"{function} expects packed rows of at most {_MOST_TOKENS:,} tokens in all, got "
+            f"{num_rows:,} rows of {length:,}."
+        )
     width, device = batch.mask.shape[1], batch.mask.device
     # The indices are made on the CPU, slice by slice, and moved to the device once.
     source = torch.full((num_rows, length), -1, dtype=torch.int64, device="cpu")

@@ -17,10 +17,10 @@ import yaml
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.files import whole_file, write_whole
+from funcrl.core.launch import ForkedError
 from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
 from funcrl.run.writing import clean_up
-from funcrl.tasks.watch import ForkedError
 
 # What a run writes into, or deletes from.
 _WRITTEN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER, "tensorboard", "wandb", ".tracked-as")

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from funcrl.core.launch import ForkedError
 from funcrl.core.reading import brief
 from funcrl.tasks.adapt import TokenizerStandIn, changed
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
@@ -27,13 +28,6 @@ _PRECISIONS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 
 class TaskError(ValueError):
     """A task that called `sys.exit`, whose tokenizer raised, or whose prompts have no text."""
-
-
-class ForkedError(BaseException):
-    """A child process that a task forked and that went on with the run of its parent.
-
-    It is no `Exception`, so that nothing that skips the errors of a reward can keep the child.
-    """
 
 
 def watch(task: Task, note: Note) -> Task:

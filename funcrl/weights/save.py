@@ -1,5 +1,6 @@
 """Parameters to files: `save_params`."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,8 +58,8 @@ def save_params(
         tokenizer: the folder or the .gguf file whose tokenizer goes along, such as the one that
             the parameters were loaded from, or RUN/tokenizer of a run that began from nothing.
             Without one, llama.cpp does not run a .gguf file.
-        ends: the tokens that end a completion, for the config.json of a model whose `tokenizer`
-            does not say them. With neither, what transformers generates does not end by itself.
+        ends: the tokens that end a completion, besides those that the files of the `tokenizer`
+            name. With neither, what transformers generates does not end by itself.
         max_shard_bytes: larger models are spread over several files of a folder.
 
     Example:
@@ -97,7 +98,7 @@ def save_params(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(path, config, params, metadata)
         return path
-    files = _files_beside(source, ends, special_tokens(None, ends))
+    files = _files_beside(source, ends, special_tokens(source, ends))
     _check_same_network(path, config)
     with draft_of(path) as draft:
         _write_weights(draft, as_stored(params, config), max_shard_bytes)
@@ -110,8 +111,9 @@ def _files_beside(
 ) -> dict[str, bytes]:
     """Return what goes along with the weights, by name: a tokenizer, and where completions end."""
     files = {} if source is None else tokenizer_files(source)
-    if ends and GENERATION not in files:
-        files[GENERATION] = json_bytes(tokens)
+    if ends:
+        said = json.loads(files[GENERATION]) if GENERATION in files else tokens
+        files[GENERATION] = json_bytes({**said, "eos_token_id": tokens["eos_token_id"]})
     return files
 
 

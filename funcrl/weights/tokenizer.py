@@ -48,15 +48,18 @@ def special_tokens(source: Path | None, ends: Sequence[int]) -> dict[str, Any]:
 
     Args:
         source: a folder with a tokenizer, whose model's files say it; None if there is none.
-        ends: what ends a text where the folder does not say it.
+        ends: what ends a text, besides what the folder says.
     """
-    end = ends[0] if len(ends) == 1 else list(ends) or None
-    found = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": ends[0] if ends else None}
+    pad = ends[0] if ends else None
+    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": [], "pad_token_id": pad}
     for name in ("config.json", GENERATION):
         if source is not None and (source / name).is_file():
             said = read_json("save_params", source / name, _LONGEST_JSON)
             found |= {key: said[key] for key in found if _is_tokens(said.get(key))}
-    return found
+    of_folder = found["eos_token_id"]
+    of_folder = of_folder if isinstance(of_folder, list) else [of_folder]
+    all_ends = list(dict.fromkeys([*ends, *of_folder]))
+    return found | {"eos_token_id": all_ends[0] if len(all_ends) == 1 else all_ends or None}
 
 
 def _is_tokens(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ class Recomputed:
 
         def last_logits(params: Params, row: tuple[Sample, Tensor]) -> Tensor:
             sample, position = row
-            return logits(params, sample).index_select(0, position[None])[0]
+            found = _checked(logits(params, sample), len(sample.tokens))
+            return found.index_select(0, position[None])[0]
 
         self._logits = over_rows("Recompute", last_logits)
 
@@ -145,9 +147,23 @@ def _draw(
 def _scores_of(logits: LogitsFn, dtype: torch.dtype | None) -> Callable[[Params, Row], TokenScores]:
     def model_fn(params: Params, sample: Row) -> TokenScores:
         given = params if dtype is None else tree.cast(params, dtype)
-        return token_scores(logits(given, sample), sample.tokens)
+        found = _checked(logits(given, sample), len(sample.tokens))
+        return token_scores(found, sample.tokens)
 
     return model_fn
+
+
+def _checked(found: Any, length: int) -> Tensor:
+    """Return what a function of logits returned, if it is logits of `length` tokens."""
+    is_tensor = isinstance(found, Tensor)
+    if is_tensor and found.ndim == 2 and len(found) == length and found.is_floating_point():
+        logits: Tensor = found
+        return logits
+    got = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else type(found).__name__
+    raise TypeError(
+        f"Recompute expects logits, floating-point numbers of shape [T, V], of a sample of "
+        f"T={length} tokens, got {got}."
+    )
 
 
 def _checker(module: nn.Module) -> Callable[[Params], None]:

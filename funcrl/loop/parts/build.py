@@ -10,7 +10,7 @@ from torch import nn
 
 from funcrl.config import Sampling, TrainConfig
 from funcrl.core import tree
-from funcrl.core.arguments import checked
+from funcrl.core.arguments import check_value, checked
 from funcrl.core.terminal import warn_safely
 from funcrl.core.types import (
     Absent,
@@ -36,6 +36,20 @@ from funcrl.tasks.watch import Note, watch
 REPLACEABLE = (
     "task", "model", "params", "model_fn", "algorithm", "optimizer", "prepare", "step", "generator",
 )  # fmt: skip
+
+
+# What each part is, where a task is checked by itself.
+_KINDS: dict[str, Any] = {
+    "model": nn.Module, "params": Params, "model_fn": Callable, "algorithm": Algorithm,
+    "optimizer": GradientTransformation, "prepare": PrepareFn | None, "step": Step,
+}  # fmt: skip
+# Where what is no part belongs.
+_INSTEAD = {
+    "reward": "; rewards belong to a task, which funcrl.tasks.from_rows(rows, reward=...) makes, "
+    "and funcrl.tasks.with_rewards(task, {...}) of another",
+    "tokenizer": "; a tokenizer belongs to a task, such as funcrl.tasks.from_rows(rows, "
+    "tokenizer=funcrl.tasks.load_tokenizer(folder))",
+}
 
 
 class _Fields(NamedTuple):
@@ -205,7 +219,13 @@ def _source(
 def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - {*REPLACEABLE})
     if unknown:
-        raise TypeError(f"{function} expects {', '.join(REPLACEABLE)}, got {unknown[0]!r}.")
+        advice = _INSTEAD.get(unknown[0], "")
+        raise TypeError(f"{function} expects {', '.join(REPLACEABLE)}, got {unknown[0]!r}{advice}.")
+    for name, kind in _KINDS.items():
+        if name in given and not (name == "params" and given[name] == ()):
+            check_value(function, name, kind, given[name])
+    if "generator" in given:
+        chosen.check_generator(function, "generator to be", given["generator"])
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
     if "step" in given and config.compile is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from funcrl import optim
-from funcrl.config import TrainConfig
+from funcrl.config import AlgorithmConfig, TrainConfig
 from funcrl.config.names import GENERATORS, is_own
 from funcrl.core.types import Algorithm, GradientTransformation
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
@@ -36,13 +36,18 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
             tunables["length"] = config.sampling.max_tokens
         made: Algorithm = getattr(algorithms, options.name)(**tunables)
         return made
-    given = options.max_importance  # only what was asked for is refused, not what is left out
+    # Only what was asked for is refused, not what is left out.
+    given = options.max_importance
     refusable: dict[str, Any] = {
         "kl": options.kl,
         "entropy": options.entropy,
         "max-importance": given,
     }
     refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
+    left_out = AlgorithmConfig()
+    for name in ("kl", "entropy"):
+        if refusable[name] == getattr(left_out, name):
+            refusable[name] = None
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 
@@ -96,10 +101,8 @@ def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Tas
     given: dict[str, Any] = {"decode": decode, "slots": config.slots, "dtype": dtype}
     if config.generator not in GENERATORS:
         made = import_named("--generator", config.generator)
-        return _checked_generator(
-            config.generator,
-            call_with_known("--generator", config.generator, made, model=model, **given),
-        )
+        found = call_with_known("--generator", config.generator, made, model=model, **given)
+        return check_generator(function, f"--generator {config.generator} to make", found)
     if config.generator == "sampler":
         return _embedded(model)(model, **given)
     if not isinstance(model, Transformer):
@@ -129,11 +132,18 @@ def _embedded(model: nn.Module) -> Any:
     return HuggingFace if cached else Recompute
 
 
-def _checked_generator(name: str, found: Any) -> Generator:
+def check_generator(function: str, what: str, found: Any) -> Generator:
+    """Return an object that generates; raise in the name of `function` if it lacks a member.
+
+    Args:
+        function: for errors.
+        what: what it is, up to the words "a funcrl.generators.Generator".
+        found: any object.
+    """
     for member in ("push", "generate", "close", "context_length"):
         if not hasattr(found, member):
             raise ValueError(
-                f"train expects --generator {name} to make a funcrl.generators.Generator, got "
+                f"{function} expects {what} a funcrl.generators.Generator, got "
                 f"{type(found).__name__} without {member}."
             )
     generator: Generator = found

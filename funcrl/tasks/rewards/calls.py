@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcrl.core.arguments import CheckedFields, Count, FinitePositive
+from funcrl.core.launch import ForkedError
 
+# What no reward raises for its own completion: Ctrl-C, and the end of a forked child.
+NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit, ForkedError)
 _GRACE = 1.0  # seconds that a cancelled call has to end; one that does not is left behind
 
 
@@ -56,7 +59,9 @@ def run_calls(calls: Sequence[Callable[[], Any]], limits: RewardLimits) -> list[
 def _caught(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (Exception, SystemExit) as error:  # sys.exit would end the run
+    except NOT_CAUGHT:
+        raise
+    except BaseException as error:  # sys.exit, for one, would end the run
         return error
 
 
@@ -114,6 +119,8 @@ async def _limited(awaitable: Awaitable[Any], slots: asyncio.Semaphore, seconds:
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
+    except NOT_CAUGHT:
+        raise
     # Cancelled by the function itself; a task that ends by SystemExit would end the loop.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except BaseException as error:
         return error
