@@ -19,4 +19,6 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     square = _Z * _Z
     half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count * count))
     center, scale = share + square / (2 * count), 1 + square / count
-    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+    # With p at an end of [0, 1] rounding would leave it out.
+    low, high = min((center - half) / scale, share), max((center + half) / scale, share)
+    return max(low, 0.0), min(high, 1.0)

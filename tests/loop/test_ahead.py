@@ -3,7 +3,11 @@
 import asyncio
 import dataclasses
 import math
+import signal
+import subprocess
+import sys
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -375,3 +379,53 @@ def test_the_memory_estimate_counts_the_policies_that_are_kept():
     assert donated.older == 2 * plain.parameters
     grown = one.peak - plain.peak - 2 * plain.parameters  # one in memory, one on its way to disk
     assert grown == min(plain.cache, plain.training)
+
+
+BLOCKING = """
+import time
+n = 0
+def score(prompt, completion):
+    global n
+    n += 1
+    if n > 8:
+        time.sleep(60)
+    return float(n % 2)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_blocks_is_left_by_a_third_signal(tmp_path):
+    """The second says what it waits for; a thread that sleeps cannot be ended otherwise."""
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
+    (tmp_path / "block.py").write_text(BLOCKING)
+    line = [
+        "train", "--max-staleness", "1", "--reward", f"{tmp_path / 'block.py'}:score",
+        "--num-prompts", "2", "--num-generations", "2", "--sampling.max-tokens", "3",
+        "--warm-start.steps", "0", "--evaluation.every", "0", "--steps", "9", "--threads", "1",
+        "--run-dir", str(folder),
+    ]  # fmt: skip
+    with log.open("wb") as file:
+        run = subprocess.Popen(
+            [sys.executable, "-c", f"from funcrl.cli import main; main({line!r})"],
+            stdout=file, stderr=file,
+        )  # fmt: skip
+    try:
+        metrics = folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+        for _ in range(2):
+            time.sleep(0.5)
+            run.send_signal(signal.SIGINT)
+        wait_until(lambda: "One more Ctrl-C" in log.read_text())
+        assert "Saved step 2" in log.read_text()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(15) == 130
+    finally:
+        run.kill()
+        run.wait()
+
+
+def wait_until(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)

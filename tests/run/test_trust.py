@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from cases import run_command
 import funcrl
 from funcrl import cli, runs
 from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config
+from funcrl.core.programs import python_command
 from funcrl.run import trust
 from funcrl.run.trust import TrustError, cache_code, named_code
 
@@ -270,3 +273,97 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
     with pytest.raises(ValueError, match="trust_remote_code"):
         funcrl.tasks.load_tokenizer(tmp_path)
     assert not marker.exists()
+
+
+NET = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab_size, vocab_size)
+    def forward(self, tokens):
+        return self.table(tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def with_network(tmp_path_factory):
+    """A stranger's run of a network of the stranger's own, which this account has not run."""
+    folder = tmp_path_factory.mktemp("network")
+    found = SimpleNamespace(run=folder / "run", marker=folder / "marker", file=folder / "net.py")
+    found.file.write_text(NET.format(marker=str(found.marker)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trust, "default_store", lambda: folder / "account")
+        model = f"{found.file}:Net"
+        cli.main(["train", "--model", model, "--run-dir", str(found.run), *SMALL])
+    found.marker.unlink()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args",
+    [
+        "train --model {run} --run-dir {new}",
+        "train --model {run} --dry-run",
+        "train --config {file} --run-dir {new}",
+        "train --config {file} --dry-run",
+        "train --resume {mine} --steps 3",
+        "train --resume {mine} --fork {new} --steps 3",
+        "eval --model {run}",
+        "export --run {run} --out {new}",
+        "eval --run {mine}",
+    ],
+)
+def test_no_network_that_a_run_names_is_run_however_deep(
+    with_network, tmp_path, capsys, monkeypatch, args
+):
+    """The run in `--model`, in a file's `model`, and in that of the run that goes on."""
+    file, mine = tmp_path / "c.yaml", tmp_path / "mine"
+    file.write_text(f"model: {with_network.run}\n")
+    if "{mine}" in args:
+        with monkeypatch.context() as patch:
+            patch.setattr(trust, "default_store", lambda: tmp_path / "trusting")
+            line = ["train", "--trust", "--model", with_network.run, "--run-dir", mine, *SMALL]
+            assert run(capsys, *line).code == 0
+        with_network.marker.unlink()
+    names = {"run": with_network.run, "file": file, "mine": mine, "new": tmp_path / "new"}
+    ended = run(capsys, *args.format(**names).split())
+    assert ended.code == 1
+    assert f"--trust (trust=True in Python) to run {with_network.file}" in ended.err
+    assert not with_network.marker.exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_what_the_line_names_itself_runs_beside_a_stranger_s_run(with_network, tmp_path, capsys):
+    ended = run(capsys, "train", "--trust", "--model", with_network.run, "--run-dir",
+                tmp_path / "mine", *SMALL)  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert with_network.marker.exists()
+    with_network.marker.unlink()
+
+
+@pytest.mark.parametrize("name", ["pip", "json", "numpy", "torch", "csv", "vllm"])
+def test_a_program_that_is_started_imports_nothing_from_the_working_directory(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    marker = tmp_path / "marker"
+    (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nraise ImportError\n")
+    imports = "import pip, json, csv"
+    inner = f"subprocess.run([sys.executable, '-c', {imports!r}], check=True)"
+    code = f"{imports}, subprocess, sys; {inner}"
+    for arguments in (("-m", "pip", "--version"), ("-c", code)):
+        subprocess.run(python_command(*arguments), check=True, capture_output=True)
+    assert not marker.exists()
+
+
+def test_python_is_started_by_one_function_alone():
+    package = Path(funcrl.__file__).parent
+    named = {path for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
+    others = {path.relative_to(package).parts[:2] for path in named}
+    # A server's error names it in words; the benchmarks start programs of their own.
+    assert others <= {("core", "programs.py"), ("generators", "vllm"), ("cli", "bench")}

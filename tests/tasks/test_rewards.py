@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from cases import tiny_tokenizer
 
 from funcrl import rollouts
 from funcrl.loop.rewarded import RewardError
@@ -297,3 +298,96 @@ def test_settings_that_rewards_change_come_back_after_the_batch():
     assert len(notes) == 2
     rollouts.grade(watch(Later(), notes.append), [Prompt("1+2=", "3")], ["3"])
     assert len(notes) == 2
+
+
+VERL = [
+    {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": 2}, "extra_info": 7},
+    {"prompt": "2+1=", "data_source": "sums", "reward_model": {"ground_truth": 3}, "extra_info": 8},
+]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info in (7, 8)) == ("sums", True)
+    return float(solution_str == str(ground_truth))
+
+
+def as_verl_documents_it(solution_str, ground_truth, **kwargs):
+    return float(solution_str == str(ground_truth))
+
+
+def of_verls_batches(solution_strs, ground_truths, data_sources):
+    assert set(data_sources) == {"sums"}
+    return [float(a == str(b)) for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+
+@pytest.mark.parametrize("function", [compute_score, as_verl_documents_it, of_verls_batches])
+def test_verls_functions_get_what_their_parameters_name(function):
+    task = from_rows(VERL, function, held_out=0.0)
+    prompts = sorted(task.prompts(0, 0, 2))
+    assert rollouts.grade(task, prompts, ["2", "2"]).total.tolist() == [1.0, 0.0]
+
+
+def test_verls_ground_truth_is_the_answer_of_other_rows():
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    task = from_rows(rows, as_verl_documents_it, held_out=0.0)
+    assert rollouts.grade(task, task.prompts(0, 0, 1), ["2"]).total.tolist() == [1.0]
+    both = [{"prompt": "1+1=", "answer": "wrong", "ground_truth": "2"}]
+    task = from_rows(both, as_verl_documents_it, held_out=0.0)
+    assert rollouts.grade(task, task.prompts(0, 0, 1), ["2"]).total.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda question, response: 1.0,
+        lambda completion, reference: 1.0,
+        lambda prompt, target: 1.0,
+        lambda prediction, label: 1.0,
+        compute_score,  # whose rows have no data_source here
+    ],
+)
+def test_parameters_that_nothing_is_known_of_are_refused(function):
+    with pytest.raises(ValueError, match="expected to take what there is"):
+        from_rows([{"prompt": "1+1=", "answer": "2"}], {"one": function})
+
+
+def by_messages(prompts, completions, **kwargs):
+    """As TRL's documentation has it for conversations."""
+    assert [each[-1]["role"] for each in prompts] == ["user"] * len(prompts)
+    return [float(completion[0]["content"] == "4") for completion in completions]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_trls_functions_get_messages_on_rows_of_messages(column):
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    rows = [{column: [{"role": "user", "content": "2+2"}]}]
+    task = from_rows(rows, by_messages, tokenizer=tiny_tokenizer(template), held_out=0.0)
+    prompts = task.prompts(0, 0, 2)
+    assert rollouts.grade(task, prompts, ["4", "5"]).total.tolist() == [1.0, 0.0]
+
+
+class Stop(BaseException):
+    """What is no `Exception`, as those of test frameworks."""
+
+
+def test_whatever_a_reward_raises_is_its_own():
+    class Number:
+        def __float__(self):
+            raise Stop("float")
+
+    def raises(prompt, completion):
+        raise Stop("reward")
+
+    task = from_rows([{"prompt": "1"}], {"number": lambda prompt, completion: Number()})
+    with pytest.raises(RewardError, match="raised Stop: float"):
+        rollouts.grade(task, task.prompts(0, 0, 1), ["2"])
+    task = from_rows([{"prompt": "1"}], {"one": raises})
+    with pytest.raises(RewardError, match="'one' raised Stop: reward"):
+        rollouts.grade(task, task.prompts(0, 0, 1), ["2"])
+
+    def interrupted(prompt, completion):
+        raise KeyboardInterrupt
+
+    task = from_rows([{"prompt": "1"}], {"one": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.grade(task, task.prompts(0, 0, 1), ["2"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import run_command
+from cases import run_command, tiny_pretrained
 
 import funcrl
 from funcrl import runs
@@ -189,3 +189,36 @@ def test_a_network_of_transformers_leaves_with_the_tasks_tokenizer(tmp_path):
     end = SumDigits().tokenizer.end
     assert model.generation_config.eos_token_id == end  # and not 2, Llama's own
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == end
+
+
+@pytest.mark.slow
+def test_every_token_that_ended_a_completion_ends_one_after_the_export(tmp_path):
+    """The model's generation_config.json names another end than its chat template."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
+    )
+    source, _ = tiny_pretrained(tmp_path / "source", template)
+    other = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.5}
+    (source / "generation_config.json").write_text(json.dumps(other))
+    tokenizer = funcrl.tasks.load_tokenizer(source)
+    rows = [{"prompt": f"{n}", "answer": f"{n}"} for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = replace(
+        tiny(tmp_path / "run", model=str(source)), task=str(tmp_path / "rows.jsonl"),
+        warm_start=WarmStartConfig(steps=0),
+    )  # fmt: skip
+    funcrl.train(config)
+    out = funcrl.export(tmp_path / "run", tmp_path / "model")
+    said = json.loads((out / "generation_config.json").read_text())
+    assert set(said["eos_token_id"]) == set(tokenizer.ends) > {2}
+    assert said["eos_token_id"][0] == tokenizer.end
+    assert said["temperature"] == 0.5
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert set(model.generation_config.eos_token_id) == set(tokenizer.ends)
+    # Where each token is the template's end, a text is one token long.
+    made = model.generate(
+        torch.tensor([[5]]), max_new_tokens=6, do_sample=False, pad_token_id=0,
+        prefix_allowed_tokens_fn=lambda *_: [tokenizer.end],
+    )  # fmt: skip
+    assert made[0].tolist() == [5, tokenizer.end]

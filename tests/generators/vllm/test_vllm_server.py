@@ -332,14 +332,23 @@ class TestServer:
         resumed = funcrl.train(replace(config, generator="sampler"), resume=True)
         assert [row["step"] for row in resumed.history] == [0, 1, 2, 3]
 
-    def test_last_an_engine_that_dies_in_a_push_is_noticed(self, running):
+    def test_last_an_engine_that_hangs_or_dies_in_a_push_is_noticed(self, running, monkeypatch):
         """The server's own process lives on, and waits for its engine's without end."""
         vllm, _, params = running
         children = subprocess.check_output(
             ["ps", "-o", "pid,args", "--ppid", str(processes(vllm)[0].pid)], text=True
         )
         core = next(int(row.split()[0]) for row in children.splitlines() if "EngineCore" in row)
-        os.kill(core, signal.SIGSTOP)  # so that the push is under way when it dies
+        os.kill(core, signal.SIGSTOP)
+        # The server says that all is well, and would let this wait without end.
+        hung, started = vllm._engine._servers[0], time.monotonic()
+        asked = {"model": hung.model, "prompt": [1, 2], "max_tokens": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr(hung, "_answer_seconds", 3)
+            with pytest.raises(ServerError, match=r"--vllm\.server\.answer-seconds 3, got nothing"):
+                hung.post("/v1/completions", asked)
+        assert 3 <= time.monotonic() - started < 60
+        # It is stopped, so that the push is under way when it dies.
         kill = threading.Timer(2, os.kill, (core, signal.SIGKILL))
         kill.start()
         with pytest.raises(EngineError, match=r"VLLM\.push .*ServerError"):

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from multiprocessing import connection
@@ -64,7 +64,7 @@ class Server:
         hf_config: Mapping[str, Any] | None,
         device: int | None,
         run: str,
-        answer_seconds: float,
+        answer_seconds: float = ServerConfig.answer_seconds,
     ) -> None:
         self._answer_seconds = answer_seconds
         self._folder = _private_folder()
@@ -172,24 +172,27 @@ class Servers:
     Args:
         settings: vLLM's arguments, by the names of its `EngineArgs`.
         hf_config: the config.json that vLLM is to read, if it needs one.
-        config: their GPUs, and how long they may take.
+        devices: the GPU of each; None is where this process is.
+        seconds: that they have to start in.
+        answer_seconds: that each of their answers may take.
     """
 
     def __init__(
         self,
         settings: Mapping[str, Any],
         hf_config: Mapping[str, Any] | None,
-        config: ServerConfig,
+        devices: Sequence[int | None],
+        seconds: float,
+        answer_seconds: float = ServerConfig.answer_seconds,
     ) -> None:
         self._servers: list[Server] = []
         self.run = new_run()
         try:
-            for device in config.devices or (None,):  # None is where this process is
-                self._servers.append(
-                    Server(settings, hf_config, device, self.run, config.answer_seconds)
-                )
+            for device in devices:
+                made = Server(settings, hf_config, device, self.run, answer_seconds)
+                self._servers.append(made)
             for server in self._servers:
-                server.wait(config.start_seconds)
+                server.wait(seconds)
         except BaseException:
             self.close()
             raise

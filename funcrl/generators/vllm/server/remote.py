@@ -41,7 +41,9 @@ class Remote:
         if config.server.devices and not config.cache_bytes:  # GPUs that nobody else is on
             del settings["kv_cache_memory_bytes"]
             settings["gpu_memory_utilization"] = _UTILISATION
-        self._servers = Servers(settings, setup.hf_config, config.server)
+        devices = config.server.devices or (None,)
+        limits = config.server.start_seconds, config.server.answer_seconds
+        self._servers = Servers(settings, setup.hf_config, devices, *limits)
         self._link = Link(self._servers, config.server, getattr(torch, setup.dtype))
 
     @property
