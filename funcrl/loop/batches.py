@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 
 from funcrl.config import TrainConfig
-from funcrl.core import tree
 from funcrl.core.types import Batch, PackedBatch, Rows
 from funcrl.loop.parts.build import Parts, trained_like
 from funcrl.loop.parts.memory import LONGEST
@@ -57,11 +56,11 @@ def check_packing(config: TrainConfig, parts: Parts) -> None:
 
 def _packed_row(config: TrainConfig) -> PackedBatch:
     """Return a row of two samples of three tokens, the first two of them their prompt."""
-    tokens, positions = torch.zeros(2, 3, dtype=torch.int64), torch.arange(3).repeat(2, 1)
-    mask, numbers = positions == 2, torch.zeros(2, 3)
+    positions = torch.arange(3, device=config.device).repeat(2, 1)
+    numbers = torch.zeros(2, 3, device=config.device)
+    tokens, mask = torch.zeros_like(positions), positions == 2
     batch = Batch(tokens, positions, mask, numbers, numbers, numbers)
-    packed = _packing(config)(batch, 6, 1)
-    return tree.map(lambda leaf: leaf.to(config.device), packed)
+    return _packing(config)(batch, 6, 1)
 
 
 def _packing(config: TrainConfig) -> Callable[[Batch, int, int], PackedBatch]:

@@ -229,23 +229,34 @@ def accuracies(task: TaskLike, graded: Graded) -> Tensor:
         >>> funcrl.rollouts.accuracies(task, graded)
         tensor([1.])
     """
-    task = check_task("accuracies", task)
     return graded.rewards[judging_reward(task, graded)]
 
 
-def judging_reward(task: Task, graded: Graded) -> str:
-    """Return the name of the reward that an evaluation is about."""
+@checked
+def judging_reward(task: TaskLike, graded: Graded) -> str:
+    """Return the name of the reward that an evaluation is about: the task's accuracy.
+
+    Of a task that names none it is `correct`, or else the first.
+
+    Example:
+        >>> import torch, funcrl
+        >>> graded = funcrl.rollouts.Graded({"correct": torch.ones(2)}, torch.ones(2), [])
+        >>> funcrl.rollouts.judging_reward(funcrl.tasks.SumDigits(), graded)
+        'correct'
+    """
+    task = check_task("judging_reward", task)
     correct = "correct" if "correct" in graded.rewards else next(iter(graded.rewards), "correct")
     name = task.accuracy or correct
     if name not in graded.rewards:
         raise ValueError(
-            f"accuracies expects the task {task.name!r} to have a reward {name!r}, the mean of "
+            f"judging_reward expects the task {task.name!r} to have a reward {name!r}, the mean of "
             f"which is eval/accuracy, got {sorted(graded.rewards)}; name one as its `accuracy`."
         )
     return name
 
 
-def is_accuracy(task: Task, name: str, rewards: Tensor) -> bool:
+@checked
+def is_accuracy(task: TaskLike, name: str, rewards: Tensor) -> bool:
     """Return whether a reward says what is right or wrong, so that its mean is an accuracy.
 
     One that the task names as its accuracy, or that is called `correct`, may be right in part. Any
@@ -255,7 +266,15 @@ def is_accuracy(task: Task, name: str, rewards: Tensor) -> bool:
         task: whose reward it is.
         name: of the reward.
         rewards: [B], NaN where there is none.
+
+    Example:
+        >>> import torch, funcrl
+        >>> task = funcrl.tasks.from_rows([{"prompt": "1", "answer": "2"}])
+        >>> lengths, matches = torch.tensor([0.3, 1.2]), torch.tensor([0.0, 1.0])
+        >>> [funcrl.rollouts.is_accuracy(task, "mine", each) for each in (lengths, matches)]
+        [False, True]
     """
+    task = check_task("is_accuracy", task)
     found = rewards[rewards.isfinite()]
     if task.accuracy or name == "correct":
         return bool(((found >= 0) & (found <= 1)).all())
