@@ -83,7 +83,8 @@ class Record:
             needs_reference: whether the policy of step 0 is needed, for a KL penalty.
         """
         found = self._checkpoints.restore_latest(like, on_skip=self.note, beside=like.params)
-        was = runs.read_facts(self.folder, "train")
+        holds_run = (self.folder / runs.CONFIG).exists()
+        was = runs.read_facts(self.folder, "train") if holds_run else {}
         origin = {name: was[name] for name in _OF_A_FORK if name in was}
         if found is None and origin:  # a fork that was killed before its first checkpoint
             parent = Path(origin["parent"])

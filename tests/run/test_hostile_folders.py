@@ -142,3 +142,15 @@ def test_a_tracker_writes_through_no_link(tmp_path):
     with pytest.raises(OSError, match="tensorboard to be no link"):
         funcrl.train(config)
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_new_run_is_no_fork_because_of_what_a_killed_one_left(tmp_path):
+    """A fork that was killed before it was one leaves its environment.json alone."""
+    parent = funcrl.train(replace(SMALL, run_dir=tmp_path / "parent")).run_dir
+    folder = tmp_path / "new"
+    folder.mkdir()
+    facts = {**runs.read_facts(parent), "parent": str(parent), "parent_step": "3"}
+    (folder / runs.ENVIRONMENT).write_text(json.dumps(facts))
+    begun = funcrl.train(replace(SMALL, run_dir=folder))
+    assert equal(begun.state, funcrl.train(replace(SMALL, run_dir=tmp_path / "other")).state)
+    assert "parent" not in runs.read_facts(folder)
