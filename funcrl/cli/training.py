@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -61,7 +61,7 @@ def run_train(line: Line) -> None:
         print_safely(describe_run(options, start.resume, start.trust))
         return
     # What the command line names itself is the user's own choice.
-    trust = start.trust or {name for name in values if values[name]}
+    trust = start.trust or [name for name in values if values[name]]
     if start.config is not None:
         for note in check_file("train", options, start.config, trust=trust):
             print_safely(note, sys.stderr)
@@ -98,7 +98,7 @@ def _run(
     resume: bool,
     fork: Path | None,
     command: Sequence[str],
-    trust: bool | Collection[str],
+    trust: bool | Sequence[str],
 ) -> None:
     stop = _Stop()
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}

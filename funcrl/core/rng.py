@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from funcrl.core import checks
 from funcrl.core.arguments import Natural, checked
 
 _MASK = (1 << 64) - 1
@@ -134,6 +135,7 @@ def _splitmix64(value: int) -> int:
     return z ^ (z >> 31)
 
 
+@checked
 def splitmix64(value: Tensor) -> Tensor:
     """Return one round of SplitMix64 of each int64, which wraps as an unsigned one does.
 
@@ -146,6 +148,7 @@ def splitmix64(value: Tensor) -> Tensor:
         >>> len(rng.splitmix64(torch.arange(5)).unique())
         5
     """
+    checks.check_dtype("splitmix64", "value", value, torch.int64)
     z = value + _signed(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ def train(
     fork: str | Path | None = None,
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
-    trust: bool | Collection[str] = False,
+    trust: bool | Sequence[str] = False,
     **given: Any,
 ) -> Trained:
     """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.

@@ -145,6 +145,7 @@ OWN: dict[str, dict[str, Any]] = {
     "restore": {"like": purity.MATRICES},
     "rewards.soft_overlong": {"lengths": torch.arange(4)},
     "rewards.weighted_sum": {"rewards": {"x": LOGPROBS}, "weights": None},
+    "rng.splitmix64": {"value": torch.zeros(2, dtype=torch.int64)},
     "rollouts.grade": {"weights": None},
     "rollouts.to_completions": {"step": 1},
     "rows.over_rows": {"fn": purity.MODEL_FN},

@@ -184,7 +184,8 @@ def test_parts_of_another_configuration_are_refused(tmp_path):
     ("options", "words"),
     [
         ({"algorithm": AlgorithmConfig(name=f"{FILE}:maxrl")}, None),
-        ({"algorithm": AlgorithmConfig(name=f"{FILE}:signed")}, "algorithm.kl 0 for .*:signed"),
+        ({"algorithm": AlgorithmConfig(name=f"{FILE}:signed", kl=0.3)}, "algorithm.kl 0 for .*:s"),
+        ({"algorithm": AlgorithmConfig(name=f"{FILE}:signed")}, "name .* needs learning_rate"),
         ({"algorithm": AlgorithmConfig(name=f"{FILE}:nothing")}, ":nothing to name an object"),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed")}, None),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed", weight_decay=0.1)}, "weight-decay 0"),

@@ -94,7 +94,10 @@ def test_a_run_is_loaded_onto_no_gpu_that_is_not_there(tmp_path):
         (lambda sample: "text", "str"),
         (lambda sample: torch.zeros(3), r"torch\.float32 of shape \[3\]"),
         (lambda sample: torch.zeros(2, 2, 2), r"torch\.float32 of shape \[2, 2, 2\]"),
-        (lambda sample: torch.zeros(len(sample.tokens) + 1, 5), r"torch\.float32 of shape \[3, 5\]"),
+        (
+            lambda sample: torch.zeros(len(sample.tokens) + 1, 5),
+            r"torch\.float32 of shape \[3, 5\]",
+        ),
         (lambda sample: torch.zeros(len(sample.tokens), 5).long(), r"torch\.int64"),
     ],
 )
