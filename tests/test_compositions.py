@@ -307,3 +307,41 @@ def test_what_is_recomputed_has_the_bits_of_what_is_kept():
         )
         for other in others:
             assert all(map(torch.equal, kept, other)), (seed, cell, width, layers, length, rows)
+
+
+def reads_by_name(params, sample):
+    return sample.segment_ids
+
+
+READS = {
+    "by name": (reads_by_name, True),
+    "by place": (lambda params, sample: sample[6], True),
+    "of a copy": (lambda params, sample: sample._replace(tokens=sample.tokens).segment_ids, True),
+    "of a tree": (lambda params, sample: funcrl.tree.map(torch.clone, sample).segment_ids, True),
+    "under vmap": (lambda params, sample: torch.vmap(lambda s: s.segment_ids)(sample), True),
+    "others under vmap": (lambda params, sample: torch.vmap(lambda s: s.tokens)(sample), False),
+    "others by place": (lambda params, sample: sample[:2][0], False),
+    "others of a copy": (lambda params, sample: sample._replace(positions=0).tokens, False),
+    "all": (lambda params, sample: sample._asdict()["tokens"], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", READS)
+def test_which_model_functions_read_where_samples_begin(way):
+    read, does = READS[way]
+
+    def model_fn(params, sample):
+        numbers = params["w"] * (sample.tokens + 0 * read(params, sample))
+        return funcrl.TokenScores(-numbers, numbers)
+
+    rollout = rollout_of(random.Random(3))
+    packed = funcrl.pack(rollout, funcrl.grpo(), 2 * LONGEST)
+    params = {"w": torch.ones((), dtype=torch.float64)}
+    if does:
+        funcrl.score(model_fn, params, packed)
+        return
+    with pytest.raises(ValueError, match=r"score expects .* does not read sample\.segment_ids"):
+        funcrl.score(model_fn, params, packed)
+    step = funcrl.grpo_step(model_fn)
+    with pytest.raises(ValueError, match="grpo_step expects .* does not read"):
+        funcrl.trace(step.update, step.init(params), packed)

@@ -112,7 +112,7 @@ class Ahead:
         self._stream = _Stream(config.device)
         self._policies = deque[Policy]()  # oldest first, up to the newest
         self._coming = deque[Future[Rolled]]()  # the rollouts that no step has taken yet
-        self._jobs: list[Future[Any]] = []  # those that may not have ended
+        self._jobs: set[Future[Any]] = set()  # those that have not ended
         self._next = done + 1  # the first rollout that the thread has not been asked for
         self._compiles = parts.donates
         for version, trained in enumerate(older, start=done - len(older)):
@@ -159,12 +159,13 @@ class Ahead:
     def close(self) -> None:
         """Wait for the rollout that is being drawn, and end the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if wait(self._jobs, timeout=_PATIENCE).not_done:
+        running = list(self._jobs)
+        if wait(running, timeout=_PATIENCE).not_done:
             self._note(
                 "Waiting for the rollout that is being drawn, whose completions or rewards take "
                 "long. One more Ctrl-C (or SIGTERM) ends the run without it."
             )
-            wait(self._jobs)
+            wait(running)
 
     def _policy_of(self, index: int) -> Policy:
         wanted = index - 1 - self._config.max_staleness
@@ -181,7 +182,8 @@ class Ahead:
     def _submit(self, job: Callable[..., _Result], *args: Any) -> "Future[_Result]":
         context = contextvars.copy_context()  # of the caller's settings, as in its own thread
         made = self._thread.submit(context.run, self._alone, self._stream.mark(), job, *args)
-        self._jobs = [*(each for each in self._jobs if not each.done()), made]
+        self._jobs.add(made)
+        made.add_done_callback(self._jobs.discard)  # or what it drew with would stay in memory
         return made
 
     def _alone(self, mark: Any, job: Callable[..., _Result], *args: Any) -> _Result:

@@ -11,6 +11,7 @@ from funcrl.loop.parts.memory import LONGEST
 from funcrl.models import Transformer
 from funcrl.models.logprobs import score
 from funcrl.models.packed_rows import reading_segments
+from funcrl.rl.batching import sampled_tokens
 from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.packing import pack_batch, pack_batch_groups
 
@@ -27,7 +28,7 @@ def laid_out(config: TrainConfig, batch: Batch) -> Rows:
     width = batch.mask.shape[1]
     length = config.pack_length or LONGEST * width
     places = torch.arange(1, width + 1, device=batch.mask.device)
-    longest = int((places * batch.mask).amax())
+    longest = int((places * sampled_tokens(batch)).amax())
     if longest > length:
         raise ValueError(
             f"train expects --pack-length of at least the longest sample, {longest} tokens with "

@@ -1,11 +1,11 @@
 """Whether a model function knows that a row may hold many samples."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from funcrl.core.types import ExactModelFn, ModelFn, PackedBatch, Params, TokenScores
+from torch import Tensor
 
-_FIELDS = frozenset(PackedBatch._fields)
-_IDS = {"segment_ids", "prefix_ids"}
+from funcrl.core.types import ExactModelFn, ModelFn, PackedBatch, Params, TokenScores
 
 
 def reading_segments(function: str, model_fn: ModelFn) -> ModelFn:
@@ -18,49 +18,48 @@ def reading_segments(function: str, model_fn: ModelFn) -> ModelFn:
         function: for errors.
         model_fn: `(params, sample) -> TokenScores`.
     """
-    if isinstance(model_fn, ExactModelFn):
-        return model_fn  # of `logprob_fn`, which reads them
+    if isinstance(model_fn, ExactModelFn | _ReadingSegments):  # those of `logprob_fn` read them
+        return model_fn
+    return _ReadingSegments(function, model_fn)
 
-    def scores_of(params: Params, sample: Any) -> TokenScores:
+
+@dataclass(frozen=True)
+class _ReadingSegments:
+    function: str
+    model_fn: ModelFn
+
+    def __call__(self, params: Params, sample: Any) -> TokenScores:
         if not isinstance(sample, PackedBatch):
-            return model_fn(params, sample)
+            return self.model_fn(params, sample)
         read: set[str] = set()
-        scores = model_fn(params, _watched(sample, read))
-        needed = {"segment_ids"} if isinstance(sample.prefix_ids, tuple) else _IDS
-        unread = sorted(needed - read, reverse=True)
+        scores = self.model_fn(params, _watched(sample, read))
+        needed = ["segment_ids", *(["prefix_ids"] if isinstance(sample.prefix_ids, Tensor) else [])]
+        unread = [name for name in needed if name not in read]
         if unread:
             raise ValueError(
-                f"{function} expects one sample a row, a Batch, for a model_fn that does not read "
-                f"sample.{unread[0]}, got a PackedBatch: it would let a sample see those beside "
-                f"it. funcrl.collate makes a Batch, and so does --packing none."
+                f"{self.function} expects one sample a row, a Batch, for a model_fn that does not "
+                f"read sample.{unread[0]}, got a PackedBatch: it would let a sample see those "
+                f"beside it. funcrl.collate makes a Batch, and so does --packing none."
             )
         return scores
-
-    return scores_of
 
 
 def _watched(row: PackedBatch, read: set[str]) -> PackedBatch:
     """Return the row, which adds the names of the fields that are read of it to `read`.
 
-    Rows that are made of it, by `_replace` or by a function over trees, add to it as well.
+    Rows that are made of it, by `_replace` or by a function over trees, add to it as well. To go
+    through all fields, as these do, is to read none: what they mean is in their names.
     """
 
     class WatchedRow(PackedBatch):
         def __getattribute__(self, name: str) -> Any:
-            if name in _FIELDS:
+            if name in PackedBatch._fields:
                 read.add(name)
             return super().__getattribute__(name)
 
-        def __iter__(self) -> Any:
-            read.update(_FIELDS)
-            return super().__iter__()
-
         def __getitem__(self, place: Any) -> Any:
-            read.update(_FIELDS)
+            found = PackedBatch._fields[place]
+            read.update([found] if isinstance(found, str) else found)
             return super().__getitem__(place)
-
-        def _replace(self, **changes: Any) -> Any:
-            fields = dict(zip(PackedBatch._fields, tuple.__iter__(self), strict=True))
-            return type(self)(**fields | changes)
 
     return WatchedRow(*row)

@@ -163,7 +163,6 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
         )
     if isinstance(model_fn, ExactModelFn):
         return model_fn
-    model_fn = reading_segments("grpo_step", model_fn)
 
     def scores_of(params: Params, sample: Any) -> TokenScores:
         scores = model_fn(params, sample)
@@ -174,7 +173,7 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
             )
         return scores
 
-    return scores_of
+    return reading_segments("grpo_step", scores_of)
 
 
 def _checked(optimizer: GradientTransformation) -> GradientTransformation:
