@@ -20,7 +20,7 @@ from funcrl.loop.train import train as run_training
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.changes import check_options_kept
-from funcrl.run.trust import check_file
+from funcrl.run.trust import CODE_OPTIONS, check_file
 from funcrl.run.views import view_for
 
 
@@ -61,11 +61,13 @@ def run_train(line: Line) -> None:
         print_safely(describe_run(options, start.resume, start.trust))
         return
     # What the command line names itself is the user's own choice.
-    trust = start.trust or [name for name in values if values[name]]
-    if start.config is not None:
-        for note in check_file("train", options, start.config, trust=trust):
+    chosen = start.trust or [name for name in values if values[name]]
+    file = start.config if start.resume is None else start.resume / runs.CONFIG
+    if file is not None:
+        for note in check_file("train", options, file, start.resume, trust=chosen):
             print_safely(note, sys.stderr)
-    _run(options, resume, parent, ["funcrl", "train", *line.args], trust)
+    # What is checked here needs no second look; what a run in --model names does.
+    _run(options, resume, parent, ["funcrl", "train", *line.args], start.trust or CODE_OPTIONS)
 
 
 def base_config(line: Line) -> TrainConfig:

@@ -166,6 +166,7 @@ class Ahead:
                 "long. One more Ctrl-C (or SIGTERM) ends the run without it."
             )
             wait(running)
+        self._thread.shutdown(wait=True)
 
     def _policy_of(self, index: int) -> Policy:
         wanted = index - 1 - self._config.max_staleness

@@ -18,6 +18,11 @@ from funcrl.run import runs
 from funcrl.tasks import is_built_in
 from funcrl.tasks.named import named_file
 
+# The options that can name code.
+CODE_OPTIONS = (
+    "task", "model", "algorithm.name", "optimizer.name", "generator", "reward", "compile.cache-dir",
+)  # fmt: skip
+
 
 class TrustError(ValueError):
     """Raised for code that this account has not run before, or that has changed since."""
