@@ -345,3 +345,16 @@ def test_which_model_functions_read_where_samples_begin(way):
     step = funcrl.grpo_step(model_fn)
     with pytest.raises(ValueError, match="grpo_step expects .* does not read"):
         funcrl.trace(step.update, step.init(params), packed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_one_context_tie_however_their_entropies_are_rounded(layout):
+    tokens = torch.tensor([[1, 2, 3, own] for own in range(6)])
+    mask = torch.tensor([[False, False, False, True]] * 6)
+    ones = torch.ones(6, 4)
+    batch = funcrl.Batch(tokens, torch.arange(4).repeat(6, 1), mask, -ones, ones, ones)
+    packed = laid(layout, batch)
+    noise = torch.randn(packed.mask.shape, generator=torch.Generator().manual_seed(0))
+    scores = funcrl.TokenScores(packed.behavior_logprobs, 2 + 1e-6 * noise)
+    kept = funcrl.top_entropy(0.2)(scores, packed).advantages != 0
+    assert int((kept & packed.mask).sum()) == 6
