@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
-from trl_algorithm import algorithm_of
 
 import funcrl
 from funcrl import config, rollouts
+from trl_algorithm import algorithm_of
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 

@@ -114,7 +114,7 @@ def test_functions_are_documented_and_public_ones_with_an_example(path):
     module = ast.parse(path.read_text())
     assert ast.get_docstring(module), path
     if unit(path) == "cli":
-        return  # programs: their examples are commands, run in test_bench.py
+        return  # programs: their examples are commands
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             docstring = ast.get_docstring(node) or ""

@@ -20,14 +20,12 @@ import wrong_types
 from wrong_types import WRONG, calls, outcome, takes
 
 import funcrl
+from benchmarks.generate import GenerateBenchConfig
+from benchmarks.inputs import StepBenchConfig
+from benchmarks.loop import LoopBenchConfig
+from benchmarks.scans import RecurrentBenchConfig
+from benchmarks.vllm import VLLMBenchConfig
 from funcrl import cli, config
-from funcrl.cli.bench import (
-    GenerateBenchConfig,
-    LoopBenchConfig,
-    RecurrentBenchConfig,
-    StepBenchConfig,
-    VLLMBenchConfig,
-)
 from funcrl.cli.command_line import UsageError, options_of, read_line
 from funcrl.loop.parity import ParityConfig
 
@@ -254,7 +252,6 @@ def test_a_whole_line_names_the_option(option, text):
     [
         ("train", "--dry-run"), ("train", "--drop-zero-variance"), ("train", "--no-mask-truncated"),
         ("train", "--vllm.sleep"), ("train", "--vllm.no-sleep"), ("parity", "--json"),
-        ("bench loop", "--train.mask_truncated"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", [["true"], ["-1"], [""], "="])

@@ -1,5 +1,6 @@
-"""The command line: `funcrl train`, `eval`, `bench` and the others."""
+"""The command line: `funcrl train`, `eval` and the others."""
 
+from funcrl.cli.commands import read_train_config
 from funcrl.cli.program import main
 
-__all__ = ["main"]
+__all__ = ["main", "read_train_config"]

@@ -180,9 +180,7 @@ def _compilation(
     has_options = any(each.startswith(f"{name}.") for each in values)
     switch = values.get(name, has_options or before is not None)
     if has_options and not switch:
-        prefix = name.removesuffix("compile")
-        command = "bench loop" if prefix else "train"
-        raise UsageError(f"{command} expects --{prefix}no-compile without --{name}.*, got both.")
+        raise UsageError("train expects --no-compile without --compile.*, got both.")
     made: CompileConfig = with_values(before or CompileConfig(), values, f"{name}.")
     return made if switch else None
 

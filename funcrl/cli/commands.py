@@ -8,23 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcrl.cli.bench import (
-    GenerateBenchConfig,
-    LoopBenchConfig,
-    NumericsBenchConfig,
-    RecurrentBenchConfig,
-    StepBenchConfig,
-    VLLMBenchConfig,
-    bench_generate,
-    bench_loop,
-    bench_numerics,
-    bench_recurrent,
-    bench_step,
-    bench_vllm,
-    format_columns,
-    format_recurrent,
-    format_rows,
-)
 from funcrl.cli.command_line import (
     CompileSwitch,
     ExportOptions,
@@ -58,12 +41,12 @@ class Command(NamedTuple):
 
     about: str
     run: Callable[[Line], None]
-    configs: tuple[tuple[Any, str], ...]  # whose fields are its options, each with their prefix
+    configs: tuple[Any, ...]  # whose fields are its options
     rest: str = ""  # what it takes besides options
 
     def options(self) -> list[Option]:
         """Return the options that it has."""
-        return [each for config, prefix in self.configs for each in options_of(config, prefix)]
+        return [each for config in self.configs for each in options_of(config)]
 
 
 def run_command(args: Sequence[str]) -> None:
@@ -78,9 +61,8 @@ def run_command(args: Sequence[str]) -> None:
             f"funcrl expects a command, one of {', '.join(COMMANDS)}, got none; funcrl --help "
             f"describes them."
         )
-    if name not in COMMANDS:
-        listed = {each: one.about for each, one in COMMANDS.items() if each.startswith(name)}
-        print_safely(overview(name, listed))
+    if not name:
+        print_safely(overview({each: one.about for each, one in COMMANDS.items()}))
         return
     command, whole = COMMANDS[name], "--help-all" in wanted
     own = [text for text in rest if text not in wanted]
@@ -97,28 +79,24 @@ def run_command(args: Sequence[str]) -> None:
     print_safely(train_help([each for config in configs for each in options_of(config)], whole))
 
 
+def read_train_config(args: Sequence[str]) -> TrainConfig:
+    """Return the configuration that the options of `funcrl train` say."""
+    line = read_line("train", COMMANDS["train"].options(), args)
+    config: TrainConfig = with_values(base_config(line), line.values)
+    return config
+
+
 def _command_name(args: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the command that a line begins with, "" or "bench" where it stops there."""
-    words = [each for each in args[:2] if not each.startswith("-")]
-    groups = {name.partition(" ")[0] for name in COMMANDS if " " in name}
-    for count in (2, 1):
-        name = " ".join(args[:count])
-        if len(words) >= count and name in COMMANDS:
-            return name, args[count:]
-    asked = not {"-h", "--help", "--help-all"}.isdisjoint(args)
-    if args[:1] and args[0] in groups and len(words) < 2:
-        if asked:
-            return args[0], args[1:]
-        have = ", ".join(name.partition(" ")[2] for name in COMMANDS if name.startswith(args[0]))
-        raise UsageError(f"{args[0]} expects one of {have}, got none.")
-    if not words:
-        if args and not asked:
-            raise UsageError(f"funcrl expects a command first, got {brief(args[0])}.")
+    """Return the command that a line begins with, "" where it has none, and what follows."""
+    if args[:1] and args[0] in COMMANDS:
+        return args[0], args[1:]
+    if not args or not {"-h", "--help", "--help-all"}.isdisjoint(args[:1]):
         return "", args
-    name = " ".join(args[:2]) if args[0] in groups else args[0]
-    meant = did_you_mean([f"funcrl {each}" for each in close(name, COMMANDS)])
+    if args[0].startswith("-"):
+        raise UsageError(f"funcrl expects a command first, got {brief(args[0])}.")
+    meant = did_you_mean([f"funcrl {each}" for each in close(args[0], COMMANDS)])
     where = "" if "?" in meant else " funcrl --help lists them."
-    raise UsageError(f"funcrl has no command {brief(name)}{meant}{where}")
+    raise UsageError(f"funcrl has no command {brief(args[0])}{meant}{where}")
 
 
 def _eval(line: Line) -> None:
@@ -167,37 +145,27 @@ def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
     return report.write_report(folders[0])
 
 
-def _bench(
-    bench: Callable[[Any], Sequence[Any]],
-    config: Any,
-    line: Line,
-    to_text: Callable[[Sequence[Any]], str] = format_rows,
-) -> None:
-    print_safely(to_text(bench(with_values(config, line.values))))
-
-
-_RUN = with_compile_options(TrainConfig())
 COMMANDS = {
     "train": Command(
         "Train a policy with reinforcement learning: the whole loop, on this machine.",
         run_train,
-        ((StartConfig(), ""), (CompileSwitch(), ""), (_RUN, "")),
+        (StartConfig(), CompileSwitch(), with_compile_options(TrainConfig())),
     ),
     "eval": Command(
         "Print accuracy with its interval, pass@k and majority@k on held-out prompts.",
         _eval,
-        ((EvalConfig(), ""), (TrustSwitch(), "")),
+        (EvalConfig(), TrustSwitch()),
     ),
     "report": Command(
         "Write a page about a run, or one that compares several.",
         _report,
-        ((ReportOptions(), ""),),
+        (ReportOptions(),),
         "RUN ...",
     ),
     "export": Command(
         "Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.",
         _export,
-        ((ExportOptions(), ""),),
+        (ExportOptions(),),
     ),
     "models": Command(
         "List the shapes and the pretrained weights that have a name.",
@@ -207,43 +175,6 @@ COMMANDS = {
     "parity": Command(
         "Compare a generator's log-probabilities with the trainer's; exit 1 if they differ.",
         _parity,
-        ((ParityConfig(), ""),),
-    ),
-    "bench step": Command(
-        "Print time and peak memory of one GRPO step beside the ordinary way of writing it.",
-        partial(_bench, lambda config: bench_step(config), StepBenchConfig()),
-        ((StepBenchConfig(), ""),),
-    ),
-    "bench generate": Command(
-        "Print the speed of the embedded sampler beside transformers' generate().",
-        partial(_bench, lambda config: bench_generate(config), GenerateBenchConfig()),
-        ((GenerateBenchConfig(), ""),),
-    ),
-    "bench vllm": Command(
-        "Print vLLM's speed in both forms beside plain vLLM, and what a push takes.",
-        partial(_bench, lambda config: bench_vllm(config), VLLMBenchConfig()),
-        ((VLLMBenchConfig(), ""),),
-    ),
-    "bench numerics": Command(
-        "Print what exact numerics cost: each part of a step beside native ones.",
-        partial(_bench, lambda config: bench_numerics(config), NumericsBenchConfig()),
-        ((NumericsBenchConfig(), ""), (CompileSwitch(), "")),
-    ),
-    "bench recurrent": Command(
-        "Print peak memory and time of recurrent scans: each cell, backend and recomputation.",
-        partial(
-            _bench,
-            lambda config: bench_recurrent(config),
-            RecurrentBenchConfig(),
-            to_text=format_recurrent,
-        ),
-        ((RecurrentBenchConfig(), ""),),
-    ),
-    "bench loop": Command(
-        "Print the time of a training step, of its parts and of the start, a column a variant.",
-        partial(
-            _bench, lambda config: bench_loop(config), LoopBenchConfig(), to_text=format_columns
-        ),
-        ((LoopBenchConfig(train=_RUN), ""), (CompileSwitch(), "train.")),
+        (ParityConfig(),),
     ),
 }

@@ -46,13 +46,17 @@ _LAST = "None clears an option that has no default. A list may be left empty."
 _INDENT, _COLUMN = 2, 28  # of an option's name, and of its help
 
 
-def overview(group: str, commands: Mapping[str, str]) -> str:
-    """Return the help of `funcrl`, or of a group of commands, from what each of them does."""
-    usage = f"usage: funcrl {group or 'COMMAND'} ...".replace("bench ...", "bench COMMAND ...")
-    lines = [usage, "", "RL post-training of language models as pure functions.", ""]
+def overview(commands: Mapping[str, str]) -> str:
+    """Return the help of `funcrl`, from what each command does."""
+    lines = [
+        "usage: funcrl COMMAND ...",
+        "",
+        "RL post-training of language models as pure functions.",
+        "",
+    ]
     width, column = _width(), max(map(len, commands)) + 4
-    for name, about in commands.items():
-        first, *others = textwrap.wrap(about, width - column)
+    for name, does in commands.items():
+        first, *others = textwrap.wrap(does, width - column)
         lines += [f"  {name}".ljust(column) + first, *(" " * column + each for each in others)]
     example = next(iter(commands))
     lines += ["", f"funcrl {example} --help describes that command; funcrl --version is this one."]

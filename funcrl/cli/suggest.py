@@ -91,13 +91,9 @@ def suggest(name: str, options: Sequence[str]) -> list[str]:
         name: as `lr`, without its dashes.
         options: the names of those that there are.
     """
-    # `funcrl bench loop` has the options of a run behind a prefix, which one may forget.
-    prefixes = ["", *({"train."} if any(each.startswith("train.") for each in options) else ())]
-    bare = name.removeprefix("train.")
-    for prefix in prefixes:
-        for meant in _KNOWN_AS.get(bare, ()):
-            if prefix + meant in options:
-                return [prefix + meant]
+    for meant in _KNOWN_AS.get(name, ()):
+        if meant in options:
+            return [meant]
     inside = [each for each in options if each.startswith(f"{name}.")]
     if inside:
         return inside[:_MOST]

@@ -166,7 +166,8 @@ def _kind(hint: Any) -> Kind:
     """Return the kind of an annotation."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is Annotated:
-        return next(each for each in hint.__metadata__ if isinstance(each, Kind))
+        kinds = [each for each in hint.__metadata__ if isinstance(each, Kind)]
+        return kinds[0] if kinds else _kind(arguments[0])  # others' words about a type
     if isinstance(hint, TypeVar) and hint.__constraints__:
         return _union([_kind(each) for each in hint.__constraints__])
     if origin in _SIMPLE:

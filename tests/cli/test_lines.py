@@ -101,20 +101,6 @@ report --out
 report a b --nope
 models extra
 models --all
-bench
-bench nope
-bench step --nope
-bench step --num-layers x
-bench step --repeats
-bench loop --train
-bench loop --train.steps x
-bench loop --train.nope 3
-bench loop --train.compile 3
-bench generate --dtypes int8
-bench generate extra
-bench vllm --modes
-bench vllm --modes nothing
-bench --steps 3
 dance
 trian
 Train
@@ -128,7 +114,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for line in ["", *MALFORMED]:
         # A list may be left empty, which is right: these begin a run or a measurement.
-        if line in ("eval --ks", "bench vllm --modes"):
+        if line == "eval --ks":
             continue
         code, out, err = run(shlex.split(line), capsys)
         assert code in (1, 2), line
@@ -165,10 +151,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("train --algorithm drgrpo", "dr_grpo"),
         ("eval --max-new-tokens 4", "--max-tokens?"),
         ("eval --n 4", "--num-samples?"),
-        ("bench loop --train.lr 3", "--train.optimizer.learning-rate?"),
-        ("bench loop --lr 3", "--train.optimizer.learning-rate?"),
         ("trian", "funcrl train?"),
-        ("bench setp", "did you mean funcrl bench step "),
         ("train --zzz 1", "funcrl train --help-all lists them."),
     ],
 )
@@ -212,8 +195,7 @@ def test_the_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize("command", [
-    "", "train", "eval", "report", "export", "models", "parity", "bench", "bench step",
-    "bench generate", "bench vllm", "bench loop",
+    "", "train", "eval", "report", "export", "models", "parity",
 ])  # fmt: skip
 def test_every_help_fits_the_terminal(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")

@@ -164,10 +164,10 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_command(args, capsys) -> Ended:
+def run_command(args, capsys, main=cli.main) -> Ended:
     """Run a command in this process."""
     try:
-        cli.main([str(arg) for arg in args])
+        main([str(arg) for arg in args])
         code = 0
     except SystemExit as stop:
         code = stop.code

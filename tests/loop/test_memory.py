@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import funcrl
+from benchmarks.measure import peak_bytes
 from funcrl import memory
-from funcrl.cli.bench.measure import peak_bytes
 from funcrl.config import Sampling, TrainConfig
 
 

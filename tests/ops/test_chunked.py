@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcrl
+from benchmarks.measure import peak_bytes
 from funcrl import grads
-from funcrl.cli.bench import peak_bytes
 
 T, D, V = 7, 5, 11
 CHUNKS = [1, 3, T, 100]

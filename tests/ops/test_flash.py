@@ -9,10 +9,9 @@ from torch.func import grad, jacrev, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
+from benchmarks import step as bench_step
+from benchmarks.inputs import StepBenchConfig, make_case
 from funcrl import config, grads, tree
-from funcrl.cli import bench
-from funcrl.cli.bench import step as bench_step
-from funcrl.cli.bench.inputs import make_case
 from funcrl.graph import operators
 from funcrl.loop.parts import build
 from funcrl.ops import attend_causal, attend_flash, flash
@@ -438,10 +437,10 @@ SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length":
 
 @pytest.mark.slow
 def test_the_benchmark_compares_equal_things_with_flash_on_both_sides():
-    case = make_case(bench.StepBenchConfig(**SMALL, attend="flash"), 2)
+    case = make_case(StepBenchConfig(**SMALL, attend="flash"), 2)
     assert "flash attention" in case.shape
     assert case.ordinary_attend is not attend_causal
-    assert "flash" not in make_case(bench.StepBenchConfig(**SMALL), 2).shape
+    assert "flash" not in make_case(StepBenchConfig(**SMALL), 2).shape
     functions = list(bench_step._gradient_variants(case).values())
     graph = make_fx(functions[1])().graph
     assert FORWARD in {node.target for node in graph.nodes}
@@ -450,8 +449,8 @@ def test_the_benchmark_compares_equal_things_with_flash_on_both_sides():
     for other in functions[1:]:
         for name, leaf in other().grads.items():
             assert (leaf - ordinary[name]).abs().max() <= 1e-5 * ordinary[name].abs().max(), name
-    with pytest.raises(ValueError, match="bench step .*dtype .*attend"):
-        bench.StepBenchConfig(attend="flash", device="cuda")
+    with pytest.raises(ValueError, match="benchmarks step .*dtype .*attend"):
+        StepBenchConfig(attend="flash", device="cuda")
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from cases import equal, tiny_batch, tiny_model
 from torch.func import grad, vmap
 
 import funcrl
+from benchmarks.measure import peak_bytes
 from funcrl import grads, tree
-from funcrl.cli import bench
 
 MODEL = tiny_model()
 MODEL_FN = funcrl.logprob_fn(MODEL)
@@ -95,10 +95,10 @@ def test_only_one_micro_batch_is_alive():
     """Counted bytes: with one row at a time, 12 rows need no more memory than 6."""
     gradient = torch.no_grad()(grads.summed_gradient(aux_loss_fn, microbatch=1))
     large = tree.map(lambda leaf: leaf.repeat(2, *[1] * (leaf.ndim - 1)), BATCH)
-    few, many = (bench.peak_bytes(lambda b=b: gradient(PARAMS, b)) for b in (BATCH, large))
+    few, many = (peak_bytes(lambda b=b: gradient(PARAMS, b)) for b in (BATCH, large))
     whole = torch.no_grad()(grads.summed_gradient(aux_loss_fn))
     assert many <= few + 1024
-    assert few < bench.peak_bytes(lambda: whole(PARAMS, large)) / 2
+    assert few < peak_bytes(lambda: whole(PARAMS, large)) / 2
 
 
 def test_clipping_by_hand():

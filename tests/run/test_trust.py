@@ -365,5 +365,5 @@ def test_python_is_started_by_one_function_alone():
     package = Path(funcrl.__file__).parent
     named = {path for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
     others = {path.relative_to(package).parts[:2] for path in named}
-    # A server's error names it in words; the benchmarks start programs of their own.
-    assert others <= {("core", "programs.py"), ("generators", "vllm"), ("cli", "bench")}
+    # A server's error names it in words.
+    assert others <= {("core", "programs.py"), ("generators", "vllm")}

@@ -10,8 +10,8 @@ from graphs import Flat
 from torch.utils import _pytree as pytree
 
 import funcrl
+from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
-from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import add_fences
 from funcrl.graph.compile.compilation import _flat
 

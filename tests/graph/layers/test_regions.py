@@ -11,8 +11,8 @@ from cases import equal, random_case, tiny_batch, tiny_model
 from torch import fx
 
 import funcrl
+from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
-from funcrl.cli.bench.measure import peak_bytes
 from funcrl.graph import split_repeated
 from funcrl.graph.compile.lowering import select_for_scatter
 from funcrl.graph.layers.labels import is_free

@@ -5,7 +5,7 @@ import torch
 from graphs import flat_step_as_written, flatten_as_written
 
 import funcrl
-from funcrl.cli.bench.measure import peak_bytes
+from benchmarks.measure import peak_bytes
 from funcrl.graph.aliases import find_storages
 from funcrl.graph.remat.liveness import live_bytes, predict_peak
 

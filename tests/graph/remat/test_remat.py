@@ -8,7 +8,7 @@ import torch
 from graphs import Flat, flat_step, flatten, flatten_as_written
 
 import funcrl
-from funcrl.cli.bench.measure import peak_bytes
+from benchmarks.measure import peak_bytes
 from funcrl.graph import add_fences, predict_peak, recomputed_cost
 from funcrl.graph.origin import Origin, is_late, origin_of, set_origin
 

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from funcrl.cli.bench.compiled import whole_step
-from funcrl.cli.bench.inputs import Case
-from funcrl.cli.bench.nodes import PHASES, format_times, phase_of, time_nodes
-from funcrl.cli.bench.rows import describe, describe_machine
+from benchmarks.compiled import whole_step
+from benchmarks.inputs import Case
+from benchmarks.nodes import PHASES, format_times, phase_of, time_nodes
+from benchmarks.table import describe, describe_machine
 from funcrl.core.types import Step, TrainState
 from funcrl.graph import compile_step, live_bytes, step_graph
 from funcrl.graph.origin import origin_of

@@ -1,27 +1,22 @@
 """What exact numerics cost: each part of a training step with native and with exact operations."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from funcrl.cli.bench.compiled import gradient_step
-from funcrl.cli.bench.inputs import Case, StepBenchConfig, make_case
-from funcrl.cli.bench.rows import Row, finish
-from funcrl.config.generation import CompileConfig
-from funcrl.core import tree
+from benchmarks.compiled import gradient_step
+from benchmarks.inputs import Case, StepBenchConfig, make_case
+from benchmarks.table import Row, finish
+from funcrl import CompileConfig, collate, compile_step, grpo, grpo_step, tree
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params, Rollout, Step
 from funcrl.generators import Sampler, Sampling
 from funcrl.generators.embedded.cache import CachedTransformer
 from funcrl.generators.packed import pack_weights
-from funcrl.graph import compile_step
 from funcrl.models import SHAPES
-from funcrl.rl.algorithms import grpo
-from funcrl.rl.batching import collate
-from funcrl.rl.step import grpo_step
 
 NumericsPart: TypeAlias = Literal["decode", "gradient", "step", "loop"]
 
@@ -46,8 +41,10 @@ class NumericsBenchConfig:
     """The attention of native numerics in training."""
     logprob_chunk: Count = 1024
     """The number of tokens whose logits are alive at a time."""
-    compile: CompileConfig | None = None
-    """How the trainer's parts are compiled; when left out they run as they are written."""
+    compiled: bool = False
+    """Compile the trainer's parts; without it they run as they are written."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """How the trainer's parts are compiled."""
     parts: tuple[NumericsPart, ...] = ("decode", "gradient", "step", "loop")
     """decode: one token of each sample, on a GPU replayed as a CUDA graph; gradient: forward and
     backward; step: the whole update; loop: completions are drawn, and the update."""
@@ -61,10 +58,10 @@ class NumericsBenchConfig:
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench numerics")
+        check_fields(self, "benchmarks numerics")
         if self.model not in SHAPES:
             raise ValueError(
-                f"bench numerics expects --model to be one of {', '.join(SHAPES)}, got "
+                f"benchmarks numerics expects --model to be one of {', '.join(SHAPES)}, got "
                 f"{self.model!r}."
             )
 
@@ -102,7 +99,7 @@ def _case(config: NumericsBenchConfig, numerics: Literal["native", "exact"]) -> 
 def _update(config: NumericsBenchConfig, case: Case, step: Step) -> Callable[[], Any]:
     """Return a call of a step, compiled if the configuration says how."""
     state = step.init(case.params)
-    if config.compile is not None:
+    if config.compiled:
         step = compile_step(step, state, case.batch, config.compile)
     return lambda: step(state, case.batch)
 
@@ -145,7 +142,7 @@ def _loop(config: NumericsBenchConfig, case: Case) -> Callable[[], Any]:
     """Return a call that draws completions with the parameters, and trains on them."""
     step = grpo_step(case.model_fn)
     state = step.init(case.params)
-    if config.compile is not None:
+    if config.compiled:
         step = compile_step(step, state, case.batch, config.compile)
     dtype = getattr(torch, config.dtype)
     sampler = Sampler(case.model, dtype=dtype, slots=config.rows)

@@ -7,11 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from funcrl.cli.bench.alone import Timed, time_alone
-from funcrl.cli.bench.measure import summarize
-from funcrl.cli.bench.rows import Row, finish
-from funcrl.cli.bench.variants import changed, check_names, check_runs_here
-from funcrl.cli.bench.workloads import (
+import tyro
+
+from benchmarks.measure import summarize
+from benchmarks.table import Row, finish
+from benchmarks.timed_run import Timed, time_alone
+from benchmarks.variants import changed, check_names, check_runs_here
+from benchmarks.workloads import (
     WARM_STEPS,
     WORKLOADS,
     RandomPrompts,
@@ -22,7 +24,7 @@ from funcrl.cli.bench.workloads import (
 from funcrl.config import CheckpointConfig, EvaluationConfig, TrainConfig, WarmStartConfig
 from funcrl.core.arguments import Count, check_fields
 from funcrl.models import shape
-from funcrl.tasks.contracts import Task
+from funcrl.tasks import Task
 
 _STEPS = 20  # that are measured, where no workload says it
 # The parts of a step that a run times; one that it does not have is no line of the table.
@@ -60,22 +62,23 @@ class LoopBenchConfig:
     """The number of tokens of each prompt, in place of the workload's."""
     max_tokens: Count | None = None
     """The number of tokens of each completion, in place of the workload's."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """The run, as for `funcrl train`; its folder, steps, warm start, evaluation and checkpoints are
-    the benchmark's own, and with a workload whatever that says."""
+    train: tyro.conf.Suppress[TrainConfig] = field(default_factory=TrainConfig)
+    """The run, whose options are those of `funcrl train` after --train, such as --train.packing;
+    its folder, steps, warm start, evaluation and checkpoints are the benchmark's own, and with a
+    workload whatever that says."""
     json: Path | None = None
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench loop")
+        check_fields(self, "benchmarks loop")
         for variant in self.variants:
             check_names(variant)
         given = [name for name in _OF_WORKLOADS if getattr(self, name) is not None]
         if self.workload is None:
             if given:
                 raise ValueError(
-                    f"bench loop expects --workload with --{given[0].replace('_', '-')}, got none; "
-                    f"--train.* are the options of another run."
+                    f"benchmarks loop expects --workload with --{given[0].replace('_', '-')}, got "
+                    f"none; --train.* are the options of another run."
                 )
             return
         if self.model is not None:
@@ -84,7 +87,7 @@ class LoopBenchConfig:
         for name in [*options_of(self.sizes(), self.train), "steps", "compile", "generator"]:
             if getattr(self.train, name) != getattr(usual, name):
                 raise ValueError(
-                    f"bench loop expects no --train.{name.replace('_', '-')} with --workload, "
+                    f"benchmarks loop expects no --train.{name.replace('_', '-')} with --workload, "
                     f"which says it, or --variants; got {getattr(self.train, name)}."
                 )
 

@@ -62,10 +62,11 @@ class RecurrentBenchConfig:
     """The file that every row, and every refused variant, is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench recurrent")
+        check_fields(self, "benchmarks recurrent")
         if self.cudagraph == "full" and self.device != "cuda":
             raise ValueError(
-                f"bench recurrent expects --device cuda with --cudagraph full, got {self.device}."
+                f"benchmarks recurrent expects --device cuda with --cudagraph full, got "
+                f"{self.device}."
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcrl import rng
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -21,8 +22,7 @@ from funcrl.config import (
     VLLMConfig,
     WarmStartConfig,
 )
-from funcrl.core import rng
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer
+from funcrl.tasks import Prompt, Task, Tokenizer
 
 WARM_STEPS = 2  # the first step compiles; the second is the first that finds everything made
 

@@ -1,14 +1,19 @@
-"""`funcrl bench recurrent`: each variant is a row or refused, and all compute the same."""
+"""The benchmark of recurrent scans: each variant is a row or refused, and all compute the same."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from cases import run_command as run
+from cases import run_command
 
-from funcrl.cli import bench
-from funcrl.cli.bench.recurrent import Refused, bench_recurrent, format_recurrent
-from funcrl.cli.bench.scans import PARTS, RecurrentBenchConfig, make_case
+from benchmarks.command_line import main
+from benchmarks.recurrent import Refused, bench_recurrent, format_recurrent
+from benchmarks.scans import PARTS, RecurrentBenchConfig, make_case
+from benchmarks.table import Row
+
+run = partial(run_command, main=main)
+
 
 SMALL = {"batch": 3, "steps": (4,), "width": 8, "repeats": 1, "dtype": "float64"}
 
@@ -20,7 +25,7 @@ def names(found, kind):
 def test_every_variant_is_a_row_or_refused_by_name(tmp_path, capsys):
     path = tmp_path / "rows.json"
     code, out, err = run(
-        ["bench", "recurrent", "--cells", "gru", "--batch", "2", "--steps", "3", "5", "--width",
+        ["recurrent", "--cells", "gru", "--batch", "2", "--steps", "3", "5", "--width",
          "8", "--repeats", "1", "--backends", "torch", "loop", "op", "cudnn", "--recomputes",
          "none", "full", "--json", path], capsys)  # fmt: skip
     assert code == 0, err
@@ -69,7 +74,7 @@ def test_resets_are_given_to_scans_and_refused_by_torchs_modules():
         **SMALL, cells=("lstm",), backends=("torch", "loop", "op"), resets=0.5, parts=("forward",)
     )
     found = bench_recurrent(config)
-    assert names(found, bench.Row) == [("forward", "loop"), ("forward", "op")]
+    assert names(found, Row) == [("forward", "loop"), ("forward", "op")]
     assert names(found, Refused) == [("forward", "torch.nn.LSTM")]
     assert "torch.nn.LSTM expects no resets, got " in format_recurrent(found)
     assert "a new episode at 50% of the steps" in found[0].shape
@@ -98,12 +103,14 @@ def test_torchs_own_precision_is_left_as_it_was():
         RecurrentBenchConfig(**SMALL, cells=("gru",), backends=("torch", "op"), precision="tf32")
     )
     assert [each.fp32_precision for each in libraries] == before
-    assert len(names(found, bench.Row)) == 2 + 4
+    assert len(names(found, Row)) == 2 + 4
     assert found[0].shape.endswith(", tf32")
 
 
 def test_a_cuda_graph_needs_a_gpu():
-    with pytest.raises(ValueError, match="bench recurrent expects --device cuda with --cudagraph"):
+    with pytest.raises(
+        ValueError, match="benchmarks recurrent expects --device cuda with --cudagraph"
+    ):
         RecurrentBenchConfig(cudagraph="full")
 
 
@@ -114,6 +121,6 @@ def test_on_a_gpu_graphs_hold_less_when_they_recompute():
         width=64, repeats=1, device="cuda", cudagraph="full",
     )  # fmt: skip
     found = bench_recurrent(config)
-    peaks = {each.variant: each.peak_bytes for each in found if isinstance(each, bench.Row)}
+    peaks = {each.variant: each.peak_bytes for each in found if isinstance(each, Row)}
     assert peaks["triton, recompute full"] < 0.6 * peaks["triton, recompute none"]
     assert ("gradient", "cudnn, recompute full") in names(found, Refused)

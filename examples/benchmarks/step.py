@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcrl import optim
-from funcrl.cli.bench.compiled import gradient_rows, step_rows
-from funcrl.cli.bench.inputs import (
+from benchmarks.baseline import with_weights
+from benchmarks.compiled import gradient_rows, step_rows
+from benchmarks.inputs import (
     Case,
     StepBenchConfig,
     depths,
@@ -17,15 +17,12 @@ from funcrl.cli.bench.inputs import (
     make_case,
     sample_loss,
 )
-from funcrl.cli.bench.measure import Variants
-from funcrl.cli.bench.ordinary import with_weights
-from funcrl.cli.bench.packed import packed_rows
-from funcrl.cli.bench.profiling import write_profile
-from funcrl.cli.bench.rows import Row, finish
-from funcrl.core import tree
+from benchmarks.measure import Variants
+from benchmarks.packed import packed_rows
+from benchmarks.profiling import write_profile
+from benchmarks.table import Row, finish
+from funcrl import grads, grpo_step, optim, tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
-from funcrl.rl import grads
-from funcrl.rl.step import grpo_step
 
 
 def bench_step(config: StepBenchConfig) -> list[Row]:

@@ -1,25 +1,32 @@
 """The benchmark and the command line: every row is there and the counts are exact."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from cases import run_command as run
+from cases import run_command
 
 import funcrl
-from funcrl import CompileConfig, cli
-from funcrl.cli import bench, commands
-from funcrl.cli.bench import rows, step
-from funcrl.cli.bench.generate import _peer
-from funcrl.cli.bench.inputs import make_case
-from funcrl.cli.bench.ordinary import with_weights
+from benchmarks import step, table
+from benchmarks.baseline import with_weights
+from benchmarks.command_line import BENCHMARKS, Benchmark, main
+from benchmarks.generate import GenerateBenchConfig, _peer
+from benchmarks.inputs import StepBenchConfig, make_case
+from benchmarks.loop import LoopBenchConfig
+from benchmarks.measure import peak_bytes
+from benchmarks.table import Row, format_rows
+from benchmarks.vllm import VLLMBenchConfig
+from funcrl import CompileConfig
+
+run = partial(run_command, main=main)
 
 
 @pytest.mark.slow
 def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    cli.main(
-        ["bench", "step", "--num-layers", "1", "--width", "16", "--vocab-size", "11", "--rows", "4",
+    main(
+        ["step", "--num-layers", "1", "--width", "16", "--vocab-size", "11", "--rows", "4",
          "--length", "8", "--chunk", "2", "--repeats", "2", "--json", str(path)]
     )  # fmt: skip
     written = json.loads(path.read_text())
@@ -46,9 +53,9 @@ def test_bench_step_prints_and_writes_every_row(tmp_path, capsys):
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 def test_the_gradient_needs_no_more_memory_than_an_ordinary_one(vocab_size):
     """Bytes are counted, not timed, so the benchmark's claim is a test: within 1.1."""
-    config = bench.StepBenchConfig(width=32, vocab_size=vocab_size, rows=8, length=32)
+    config = StepBenchConfig(width=32, vocab_size=vocab_size, rows=8, length=32)
     variants = step._gradient_variants(make_case(config, 2))
-    peaks = {name: bench.peak_bytes(fn) for name, fn in variants.items()}
+    peaks = {name: peak_bytes(fn) for name, fn in variants.items()}
     ordinary = peaks["torch.autograd, batched"]
     assert peaks["func: gradient of the batch"] <= 1.1 * ordinary
     assert peaks["func: per-sample, 4 at a time"] < ordinary
@@ -62,11 +69,11 @@ def test_peak_bytes_is_exact():
         del first
         return second + 1  # 8,000 alive again
 
-    assert bench.peak_bytes(two_then_three) == pytest.approx(8000, abs=256)
+    assert peak_bytes(two_then_three) == pytest.approx(8000, abs=256)
 
 
 def test_the_benchmark_compares_equal_things():
-    config = bench.StepBenchConfig(width=16, vocab_size=11, rows=4, length=8)
+    config = StepBenchConfig(width=16, vocab_size=11, rows=4, length=8)
     case = make_case(config, 2)
     functions = list(step._gradient_variants(case).values())
     names = [name for name, _ in with_weights(case.model, case.params).named_parameters()]
@@ -77,25 +84,25 @@ def test_the_benchmark_compares_equal_things():
 
 
 def row(variant, median_s, peak=None, **numbers):
-    return bench.Row("what", "shape", variant, median_s, 0.001, peak, {"torch": "2"}, numbers)
+    return Row("what", "shape", variant, median_s, 0.001, peak, {"torch": "2"}, numbers)
 
 
 def test_a_table_has_the_columns_that_its_rows_have_values_of():
-    compared = rows.compare([row("a", 0.5, 4_000_000), row("b", 0.25, 2_000_000, trace_s=1.0)])
+    compared = table.compare([row("a", 0.5, 4_000_000), row("b", 0.25, 2_000_000, trace_s=1.0)])
     assert [(each.time_ratio, each.peak_ratio) for each in compared] == [(1.0, 1.0), (0.5, 0.5)]
-    assert bench.format_rows(compared).splitlines() == [
+    assert format_rows(compared).splitlines() == [
         "torch 2", "", "shape", "",
         "| what | variant | ms | spread | x | peak MB | x | trace s |",
         "|---|---|---|---|---|---|---|---|",
         "| what | a | 500.0 | 1.0 | 1.00 | 4.0 | 1.00 |  |",
         "| what | b | 250.0 | 1.0 | 0.50 | 2.0 | 0.50 | 1.0 |",
     ]  # fmt: skip
-    assert "peak" not in bench.format_rows(rows.compare([row("a", 0.5)]))
-    assert bench.format_rows([]) == ""
+    assert "peak" not in format_rows(table.compare([row("a", 0.5)]))
+    assert format_rows([]) == ""
 
 
 def test_every_benchmarks_rows_have_the_same_keys(tmp_path):
-    rows.write_rows(tmp_path / "rows.json", [row("a", 0.5, tokens_per_s=3.0)])
+    table.write_rows(tmp_path / "rows.json", [row("a", 0.5, tokens_per_s=3.0)])
     (written,) = json.loads((tmp_path / "rows.json").read_text())
     assert written == {
         "what": "what", "shape": "shape", "variant": "a", "median_s": 0.5, "spread_s": 0.001,
@@ -106,30 +113,30 @@ def test_every_benchmarks_rows_have_the_same_keys(tmp_path):
 
 def test_a_model_that_no_shape_has_is_refused_before_anything_runs():
     for refuse in (
-        lambda: bench.GenerateBenchConfig(shapes=("huge",)),
-        lambda: bench.VLLMBenchConfig(model="huge"),
+        lambda: GenerateBenchConfig(shapes=("huge",)),
+        lambda: VLLMBenchConfig(model="huge"),
     ):
         with pytest.raises(ValueError, match="shape expects --model.*'huge'"):
             refuse()
 
 
 def test_help_is_readable(capsys):
-    cli.main(["bench", "step", "--help"])
-    assert "samples in the batch" in capsys.readouterr().out
+    code, out, _ = run(["step", "--help"], capsys)
+    assert code == 0
+    assert "samples in the batch" in out
 
 
-def test_unknown_commands_fail(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["dance"])
-    assert stop.value.code == 2
-    assert "dance" in capsys.readouterr().err
+def test_unknown_benchmarks_fail(capsys):
+    code, _, err = run(["dance"], capsys)
+    assert code == 2
+    assert "dance" in err
 
 
 @pytest.mark.slow
 def test_bench_generate_compares_equal_models(tmp_path, capsys):
     path = tmp_path / "rows.json"
     code, out, err = run(
-        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "float32",
+        ["generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "float32",
          "--max-tokens", "3", "--repeats", "1", "--json", path], capsys)  # fmt: skip
     assert code == 0, err
     assert (out.count("| float32, batch 1 |"), out.count("| float32, batch 8 |")) == (2, 3)
@@ -151,7 +158,7 @@ def test_bench_generate_compares_equal_models(tmp_path, capsys):
 @pytest.mark.slow
 def test_bench_generate_without_transformers_keeps_the_norms(capsys):
     code, out, err = run(
-        ["bench", "generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "bfloat16",
+        ["generate", "--shapes", "micro", "--batches", "1", "8", "--dtypes", "bfloat16",
          "--max-tokens", "3", "--repeats", "1", "--variants", "sampler", "call-by-call", "groups"],
         capsys)  # fmt: skip
     assert code == 0, err
@@ -171,7 +178,8 @@ def test_bench_generate_without_transformers_keeps_the_norms(capsys):
 )
 def test_bench_loop_compiles_as_train_does(capsys, monkeypatch, args, compiled):
     configs = []
-    monkeypatch.setattr(commands, "bench_loop", lambda config: configs.append(config) or [])
-    code, _, err = run(["bench", "loop", *args], capsys)
+    keep = Benchmark(LoopBenchConfig, lambda config: configs.append(config) or [], str)
+    monkeypatch.setitem(BENCHMARKS, "loop", keep)
+    code, _, err = run(["loop", *args], capsys)
     assert code == 0, err
     assert configs[0].train.compile == compiled

@@ -9,11 +9,12 @@ import torch
 from matplotlib import image
 from PIL import Image
 
+from benchmarks import compiled, nodes, profiling
+from benchmarks.baseline import ordinary_loss, with_weights
+from benchmarks.inputs import StepBenchConfig, depths, make_case
+from benchmarks.step import bench_step
+from benchmarks.table import format_rows
 from funcrl import CompileConfig, tree
-from funcrl.cli import bench
-from funcrl.cli.bench import compiled, nodes, profiling
-from funcrl.cli.bench.inputs import depths, make_case
-from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
 from funcrl.graph import predict_peak, step_graph
 from funcrl.graph.origin import origin_of
 
@@ -29,21 +30,21 @@ def graph_of(case, variant="batch", **options):
 @lru_cache
 def small_graph(variant="batch"):
     """A small case, the graph of its whole step, and its first state."""
-    case = make_case(bench.StepBenchConfig(**SMALL), 2)
+    case = make_case(StepBenchConfig(**SMALL), 2)
     return case, *graph_of(case, variant)
 
 
 @pytest.mark.slow
 def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
     shape = SMALL | {"rows": 8, "length": 32}
-    config = bench.StepBenchConfig(
+    config = StepBenchConfig(
         **shape, parts=("compiled-gradient",), remats=("none", "full", "budget"),
         variants=("batch",), json=tmp_path / "rows.json",
     )  # fmt: skip
-    whole = bench.StepBenchConfig(
+    whole = StepBenchConfig(
         **shape, parts=("compiled-step",), remats=("full",), variants=("batch", "donated")
     )
-    rows = [*bench.bench_step(config), *bench.bench_step(whole)]
+    rows = [*bench_step(config), *bench_step(whole)]
     gradients = [
         "torch.autograd, each block checkpointed",
         *(f"batch, remat {name}" for name in config.remats),
@@ -62,7 +63,7 @@ def test_compiled_rows_have_start_up_and_a_prediction_that_holds(tmp_path):
     assert full < budget < none
     assert peaks[gradients[0]] < peaks[gradients[-1]]
     assert rows[0].time_ratio == rows[5].time_ratio == 1.0
-    printed = bench.format_rows(rows)
+    printed = format_rows(rows)
     assert "| trace s | first call s | predicted MB |" in printed
     widths = {line.count("|") for line in printed.splitlines() if line.startswith("|")}
     assert widths == {11}
@@ -87,7 +88,7 @@ def test_fused_per_sample_gradients_are_the_batchs_by_count():
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_ordinary_losses_are_the_same_gradient(chunk):
-    case = make_case(bench.StepBenchConfig(**SMALL, logprob_chunk=chunk), 2)
+    case = make_case(StepBenchConfig(**SMALL, logprob_chunk=chunk), 2)
     module = with_weights(case.model, case.params)
     names = [name for name, _ in module.named_parameters()]
     state = compiled.gradient_step(case, "per-sample").init(case.params)
@@ -100,7 +101,7 @@ def test_ordinary_losses_are_the_same_gradient(chunk):
 
 @pytest.mark.slow
 def test_bfloat16_is_computed_in_on_both_sides():
-    case = make_case(bench.StepBenchConfig(**SMALL, dtype="bfloat16", logprob_chunk=5), 2)
+    case = make_case(StepBenchConfig(**SMALL, dtype="bfloat16", logprob_chunk=5), 2)
     module = with_weights(case.model, case.params)
     losses = [ordinary_loss(module, case.batch, case.dtype, 5, again) for again in (False, True)]
     assert torch.equal(*losses)
@@ -113,7 +114,7 @@ def test_bfloat16_is_computed_in_on_both_sides():
 
 
 def test_a_model_by_name_is_its_shape():
-    config = bench.StepBenchConfig(model="micro", vocab_size=13)
+    config = StepBenchConfig(model="micro", vocab_size=13)
     assert depths(config) == (2,)
     assert make_case(config, 2).model.config.width == 64
 
@@ -122,25 +123,25 @@ def test_a_model_by_name_is_its_shape():
     ("options", "message"),
     [
         ({"model": "huge"}, "shape expects --model"),
-        ({"model": "micro", "width": 64}, "bench step expects --model or --num-layers and --width"),
-        ({"remats": ("full",)}, "bench step expects.*--parts.*--remats"),
-        ({"compile": CompileConfig(remat="full")}, r"bench step expects.*--parts.*--compile\."),
-        ({"parts": ("compiled-step",), "variants": ()}, "bench step expects.*--variants"),
-        ({"repeats": 0}, "bench step expects --repeats"),
+        ({"model": "micro", "width": 64}, "step expects --model or --num-layers and --width"),
+        ({"remats": ("full",)}, "benchmarks step expects.*--parts.*--remats"),
+        ({"compile": CompileConfig(remat="full")}, r"step expects.*--parts.*--compile\."),
+        ({"parts": ("compiled-step",), "variants": ()}, "benchmarks step expects.*--variants"),
+        ({"repeats": 0}, "benchmarks step expects --repeats"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        bench.StepBenchConfig(**options)
+        StepBenchConfig(**options)
 
 
 @pytest.mark.slow
 def test_profile_files_say_what_was_measured(tmp_path):
-    config = bench.StepBenchConfig(
+    config = StepBenchConfig(
         **SMALL, parts=(), compile=CompileConfig(remat="full"), variants=("clipped",),
         profile=tmp_path / "profile",
     )  # fmt: skip
-    assert bench.bench_step(config) == []
+    assert bench_step(config) == []
     case = make_case(config, 2)
     graph, _ = graph_of(case, "clipped", remat="full")
     trace = json.loads((config.profile / "2-layers.trace.json").read_text())
@@ -194,11 +195,11 @@ def test_a_products_kind_layer_and_time_are_found():
 
 @pytest.mark.gpu
 def test_a_cuda_graph_is_measured_with_the_memory_that_it_holds():
-    config = bench.StepBenchConfig(
+    config = StepBenchConfig(
         **SMALL, device="cuda", parts=("compiled-gradient", "compiled-step"),
         compile=CompileConfig(cudagraph="full"), variants=("batch", "donated"),
     )  # fmt: skip
-    rows = [row for row in bench.bench_step(config) if "trace_s" in row.numbers]
+    rows = [row for row in bench_step(config) if "trace_s" in row.numbers]
     assert len(rows) == 3
     for row in rows:
         assert row.peak_bytes >= row.numbers["predicted_bytes"] * 0.9
@@ -207,8 +208,8 @@ def test_a_cuda_graph_is_measured_with_the_memory_that_it_holds():
 @pytest.mark.parametrize("padding", [0.0, 0.3])
 def test_layouts_of_the_same_samples(padding):
     shape = SMALL | {"num_layers": (1,), "length": 16, "group": 4, "prompt": 6, "rows": 8}
-    config = bench.StepBenchConfig(**shape, parts=("packed-step",), padding=padding, pack_length=49)
-    plain, packed, shared = bench.bench_step(config)  # a group is 5 + 4 x 11 tokens
+    config = StepBenchConfig(**shape, parts=("packed-step",), padding=padding, pack_length=49)
+    plain, packed, shared = bench_step(config)  # a group is 5 + 4 x 11 tokens
     tokens = 8 * 16 - round(padding * 8 * 16)
     for row, fewer in ((plain, 0), (packed, 0), (shared, 2 * 3 * 5)):
         computed = row.numbers["computed_tokens"]
@@ -225,5 +226,5 @@ def test_layouts_of_the_same_samples(padding):
     ("options", "words"), [({"group": 3}, "--group to divide --rows 4"), ({"padding": 0.8}, "0.8")]
 )
 def test_layouts_that_cannot_be_are_refused(options, words):
-    with pytest.raises(ValueError, match=f"bench step expects .*{words}"):
-        bench.StepBenchConfig(**SMALL, **options)
+    with pytest.raises(ValueError, match=f"benchmarks step expects .*{words}"):
+        StepBenchConfig(**SMALL, **options)

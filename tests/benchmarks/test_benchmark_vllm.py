@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from funcrl.cli import bench
+from benchmarks.table import format_rows
+from benchmarks.vllm import VLLMBenchConfig, bench_vllm
 
 pytestmark = [
     pytest.mark.vllm,
@@ -21,11 +22,11 @@ def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path, monkeypatch):
     # A process less to start for plain vLLM.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     file = tmp_path / "rows.json"
-    config = bench.VLLMBenchConfig(
+    config = VLLMBenchConfig(
         model="tiny", sequences=2, prompt_tokens=24, max_tokens=4, modes=("eager",),
         dtype="float32", forms=("unified",), device="cpu", repeats=2, json=file,
     )  # fmt: skip
-    plain, own = bench.bench_vllm(config)
+    plain, own = bench_vllm(config)
     assert [(row.what, row.variant) for row in (plain, own)] == [
         ("eager", "plain vLLM"), ("eager", "unified"),
     ]  # fmt: skip
@@ -40,5 +41,5 @@ def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path, monkeypatch):
     assert own.numbers["push_gb_per_s"] > 0
     assert "push_ms" not in plain.numbers
     assert [row["variant"] for row in json.loads(file.read_text())] == ["plain vLLM", "unified"]
-    printed = bench.format_rows([plain, own])
+    printed = format_rows([plain, own])
     assert "| tokens/s | start s | push ms | push GB/s |" in printed

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from funcrl.cli.bench.rows import Row, describe_machine
-from funcrl.core import tree
+from benchmarks.table import Row, describe_machine
+from funcrl import memory_profile, memory_stats, reset_peak, tree
 from funcrl.core.types import Tree
-from funcrl.run.memory import memory_stats, reset_peak
-from funcrl.run.memory_profile import memory_profile
 
 Variants = dict[str, Callable[[], Any]]
 

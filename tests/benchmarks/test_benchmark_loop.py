@@ -3,17 +3,22 @@
 import importlib.util
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
-from cases import run_command as run
+from cases import run_command
 
 import funcrl
-from funcrl.cli import bench
-from funcrl.cli.bench.rows import compare
-from funcrl.cli.bench.variants import changed
-from funcrl.cli.bench.workloads import WORKLOADS, RandomPrompts, as_train_config
+from benchmarks.command_line import main
+from benchmarks.loop import LoopBenchConfig, bench_loop
+from benchmarks.table import Row, compare, format_columns
+from benchmarks.variants import changed
+from benchmarks.workloads import WORKLOADS, RandomPrompts, as_train_config
 from funcrl.config import CompileConfig, TrainConfig
+
+run = partial(run_command, main=main)
+
 
 TINY = [
     "--model", "micro", "--vocab-size", "512", "--num-prompts", "2", "--num-generations", "4",
@@ -26,7 +31,7 @@ PARTS = ["generate", "reward", "train", "push"]
 def test_a_workload_has_a_column_for_each_variant(tmp_path, capsys):
     file = tmp_path / "rows.json"
     code, out, err = run(
-        ["bench", "loop", "--workload", "grpo-128x256", *TINY, "--steps", "3",
+        ["loop", "--workload", "grpo-128x256", *TINY, "--steps", "3",
          "--variants", "eager", "traced+sampler", "--json", file], capsys)  # fmt: skip
     assert code == 0, err
     assert "| eager | traced+sampler |" in out
@@ -47,7 +52,7 @@ def test_a_workload_has_a_column_for_each_variant(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_of_ones_own_has_one_column(capsys):
-    code, out, err = run(["bench", "loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
+    code, out, err = run(["loop", "--steps", "2", "--train.num-prompts", "2"], capsys)
     assert code == 0, err
     assert "micro, 2 x 8 samples, float32, cpu" in out
     for line in ("start to end of step 1, ms", "start to end of step 4, ms", "step, tokens/s"):
@@ -104,34 +109,34 @@ def test_variants_change_the_configuration_from_left_to_right():
          "expects no --train.num-prompts with --workload, which says it"),
         (["--workload", "seed", "--train.compile"], "expects no --train.compile with --workload"),
         (["--workload", "seed", "--model", "huge"], "shape expects --model.*'huge'"),
-        (["--workload", "tree"], "bench loop expects --workload to be .*tree"),
+        (["--workload", "tree"], "invalid choice .tree"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name_before_anything_runs(line, message, capsys):
-    code, out, err = run(["bench", "loop", *line], capsys)
+    code, out, err = run(["loop", *line], capsys)
     assert code in (1, 2)
     assert out == ""
-    assert re.search(message, err), err
+    assert re.search(message, re.sub(r"[\s│]+", " ", err)), err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
-    config = bench.LoopBenchConfig(train=TrainConfig(device="cuda"))
+    config = LoopBenchConfig(train=TrainConfig(device="cuda"))
     with pytest.raises(ValueError, match="expects a GPU for --train.device cuda, got none"):
-        bench.bench_loop(config)
+        bench_loop(config)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs to lack vLLM")
 def test_vllm_that_is_not_installed_is_refused():
-    config = bench.LoopBenchConfig(variants=("eager", "eager+native"))
+    config = LoopBenchConfig(variants=("eager", "eager+native"))
     with pytest.raises(ValueError, match=r"vLLM to be installed for the variant 'eager\+native'"):
-        bench.bench_loop(config)
+        bench_loop(config)
 
 
 @pytest.mark.slow
 def test_an_error_of_a_run_is_the_benchmarks(capsys):
     code, out, err = run(
-        ["bench", "loop", "--train.task", "nobody", "--variants", "given"], capsys)  # fmt: skip
+        ["loop", "--train.task", "nobody", "--variants", "given"], capsys)  # fmt: skip
     assert (code, out) == (1, "")
     assert "nobody" in err
     assert "Traceback" not in err
@@ -139,7 +144,7 @@ def test_an_error_of_a_run_is_the_benchmarks(capsys):
 
 def row(what, variant, median_s, spread_s=0.0, peak=None, **numbers):
     machine = {"torch": "2", **({"vllm": "1"} if variant == "b" else {})}
-    return bench.Row(what, "shape", variant, median_s, spread_s, peak, machine, numbers)
+    return Row(what, "shape", variant, median_s, spread_s, peak, machine, numbers)
 
 
 def test_columns_have_a_line_for_each_number_that_a_variant_has():
@@ -147,7 +152,7 @@ def test_columns_have_a_line_for_each_number_that_a_variant_has():
         row("start", "a", 2.0), row("step", "a", 0.5, 0.01, 4_000_000, tokens_per_s=1000.0),
         row("start", "b", 1.0), row("step", "b", 0.25, 0.02), row("wait", "b", 0.125),
     ]  # fmt: skip
-    assert bench.format_columns(compare(rows)).splitlines() == [
+    assert format_columns(compare(rows)).splitlines() == [
         "torch 2, vllm 1", "", "shape", "",
         "|  | a | b |",
         "|---|---|---|",
@@ -157,4 +162,4 @@ def test_columns_have_a_line_for_each_number_that_a_variant_has():
         "| step, tokens/s | 1,000 |  |",
         "| wait, ms |  | 125.0 |",
     ]  # fmt: skip
-    assert bench.format_columns([]) == ""
+    assert format_columns([]) == ""

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from funcrl.cli.bench.inputs import with_vocabulary
-from funcrl.cli.bench.measure import num_bytes, seconds_of, summarize, timed
-from funcrl.cli.bench.rows import Row, finish
+from benchmarks.inputs import with_vocabulary
+from benchmarks.measure import num_bytes, seconds_of, summarize, timed
+from benchmarks.table import Row, finish
+from funcrl import rng
 from funcrl.config import Sampling, ServerConfig, VLLMCompileConfig, VLLMConfig
 from funcrl.config.generation import Form
-from funcrl.core import rng
 from funcrl.core.arguments import Count, Natural, check_fields
 from funcrl.generators import VLLM
 from funcrl.models import Transformer, init_params
@@ -62,7 +62,7 @@ class VLLMBenchConfig:
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench vllm")
+        check_fields(self, "benchmarks vllm")
         with_vocabulary(self.model)
 
 

@@ -51,8 +51,8 @@ def check_names(variant: str) -> None:
     for name in variant.split("+"):
         if name not in CHANGES:
             raise ValueError(
-                f"bench loop expects --variants of {', '.join(CHANGES)}, or several of them joined "
-                f"by +, got {variant!r}."
+                f"benchmarks loop expects --variants of {', '.join(CHANGES)}, or several of them "
+                f"joined by +, got {variant!r}."
             )
 
 
@@ -61,16 +61,16 @@ def check_runs_here(variant: str, config: TrainConfig) -> None:
     names = set(variant.split("+"))
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"bench loop expects a GPU for --train.device cuda, got none; {variant!r} cannot run."
+            f"benchmarks loop expects a GPU for --train.device cuda, got none for {variant!r}."
         )
     if names & _NEED_A_GPU and config.device != "cuda":
         raise ValueError(
-            f"bench loop expects --train.device cuda for the variant {variant!r}, which replays a "
-            f"CUDA graph, got {config.device}."
+            f"benchmarks loop expects --train.device cuda for the variant {variant!r}, which "
+            f"replays a CUDA graph, got {config.device}."
         )
     if names & _NEED_VLLM and importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            f"bench loop expects vLLM to be installed for the variant {variant!r}, got none; "
+            f"benchmarks loop expects vLLM to be installed for the variant {variant!r}, got none; "
             f"docs/vllm.md says how."
         )
 

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcrl.cli.bench.rows import describe_machine
+from benchmarks.table import describe_machine
+from funcrl import memory_stats, train
 from funcrl.config import TrainConfig
 from funcrl.core.shortage import ExplainedMemoryError
-from funcrl.loop.train import train
-from funcrl.run.memory import memory_stats
 from funcrl.run.runs import Completion, Row
 from funcrl.run.views import SilentView
-from funcrl.tasks.contracts import Task
+from funcrl.tasks import Task
 
 
 class Timed(NamedTuple):
@@ -63,7 +62,7 @@ def time_alone(config: TrainConfig, task: Task | None, name: str) -> Timed:
             return pool.submit(_time, config, task, started).result()
         except BrokenProcessPool as error:
             raise ExplainedMemoryError(
-                f"bench loop's variant {name!r} was killed before it ended, perhaps for memory."
+                f"benchmarks loop's variant {name!r} was killed, perhaps for memory."
             ) from error
 
 

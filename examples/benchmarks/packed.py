@@ -3,9 +3,9 @@
 Each is a program of its own, of its layout's shape; rows are beside the padded one's.
 """
 
-from funcrl.cli.bench.compiled import compiled_row, whole_step
-from funcrl.cli.bench.inputs import Case
-from funcrl.cli.bench.rows import Row
+from benchmarks.compiled import compiled_row, whole_step
+from benchmarks.inputs import Case
+from benchmarks.table import Row
 from funcrl.core.types import Rows
 from funcrl.rl.metrics import padding_frac
 from funcrl.rl.packing import pack_batch, pack_batch_groups

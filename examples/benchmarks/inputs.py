@@ -10,24 +10,20 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from funcrl.cli.bench.measure import Variants, measure
-from funcrl.cli.bench.ordinary import ordinary_loss, with_weights
-from funcrl.cli.bench.rows import Row
-from funcrl.config.generation import CompileConfig
-from funcrl.core import rng, tree
+from benchmarks.baseline import ordinary_loss, with_weights
+from benchmarks.measure import Variants, measure
+from benchmarks.table import Row
+from funcrl import CompileConfig, grpo, logprob_fn, policy_loss, rng, tree
 from funcrl.core.arguments import Count, CountOrAll, Fraction, Natural, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
 from funcrl.graph.remat.recompute import RematName
 from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
-from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.ops.cached import attend_prompts
-from funcrl.rl.algorithms import grpo
 from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.grads import Gradient, PerSampleTransform
-from funcrl.rl.losses import policy_loss
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
 Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]
@@ -101,35 +97,35 @@ class StepBenchConfig:
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench step")
+        check_fields(self, "benchmarks step")
         if self.model is not None:
             shape(self.model, self.vocab_size)
             if (self.num_layers, self.width) != ((2, 12), 128):
                 raise ValueError(
-                    f"bench step expects --model or --num-layers and --width, got model "
+                    f"benchmarks step expects --model or --num-layers and --width, got model "
                     f"{self.model}, layers {self.num_layers} and width {self.width}."
                 )
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
-                "bench step expects --dtype bfloat16 with --attend flash on cuda, got float32."
+                "benchmarks step expects --dtype bfloat16 with --attend flash on cuda, got float32."
             )
         if self.rows % self.group:
             raise ValueError(
-                f"bench step expects --group to divide --rows {self.rows}, got {self.group}."
+                f"benchmarks step expects --group to divide --rows {self.rows}, got {self.group}."
             )
         if not 0 <= self.padding * self.length < self.length - prompt_length(self):
             raise ValueError(
-                f"bench step expects --padding below the share of completions, "
+                f"benchmarks step expects --padding below the share of completions, "
                 f"1 - {prompt_length(self)} / {self.length}, got {self.padding}."
             )
         compiles = self.profile is not None or set(self.parts) & set(get_args(CompiledPart))
         if not compiles and (self.compile != CompileConfig() or self.remats):
             raise ValueError(
-                f"bench step expects --profile, or compiled-gradient, compiled-step or packed-step "
-                f"among --parts, with --compile.* and --remats, got parts {self.parts}."
+                f"benchmarks step expects --profile, or compiled-gradient, compiled-step or "
+                f"packed-step among --parts, with --compile.* and --remats, got parts {self.parts}."
             )
         if compiles and not self.variants:
-            raise ValueError("bench step expects at least one of --variants, got none.")
+            raise ValueError("benchmarks step expects at least one of --variants, got none.")
 
 
 class Case(NamedTuple):

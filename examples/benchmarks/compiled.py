@@ -8,15 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from funcrl.cli.bench.inputs import Case, VariantName, gradient_of, keep
-from funcrl.cli.bench.measure import held_bytes, seconds_of
-from funcrl.cli.bench.rows import Row
-from funcrl.config.generation import CompileConfig
-from funcrl.core import tree
+from benchmarks.inputs import Case, VariantName, gradient_of, keep
+from benchmarks.measure import held_bytes, seconds_of
+from benchmarks.table import Row
+from funcrl import CompileConfig, grads, grpo_step, tree
 from funcrl.core.types import Metrics, Params, Rows, Step, TrainState
 from funcrl.graph import compile_step, donate, live_bytes, predict_peak, step_graph
-from funcrl.rl import grads
-from funcrl.rl.step import grpo_step
 
 
 def gradient_rows(case: Case) -> list[Row]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcrl.cli.bench.measure import Variants, held_bytes, measure
-from funcrl.cli.bench.rows import Row, compare, format_rows, write_rows
-from funcrl.cli.bench.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
+from benchmarks.measure import Variants, held_bytes, measure
+from benchmarks.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
+from benchmarks.table import Row, compare, format_rows, write_rows
 from funcrl.graph.compile.capture import capture
 
 

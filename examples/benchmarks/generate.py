@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from funcrl.cli.bench.inputs import with_vocabulary
-from funcrl.cli.bench.measure import Variants, measure, num_bytes, seconds_of
-from funcrl.cli.bench.rows import Row, finish
-from funcrl.core import rng
+from benchmarks.inputs import with_vocabulary
+from benchmarks.measure import Variants, measure, num_bytes, seconds_of
+from benchmarks.table import Row, finish
+from funcrl import rng
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
@@ -53,7 +53,7 @@ class GenerateBenchConfig:
     """The file that every row is written to as well."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "bench generate")
+        check_fields(self, "benchmarks generate")
         for name in self.shapes:
             with_vocabulary(name)
 
@@ -74,8 +74,8 @@ def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
     if "transformers" in config.variants:
         if not network.is_plain:
             raise ValueError(
-                f"bench generate expects --variants without transformers for a shape that is no "
-                f"Llama, got {name}."
+                f"benchmarks generate expects --variants without transformers for a shape that is "
+                f"no Llama, got {name}."
             )
         # Without norms of queries and keys it is a Llama, which transformers has too.
         network = replace(network, qk_norm=False)

@@ -1,0 +1,1 @@
+"""Time and memory of funcrl's parts, each beside another way to do the same."""
