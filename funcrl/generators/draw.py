@@ -10,7 +10,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 from funcrl.ops.arithmetic import log_softmax as native_log_softmax
-from funcrl.ops.exact.kernels import kernels_of
+from funcrl.ops.exact.logits import scores_impl
 
 LogSoftmaxFn: TypeAlias = Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
 
@@ -113,11 +113,12 @@ def draw_tokens(
         for token in sampling.stop_tokens:  # a list of them would be copied to a GPU each time
             allowed[:, token].masked_fill_(early, -torch.inf)
     if _has_kernel(allowed, sampling):
-        kernels = kernels_of(allowed)
-        tokens, chosen = kernels.draw(allowed, uniform, sampling.temperature)
+        from funcrl.ops.exact.cuda import logits as on_gpu  # needs triton
+
+        tokens, chosen = on_gpu.draw(allowed, uniform, sampling.temperature)
         if allowed is logits and sampling.temperature == 1:
             return tokens, chosen, chosen
-        return tokens, chosen, kernels.scores(logits, tokens, 1.0)[0]
+        return tokens, chosen, scores_impl(logits, tokens, 1.0)[0]
     logprobs = sampling_logprobs(allowed, sampling, log_softmax)
     tokens = draw(logprobs, uniform)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)

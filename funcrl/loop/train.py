@@ -27,7 +27,7 @@ from funcrl.loop.rollouts import complete, is_accuracy, judging_reward, to_compl
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
-from funcrl.ops.exact.kernels import slow_products
+from funcrl.ops.exact.linear import slow_products
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs

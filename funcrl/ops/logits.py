@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
+from funcrl.core.custom_op import differentiable
 from funcrl.ops.exact.logits import logits_gradient_op, score_logits_op
-from funcrl.ops.exact.recipe import differentiable
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 

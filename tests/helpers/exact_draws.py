@@ -1,11 +1,11 @@
 """What a fuzz of the exact kernels draws: shapes, numbers, strides and the company of rows."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import torch
+from exact_implementations import implementations
 from torch import Tensor
 
 from funcrl.core.pairwise import pairwise_sum
@@ -22,7 +22,9 @@ class Draw(Random):
         self.device = torch.device(device)
         self.dtype = self.choice((torch.float32, torch.bfloat16))
         self.generator = torch.Generator().manual_seed(self.getrandbits(60))
-        self.kernels = importlib.import_module(f"funcrl.ops.exact.{self.device.type}")
+        self.kernels = implementations(
+            "funcrl.ops.exact" + (".cuda" if self.device.type == "cuda" else "")
+        )
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         x = torch.randn(*shape, generator=self.generator) * scale

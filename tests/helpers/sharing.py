@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.sharing import Sharing
+from funcrl.ops.exact.paged import Sharing
 
 
 class UnderWay(NamedTuple):

@@ -1,14 +1,95 @@
 """The gated delta rule over a sequence, by one of several backends."""
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from funcrl.core.arguments import Count, checked
-from funcrl.ops.delta import loop
-from funcrl.ops.delta.operators import chunked_scan
-from funcrl.ops.exact.delta import LARGEST, has_kernels, recurrent_scan
-from funcrl.ops.streams import complete_scan
+from funcrl.core.custom_op import operator
+from funcrl.ops.delta import chunked
+from funcrl.ops.delta.chunked import Tokens
+from funcrl.ops.exact.delta import (
+    LARGEST,
+    Pair,
+    Six,
+    has_kernels,
+    in_order,
+    like_gradients,
+    like_scan,
+    recurrent_scan,
+    scan_of,
+)
+from funcrl.ops.streams import as_samples, complete_scan, flat, token_major
+
+Shape: TypeAlias = Sequence[int]
+
+
+def _count(q: Shape, _k: Shape, v: Shape, *rest: Any) -> int:
+    """Three products with the state for each token, and with the other tokens of its chunk."""
+    chunk = min(rest[-2], q[-2])
+    return 2 * math.prod(q[:-1]) * (3 * q[-1] * v[-1] + 2 * chunk * (q[-1] + v[-1]))
+
+
+def _count_gradients(_grad: Shape, _grad_state: Shape, *inputs: Any) -> int:
+    return 3 * _count(*inputs)  # the replay, and two gradients of each product
+
+
+@operator("gated_delta_chunked", like_scan, rows=range(7), flops=_count)
+def chunked_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor,
+    chunk: int, kernels: str,
+) -> Pair:  # fmt: skip
+    """Return the outputs and the last state, by the kernels of that name."""
+    *parts, before, begins = as_samples(q, k, v, decay, beta, state, resets)
+    outputs, last = _kernels(kernels).scan(Tokens._make([*parts, begins]), before, chunk)
+    return token_major(outputs, -2).view(v.shape), last.view(state.shape)
+
+
+@operator("gated_delta_chunked_gradients", like_gradients, rows=range(9), flops=_count_gradients)
+def chunked_gradients_op(
+    grad_outputs: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
+    beta: Tensor, state: Tensor, resets: Tensor, chunk: int, kernels: str,
+) -> Six:  # fmt: skip
+    """Return the gradients of all but the resets."""
+    given = (q, k, v, decay, beta, state)
+    grads = flat(grad_outputs, 3), flat(grad_state, 3)
+    *parts, before, begins = as_samples(*given, resets)
+    tokens = Tokens._make([*parts, begins])
+    return in_order(_kernels(kernels).scan_gradients(*grads, tokens, before, chunk), given)
+
+
+def _kernels(name: str) -> ModuleType:
+    if name == "torch":
+        return chunked
+    # Imported here, because it needs triton.
+    from funcrl.ops.delta.cuda import chunked as on_gpu
+
+    return on_gpu
+
+
+chunked_scan = scan_of(chunked_op, chunked_gradients_op)
+
+
+def _loop(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [..., H, T, Cv] and the last state: the definition, with all derivatives."""
+    wide = state.dtype
+    outputs = []
+    for token in range(q.shape[-2]):
+        query, key, value = (part[..., token, :].to(wide) for part in (q, k, v))
+        kept = decay[..., token, None, None].to(wide).exp()
+        state = torch.where(resets[..., None, token, None, None], 0, kept * state)
+        missing = value - torch.einsum("...kv,...k->...v", state, key)
+        learned = beta[..., token, None].to(wide) * missing
+        state = state + key[..., :, None] * learned[..., None, :]
+        outputs.append(torch.einsum("...kv,...k->...v", state, query))
+    return torch.stack(outputs, dim=-2).to(v.dtype), state
+
 
 Backend = Literal["auto", "loop", "recurrent", "chunked", "triton"]
 _CHUNK = 64  # tokens that the kernels of a GPU treat at a time
@@ -63,7 +144,7 @@ def gated_delta_scan(
     if backend == "triton":
         _check_kernels(q, v, chunk)
     if backend == "loop":
-        return loop.scan(*given)
+        return _loop(*given)
     if backend == "recurrent":
         outputs, last = recurrent_scan(*given)
     else:

@@ -42,7 +42,7 @@ EXACT = Ops(
     attend_segments=attention.attend_segments,
     scores=scores.linear_scores,
     log_softmax=scores.log_softmax,
-    attend_prompts=attention.plain_attend_causal,
+    attend_prompts=attention.attend_causal_forward,
     attend_last=attention.attend_last,
     exact=True,
 )
@@ -50,20 +50,20 @@ EXACT = Ops(
 
 EXACT_FORWARD = EXACT._replace(
     embed=arithmetic.embed,
-    linear=linear.plain_linear,
-    project=linear.plain_project,
-    rms_norm=norm.plain_rms_norm,
-    add_rms_norm=norm.plain_add_rms_norm,
-    swiglu=gate.plain_swiglu,
-    geglu=gate.plain_geglu,
-    sigmoid_gate=gate.plain_sigmoid_gate,
-    rotation=rotary.plain_rotation,
-    rotate=rotary.plain_rotate,
-    norm_rotate=norm_rotate.plain_norm_rotate,
-    short_conv=conv.plain_short_conv,
-    delta_gates=delta_gates.plain_delta_gates,
-    gated_delta=delta.plain_gated_delta,
-    attend_causal=attention.plain_attend_causal,
+    linear=linear.linear_forward,
+    project=linear.project_forward,
+    rms_norm=norm.rms_norm_forward,
+    add_rms_norm=norm.add_rms_norm_forward,
+    swiglu=gate.swiglu_forward,
+    geglu=gate.geglu_forward,
+    sigmoid_gate=gate.sigmoid_gate_forward,
+    rotation=rotary.rotation_forward,
+    rotate=rotary.rotate_forward,
+    norm_rotate=norm_rotate.norm_rotate_forward,
+    short_conv=conv.short_conv_forward,
+    delta_gates=delta_gates.delta_gates_forward,
+    gated_delta=delta.gated_delta_forward,
+    attend_causal=attention.attend_causal_forward,
 )
 """The same kernels, called without what a derivative needs: for generators."""
 

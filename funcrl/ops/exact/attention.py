@@ -11,16 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from funcrl.core import numerics
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.ops.exact.agreement import batched_product
+from funcrl.ops.exact.attention_gradients import attend_gradients_op
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.segments import (
+    SCORES,
+    as_batch,
+    clear,
+    common_first,
+    mask_of,
+    spans_of_rows,
+    split_segments,
+)
+from funcrl.ops.exact.sums import exp_or_zero, key_sums
 from funcrl.ops.segments import first_places, spans_of_prefixes
-
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _attended(
@@ -28,15 +38,17 @@ def _attended(
     window: int | None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Return attention [..., H, T, C] and its log-normalisers [..., H, T]."""
-    spans = (part.expand(*q.shape[:-3], q.shape[-2]).reshape(-1, q.shape[-2])
-             for part in (first, last))  # fmt: skip
-    flat = (_batch(part) for part in (q, k, v))
-    out, normaliser = kernels_of(q).attend(*flat, *spans, _spans_of_rows(shared), window)
+    first, last = (
+        part.expand(*q.shape[:-3], q.shape[-2]).reshape(-1, q.shape[-2]) for part in (first, last)
+    )
+    out, normaliser = attend_impl(
+        as_batch(q), as_batch(k), as_batch(v), first, last, spans_of_rows(shared), window
+    )
     return out.view(q.shape), normaliser.view(q.shape[:-1])
 
 
 def _like(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    normaliser = q.new_empty(q.shape[:-1], dtype=numerics.at_least_float32(q.dtype))
+    normaliser = q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), normaliser
 
 
@@ -53,32 +65,6 @@ def attend_op(
     """Return attention and its log-normalisers."""
     out, normaliser = _attended(q, k, v, first, last, shared, window)
     return out, normaliser
-
-
-def _like_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Triple:
-    contiguous = torch.contiguous_format
-    grads = [torch.empty_like(part, memory_format=contiguous) for part in (q, k, v)]
-    return grads[0], grads[1], grads[2]
-
-
-def _count_gradients(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any) -> int:
-    return 10 * math.prod(q) * k[-2]
-
-
-@operator("attend_gradients", _like_gradients, rows=range(9), flops=_count_gradients)
-def attend_gradients_op(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor,
-    shared: Tensor | None, out: Tensor, normaliser: Tensor, window: int | None,
-) -> Triple:  # fmt: skip
-    """Return the gradients of queries, keys and values."""
-    flat = [_batch(part) for part in (grad, q, k, v)]
-    spans = [part.reshape(-1, q.shape[-2]) for part in (first, last)]
-    normaliser = normaliser.reshape(-1, *normaliser.shape[-2:])
-    grads = kernels_of(q).attend_gradients(
-        *flat, *spans, _batch(out), normaliser, _spans_of_rows(shared), window
-    )
-    grad_q, grad_k, grad_v = (g.view(p.shape) for g, p in zip(grads, (q, k, v), strict=True))
-    return grad_q, grad_k, grad_v
 
 
 def _forward(
@@ -105,7 +91,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) ->
     return out
 
 
-def plain_attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def attend_causal_forward(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Return `attend_causal`, without a derivative."""
     return _attended(q, k, v, *_causal(q), None, window)[0]
 
@@ -155,11 +141,132 @@ def _causal(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(last), last
 
 
-def _spans_of_rows(shared: Tensor | None) -> Tensor | None:
-    """Return [..., T, 2] as [B, T, 2]."""
-    return None if shared is None else shared.reshape(-1, *shared.shape[-2:])
+# The keys that one product sums over; a longer row's sums are added up in order.
+_KEYS = 256
 
 
-def _batch(x: Tensor) -> Tensor:
-    """Return [..., H, T, C] as [B, H, T, C]."""
-    return x.reshape(-1, *x.shape[-3:])
+@per_device
+def attend_impl(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, shared: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys first[t]..last[t].
+
+    Args:
+        q: [B, H, T, C].
+        k: [B, K, S, C], of any strides; keys that no query of a row sees may hold anything.
+        v: [B, K, S, C].
+        first: [B, T] int64, not decreasing along T.
+        last: [B, T] int64; a query whose last is before its first sees nothing, its result is 0.
+        shared: [B, T, 2] int64, the first one and the number of keys that are seen before those,
+            equal for queries of the same first; none when left out.
+        window: how many keys a query sees, the last ones of these; all when left out.
+    """
+    start = common_first(first, last) if shared is None else None
+    if start is not None:
+        seen = last if start == 0 else torch.where(last >= first, last - start, -1)
+        return attend_from_zero(q, k[:, :, start:], v[:, :, start:], seen, window)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
+    for part in split_segments(first, last, shared):
+        values = attend_from_zero(
+            q[part.row, :, part.query].transpose(1, 2),
+            k[part.row, :, part.key].transpose(1, 2),
+            v[part.row, :, part.key].transpose(1, 2),
+            part.last,
+            window,
+        )
+        row = part.row.expand_as(part.query)[part.real]
+        for whole, value in zip((out, normaliser), values, strict=True):
+            whole[row, :, part.query[part.real]] = value.transpose(1, 2)[part.real]
+    return out, normaliser
+
+
+def attend_from_zero(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out [B, H, T, C], normaliser [B, H, T]): query t sees keys 0..last[t] [B, T].
+
+    Rows and queries are computed in groups whose scores fit into the processor's cache.
+    """
+    batch, num_heads, length, _ = q.shape
+    longest = int(last.amax()) + 1 if last.numel() else 0
+    queries = max(1, min(length, max(16, SCORES // (num_heads * max(longest, 1)))))
+    rows = max(1, SCORES // (num_heads * queries * max(longest, 1)))
+    if longest > 0 and queries == length and rows >= batch:
+        return _attend_group(q, k, v, last, longest, window)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    normaliser = torch.zeros(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
+    if longest <= 0:
+        return out, normaliser
+    for row in range(0, batch, rows):
+        at_row = slice(row, row + rows)
+        for query in range(0, length, queries):
+            at_query = slice(query, query + queries)
+            seen = last[at_row, at_query]
+            count = int(seen.amax()) + 1
+            if count > 0:
+                inputs = q[at_row, :, at_query], k[at_row], v[at_row], seen
+                parts = _attend_group(*inputs, count, window)
+                out[at_row, :, at_query], normaliser[at_row, :, at_query] = parts
+    return out, normaliser
+
+
+def _attend_group(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, count: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, normaliser) where no query sees more than `count` keys.
+
+    Keys that a query does not see have a weight of 0. Only where that is not enough, because they
+    are no numbers, they are replaced.
+    """
+    wide = at_least_float32(q.dtype)
+    keys, values = _widened(k, count, wide), _widened(v, count, wide)
+    out, normaliser = _softmax(q, keys, values, last, window)
+    # A sum of many numbers is the fastest test of all of them.
+    if not bool(torch.isfinite(out.sum() + normaliser.sum())):
+        top = last.amax(dim=1)
+        keys, values = (_widened(clear(x[:, :, :count], top), count, wide) for x in (k, v))
+        out, normaliser = _softmax(q, keys, values, last, window)
+    return out.to(q.dtype), normaliser.contiguous()
+
+
+def _widened(x: Tensor, count: int, wide: torch.dtype) -> Tensor:
+    """Return the first `count` keys or values, and more to a multiple of 16, as [B K, S, C]."""
+    padded = -(-count // 16) * 16
+    if x.shape[2] >= padded:
+        x = x[:, :, :padded].to(wide)
+        flat = x.flatten(0, 1)
+        return flat if flat.stride(-1) == 1 else flat.contiguous()
+    whole = torch.zeros(*x.shape[:2], padded, x.shape[3], dtype=wide, device=x.device)
+    whole[:, :, :count] = x[:, :, :count]
+    return whole.flatten(0, 1)
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return (out [B, H, T, C], normaliser [B, H, T]) in at least float32."""
+    (batch, _, length, width), (num, num_places) = q.shape, k.shape[:2]
+    rows = q.shape[:3].numel() // num
+    flat = q.to(k.dtype).contiguous().mul(width**-0.5).view(num, rows, width)
+    # The library's order of sums is another one for few rows.
+    few = 16 - rows if width > 128 else -rows % 8
+    if few > 0:
+        flat = nn.functional.pad(flat, (0, 0, 0, few))
+    scores = batched_product(flat, k.mT, width)
+    real = scores.unflatten(0, (batch, -1))[:, :, :rows].unflatten(2, (-1, length))
+    real.add_(mask_of(last, num_places, scores.dtype, window))
+    # A query that sees nothing has a largest score of -inf; its weights are 0.
+    largest = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    weights = exp_or_zero(scores.sub_(largest))
+    total, out = key_sums(weights), batched_product(weights[..., :_KEYS], v[:, :_KEYS], _KEYS)
+    for start in range(_KEYS, num_places, _KEYS):
+        part = slice(start, start + _KEYS)
+        out.add_(batched_product(weights[..., part], v[:, part], _KEYS))
+    normaliser = largest.add_(total.log())
+    if int(last.amin()) < 0:
+        nothing = total == 0
+        total, normaliser = total.masked_fill(nothing, 1), normaliser.masked_fill(nothing, 0)
+    out = out.div_(total)
+    return out[:, :rows].reshape(q.shape), normaliser[:, :rows].reshape(q.shape[:-1])

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact import cpu
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.sums import halving_sum
 from funcrl.ops.streams import as_samples, complete_scan, flat, token_major
 
 Shape: TypeAlias = Sequence[int]
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Six: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
 # What the kernels of a GPU take: the numbers of a key or a value, and their dtypes.
 LARGEST = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,7 +56,7 @@ def plain_scan(
 ) -> Pair:
     """Return the outputs, in memory as `token_major` has them, and the last state."""
     samples = as_samples(q, k, v, decay, beta, state, resets)
-    outputs, last = _kernels(q, v).gated_delta(*samples)
+    outputs, last = _choose(gated_delta_impl, q, v)(*samples)
     return token_major(outputs, -2).view(v.shape), last.view(state.shape)
 
 
@@ -67,8 +66,9 @@ def has_kernels(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype in _DTYPES and small
 
 
-def _kernels(q: Tensor, v: Tensor) -> Any:
-    return kernels_of(q) if has_kernels(q, v) else cpu  # whose operations any device has
+def _choose(impl: Callable[..., Any], q: Tensor, v: Tensor) -> Callable[..., Any]:
+    """Return the kernels' form, or else these operations, which any device has."""
+    return per_device(impl) if has_kernels(q, v) else impl
 
 
 @operator("gated_delta", like_scan, rows=range(7), flops=_count)
@@ -87,7 +87,7 @@ def gated_delta_gradients_op(
     """Return the gradients of all but the resets."""
     given = (q, k, v, decay, beta, state)
     samples = flat(grad_outputs, 3), flat(grad_state, 3), *as_samples(*given, resets)
-    found = _kernels(q, v).gated_delta_gradients(*samples)
+    found = _choose(gated_delta_gradients_impl, q, v)(*samples)
     return in_order(found, given)
 
 
@@ -127,10 +127,109 @@ def gated_delta(
     return outputs, last
 
 
-def plain_gated_delta(
+def gated_delta_forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None,
     resets: Tensor | None,
 ) -> Pair:  # fmt: skip
     """Return `gated_delta`, without a derivative."""
     state, resets = complete_scan(q, k, v, decay, beta, state, resets)
     return plain_scan(q, k, v, decay, beta, state, resets)
+
+
+# Tokens whose states are alive at a time in the backward pass, beside those at each piece's start.
+_PIECE = 16
+
+
+class _Token(NamedTuple):
+    """One token of each sample, of the shapes that multiply a state [B, H, Ck, Cv]."""
+
+    q: Tensor  # [B, H, Ck, 1]
+    k: Tensor  # [B, H, Ck, 1]
+    v: Tensor  # [B, H, 1, Cv]
+    kept: Tensor  # [B, H, 1, 1], the exponential of the decay
+    beta: Tensor  # [B, H, 1, 1]
+    fresh: Tensor  # [B, 1, 1, 1] bool, whether the state before is 0
+
+
+def gated_delta_impl(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, resets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [B, H, T, Cv] and the last state [B, H, Ck, Cv].
+
+    Args:
+        q: [B, H, T, Ck].
+        k: [B, H, T, Ck].
+        v: [B, H, T, Cv].
+        decay: [B, H, T].
+        beta: [B, H, T].
+        state: [B, H, Ck, Cv], in the dtype of the arithmetic.
+        resets: [B, T] bool.
+    """
+    outputs = v.new_empty(v.shape)
+    for place, token in enumerate(_tokens(q, k, v, decay, beta, resets, state.dtype)):
+        _, _, state = _step(token, state)
+        outputs[:, :, place] = halving_sum(state * token.q, -2)
+    return outputs, state
+
+
+def gated_delta_gradients_impl(
+    grad_outputs: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
+    beta: Tensor, state: Tensor, resets: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, decay, beta and the state; pieces of tokens are replayed."""
+    tokens = _tokens(q, k, v, decay, beta, resets, state.dtype)
+    starts = list(range(0, len(tokens), _PIECE))
+    states = []
+    for start in starts:
+        states.append(state)
+        for token in tokens[start : start + _PIECE]:
+            _, _, state = _step(token, state)
+    grads = [torch.empty_like(part, dtype=state.dtype) for part in (q, k, v, decay, beta)]
+    for start, before in zip(reversed(starts), reversed(states), strict=True):
+        piece = tokens[start : start + _PIECE]
+        steps = []
+        for token in piece:
+            steps.append(_step(token, before))
+            before = steps[-1][-1]
+        for place in reversed(range(len(piece))):
+            given = grad_outputs[:, :, start + place, None].to(state.dtype)
+            *found, grad_state = _step_gradients(given, grad_state, piece[place], *steps[place])
+            for whole, part in zip(grads, found, strict=True):
+                whole[:, :, start + place] = part
+    pairs = zip(grads, (q, k, v, decay, beta), strict=True)
+    return *(whole.to(part.dtype) for whole, part in pairs), grad_state
+
+
+def _tokens(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, resets: Tensor, dtype: torch.dtype
+) -> list[_Token]:
+    numbers = (part[..., None, None] for part in (decay.to(dtype).exp(), beta))
+    parts = (q[..., None], k[..., None], v[..., None, :], *numbers)
+    wide = (part.to(dtype).unbind(2) for part in parts)
+    fresh = resets[:, None, :, None, None].unbind(2)
+    return [_Token(*token) for token in zip(*wide, fresh, strict=True)]
+
+
+def _step(token: _Token, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the state that the token finds, what it lacks of the value, and the state after."""
+    found = (state * token.kept).masked_fill_(token.fresh, 0.0)
+    missing = token.v - halving_sum(found * token.k, -2)[..., None, :]
+    return found, missing, found + token.k * (missing * token.beta)
+
+
+def _step_gradients(
+    grad_output: Tensor, grad_state: Tensor, token: _Token, found: Tensor, missing: Tensor,
+    state: Tensor,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Return the gradients of the token's q, k, v, decay and beta, and of the state before it."""
+    grad_q = halving_sum(state * grad_output, -1)
+    grad_state = grad_state + token.q * grad_output
+    grad_learned = halving_sum(grad_state * token.k, -2)
+    grad_beta = halving_sum(grad_learned * missing[..., 0, :], -1)
+    grad_missing = grad_learned * token.beta[..., 0]
+    grad_k = halving_sum(grad_state * (missing * token.beta), -1)
+    grad_k = grad_k - halving_sum(found * grad_missing[..., None, :], -1)
+    grad_found = grad_state - token.k * grad_missing[..., None, :]
+    grad_decay = halving_sum(halving_sum(grad_found * found, -1), -1)
+    before = (grad_found * token.kept).masked_fill_(token.fresh, 0.0)
+    return grad_q, grad_k, grad_missing, grad_decay, grad_beta, before

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.exact.linear import bias_gradient_op
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.ops.exact.linear_gradients import bias_gradient_op
 
 Pair = tuple[Tensor, Tensor]
 
 
-def plain_delta_gates(a: Tensor, b: Tensor, log_rate: Tensor, step_bias: Tensor) -> Pair:
+def delta_gates_forward(a: Tensor, b: Tensor, log_rate: Tensor, step_bias: Tensor) -> Pair:
     """Return `-exp(log_rate) softplus(a + step_bias)` and `sigmoid(b)`, without a derivative."""
     decay = _softplus(_shifted(a, step_bias)).mul_(_rate(a, log_rate)).neg_()
     return decay, _sigmoid(_wide(b)).to(b.dtype)
@@ -55,8 +55,8 @@ def _like(a: Tensor, b: Tensor, *_: Tensor) -> Pair:
 
 @operator("delta_gates", _like, rows=(0, 1))
 def delta_gates_op(a: Tensor, b: Tensor, log_rate: Tensor, step_bias: Tensor) -> Pair:
-    """Return `plain_delta_gates` as an operator."""
-    return plain_delta_gates(a, b, log_rate, step_bias)
+    """Return `delta_gates_forward` as an operator."""
+    return delta_gates_forward(a, b, log_rate, step_bias)
 
 
 def _like_gradients(_grad: Tensor, grad_beta: Tensor, a: Tensor, *_: Tensor) -> Any:

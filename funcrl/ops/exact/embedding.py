@@ -6,23 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core import numerics
+from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.numerics import at_least_float32
+from funcrl.core.pairwise import pairwise_sum
 from funcrl.ops.arithmetic import embed as plain_embed
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import as_rows, differentiable, operator
+from funcrl.ops.exact.device import per_device
 
 
 def _like(grad: Tensor, _tokens: Tensor, vocab_size: int, _blocks: int) -> Tensor:
-    wide = numerics.at_least_float32(grad.dtype)
+    wide = at_least_float32(grad.dtype)
     return grad.new_empty(vocab_size, grad.shape[-1], dtype=wide)
 
 
 @operator("embedding_gradient", _like, rows=(0, 1), summed=True)
 def embedding_gradient_op(grad: Tensor, tokens: Tensor, vocab_size: int, blocks: int) -> Tensor:
     """Return the gradient [V, D], a token's rows added up in their order."""
-    kernels, flat = kernels_of(grad), tokens.reshape(-1)
-    out: Tensor = kernels.embedding_gradient(as_rows(grad), flat, vocab_size, blocks)
-    return out
+    flat = tokens.reshape(-1)
+    return embedding_gradient_impl(as_rows(grad), flat, vocab_size, blocks)
 
 
 def _forward(
@@ -47,3 +47,19 @@ def embed(
     """Return the rows of the table, whose gradient sums each block of tokens for itself."""
     out: Tensor = _embed(tokens, weight, dtype, blocks)
     return out
+
+
+@per_device
+def embedding_gradient_impl(
+    grad: Tensor, tokens: Tensor, vocab_size: int, blocks: int = 1
+) -> Tensor:
+    """Return [V, D]: for each token the sum of its rows of grad [M, D], in at least float32."""
+    wide = grad.to(at_least_float32(grad.dtype))
+    # The blocks' sums are of the tokens that occur, which are few beside a vocabulary.
+    used, places = tokens.unique(return_inverse=True)
+    # On a CPU rows are added one after the other, in order.
+    sums = [
+        wide.new_zeros(len(used), grad.shape[1]).index_add_(0, at, part)
+        for at, part in zip(places.tensor_split(blocks), wide.tensor_split(blocks), strict=True)
+    ]
+    return wide.new_zeros(vocab_size, grad.shape[1]).index_copy_(0, used, pairwise_sum(sums))

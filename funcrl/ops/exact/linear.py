@@ -1,32 +1,33 @@
-"""Products with a weight, by rows that stand alone."""
+"""Products of rows with a weight: an element depends on its row alone (batch invariance)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from funcrl.core import numerics
+from funcrl.core.custom_op import as_rows, differentiable, operator
 from funcrl.ops.contract import Weights
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import as_rows, differentiable, operator
+from funcrl.ops.exact.agreement import Product, multiply, multiply_into, places_agree, rows_agree
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.linear_gradients import bias_gradient_op, weight_gradient_op
 
 Shape: TypeAlias = Sequence[int]
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b`, without a derivative; weight and bias are cast to the dtype of x."""
     bias = None if bias is None else bias.to(x.dtype)
-    out: Tensor = kernels_of(x).linear(as_rows(x), weight.to(x.dtype), bias)
-    return out.view(*x.shape[:-1], len(weight))
+    return linear_impl(as_rows(x), weight.to(x.dtype), bias).view(*x.shape[:-1], len(weight))
 
 
-def plain_project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
-    """Return several `plain_linear` of one input, at once if a GPU has the weights side by side."""
+def project_forward(x: Tensor, weights: Weights) -> Sequence[Tensor]:
+    """Return several linear maps of one input, at once if a GPU has the weights side by side."""
     joined = _joined(weights)
     if joined is None:
-        return [plain_linear(x, weight, bias) for weight, bias in weights]
-    return plain_linear(x, *joined).split([len(weight) for weight, _ in weights], dim=-1)
+        return [linear_forward(x, weight, bias) for weight, bias in weights]
+    return linear_forward(x, *joined).split([len(weight) for weight, _ in weights], dim=-1)
 
 
 def _joined(weights: Weights) -> tuple[Tensor, Tensor | None] | None:
@@ -64,34 +65,8 @@ def _count(x: Shape, weight: Shape, _bias: Shape | None) -> int:
 
 @operator("linear", _like_linear, rows=(0,), flops=_count)
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `plain_linear` as an operator."""
-    return plain_linear(x, weight, bias)
-
-
-def _like_weight(grad: Tensor, x: Tensor, _blocks: int) -> Tensor:
-    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=numerics.at_least_float32(x.dtype))
-
-
-def _count_weight(grad: Shape, x: Shape, _blocks: int) -> int:
-    return 2 * math.prod(grad) * x[-1]
-
-
-@operator("weight_gradient", _like_weight, rows=(0, 1), summed=True, flops=_count_weight)
-def weight_gradient_op(grad: Tensor, x: Tensor, blocks: int) -> Tensor:
-    """Return `grad^T x` over all rows, in at least float32."""
-    out: Tensor = kernels_of(x).weight_gradient(as_rows(grad), as_rows(x), blocks)
-    return out
-
-
-def _like_bias(grad: Tensor, _blocks: int) -> Tensor:
-    return grad.new_empty(grad.shape[-1], dtype=numerics.at_least_float32(grad.dtype))
-
-
-@operator("bias_gradient", _like_bias, rows=(0,), summed=True)
-def bias_gradient_op(grad: Tensor, blocks: int) -> Tensor:
-    """Return the sum of all rows, in at least float32."""
-    out: Tensor = kernels_of(grad).bias_gradient(as_rows(grad), blocks)
-    return out
+    """Return `linear_forward` as an operator."""
+    return linear_forward(x, weight, bias)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, _blocks: int) -> tuple[Tensor]:
@@ -124,3 +99,87 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> T
 def project(x: Tensor, weights: Weights, blocks: int = 1) -> Sequence[Tensor]:
     """Return several linear maps of one input."""
     return [linear(x, weight, bias, blocks) for weight, bias in weights]
+
+
+def slow_products(device: str) -> list[str]:
+    """Return the shapes of products, of those met so far, for which a GPU's library is not used.
+
+    None of its calls that were tried had the bits of the kernel that defines the product.
+    """
+    if device != "cuda":
+        return []
+    from funcrl.ops.exact.cuda.linear import describe_products
+
+    return [shape for shape, way in describe_products().items() if way == "definition"]
+
+
+# The rows of the calls that define the result.
+_TILE = 64
+# Larger calls and smaller ones, used where their bits are those of the tile.
+_LARGE = (4096, 512, 128)
+_SMALL = 16
+# The most numbers of a weight for calls of over 512 rows, and the most columns of any call.
+_SMALL_WEIGHT = 2**17
+_COLUMNS = 8192
+# Factors whose place in memory decides about the order of a sum are filled up to multiples of this.
+_ALIGNED = 16
+
+
+@per_device
+def linear_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x W^T + b` [M, N] of rows x [M, K] and weight [N, K]."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    x = x.contiguous()
+    if weight.stride(1) != 1 and weight.stride(0) != 1:
+        weight = weight.contiguous()
+    for start in range(0, weight.shape[0], _COLUMNS):
+        part = slice(start, start + _COLUMNS)
+        _multiply(out[:, part], x, weight[part])
+    return out if bias is None else out.add_(bias)
+
+
+def _multiply(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write `x W^T` into `out`."""
+    if places_agree(_TILE, _product(x, weight)):
+        return _fill(out, x, weight)
+    columns, depth = (-size % _ALIGNED for size in weight.shape)
+    x, weight = nn.functional.pad(x, (0, depth)), nn.functional.pad(weight, (0, depth, 0, columns))
+    whole = x.new_empty(x.shape[0], weight.shape[0])
+    _fill(whole, x, weight.contiguous())
+    out.copy_(whole[:, : out.shape[1]])
+    return None
+
+
+def _fill(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write `x W^T` into `out`."""
+    start, num_rows = 0, x.shape[0]
+    for call, rows in _calls(num_rows, x, weight):
+        stop = start + rows
+        if stop <= num_rows:
+            multiply_into(out[start:stop], call, x[start:stop], weight)
+        else:
+            padded = nn.functional.pad(x[start:], (0, 0, 0, stop - num_rows))
+            out[start:] = multiply(call, padded, weight)[: num_rows - start]
+        start = stop
+
+
+def _calls(num_rows: int, x: Tensor, weight: Tensor) -> Iterator[tuple[str, int]]:
+    """Return the form and the rows of each call; the last one may have more rows than are left."""
+    product = _product(x, weight)
+    for rows in _LARGE:
+        if rows > 512 and weight.numel() > _SMALL_WEIGHT:
+            continue
+        if 4 * num_rows > 3 * rows and rows_agree("rows", rows, _TILE, product):
+            while 4 * num_rows > 3 * rows:
+                yield "rows", rows
+                num_rows -= rows
+    while num_rows > 0:
+        few = num_rows <= _TILE // 2 and rows_agree("columns", _SMALL, _TILE, product)
+        call, rows = ("columns", _SMALL) if few else ("rows", _TILE)
+        yield call, rows
+        num_rows -= rows
+
+
+def _product(x: Tensor, weight: Tensor) -> Product:
+    shape = (weight.shape[0], weight.shape[1])
+    return Product(shape, weight.stride(1) != 1, x.dtype, torch.get_num_threads())

@@ -6,23 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core import numerics
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.numerics import at_least_float32
+from funcrl.core.pairwise import pairwise_sum
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.sums import row_sums
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _like_norm(x: Tensor, *_: Any) -> Pair:
-    scale = x.new_empty(x.shape[:-1], dtype=numerics.at_least_float32(x.dtype))
+    scale = x.new_empty(x.shape[:-1], dtype=at_least_float32(x.dtype))
     return torch.empty_like(x, memory_format=torch.contiguous_format), scale
 
 
 @operator("rms_norm", _like_norm, rows=(0,))
 def rms_norm_op(x: Tensor, weight: Tensor, eps: float, offset: float) -> Pair:
     """Return the norm of each row, and the factor that it was scaled by."""
-    out, scale = kernels_of(x).rms_norm(as_rows(x), weight, eps, offset)
+    out, scale = rms_norm_impl(as_rows(x), weight, eps, offset)
     return out.view(x.shape), scale.view(x.shape[:-1])
 
 
@@ -33,12 +35,12 @@ def _like_add(x: Tensor, *_: Any) -> Triple:
 @operator("add_rms_norm", _like_add, rows=(0, 1))
 def add_rms_norm_op(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> Triple:
     """Return the sum of two rows, its norm, and the factor that it was scaled by."""
-    total, out, scale = kernels_of(x).add_rms_norm(as_rows(x), as_rows(delta), weight, eps, offset)
+    total, out, scale = add_rms_norm_impl(as_rows(x), as_rows(delta), weight, eps, offset)
     return total.view(x.shape), out.view(x.shape), scale.view(x.shape[:-1])
 
 
 def _like_gradients(_grad: Tensor, x: Tensor, *_: Any) -> Pair:
-    wide = numerics.at_least_float32(x.dtype)
+    wide = at_least_float32(x.dtype)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return grad_x, x.new_empty(x.shape[-1], dtype=wide)
 
@@ -48,7 +50,7 @@ def rms_norm_gradients_op(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, blocks: int
 ) -> Pair:
     """Return the gradients of the rows, and of the weight over all rows."""
-    grad_x, grad_weight = kernels_of(x).rms_norm_gradients(
+    grad_x, grad_weight = rms_norm_gradients_impl(
         as_rows(grad), as_rows(x), weight, scale.reshape(-1), offset, blocks
     )
     return grad_x.view(x.shape), grad_weight
@@ -105,15 +107,60 @@ def add_rms_norm(
     return total, out
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return `rms_norm`, without a derivative."""
-    out: Tensor = kernels_of(x).rms_norm(as_rows(x), weight, eps, offset)[0]
-    return out.view(x.shape)
+    return rms_norm_impl(as_rows(x), weight, eps, offset)[0].view(x.shape)
 
 
-def plain_add_rms_norm(
+def add_rms_norm_forward(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return `add_rms_norm`, without a derivative."""
-    total, out, _ = kernels_of(x).add_rms_norm(as_rows(x), as_rows(delta), weight, eps, offset)
+    total, out, _ = add_rms_norm_impl(as_rows(x), as_rows(delta), weight, eps, offset)
     return total.view(x.shape), out.view(x.shape)
+
+
+@per_device
+def rms_norm_impl(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Return (out [M, D], scale [M]) with scale = 1 / sqrt(mean(x^2) + eps), in at least float32.
+
+    out = (x * scale) * (weight + offset), x * scale and the weight rounded to the dtype of `x`.
+    """
+    wide = x.to(at_least_float32(x.dtype)).contiguous()
+    # Square root and quotient are rounded correctly in SIMD lanes and outside of them.
+    scale = 1 / torch.sqrt(row_sums(wide * wide) / x.shape[-1] + eps)
+    out = (wide * scale[:, None]).to(x.dtype)
+    return (out * _factor(weight, offset, x.dtype)).to(x.dtype), scale
+
+
+@per_device
+def add_rms_norm_impl(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (total = x + delta [M, D], its norm [M, D], its scale [M])."""
+    total = (x + delta).contiguous()
+    return total, *rms_norm_impl(total, weight, eps, offset)
+
+
+@per_device
+def rms_norm_gradients_impl(
+    grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, blocks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return (grad_x [M, D], grad_weight [D] in at least float32) of `rms_norm`.
+
+    The weight's is summed for each block of rows, and then over blocks in pairs.
+    """
+    wide = at_least_float32(x.dtype)
+    normal = x.to(wide).contiguous() * scale[:, None]
+    grad = grad_out.to(wide).contiguous()
+    products = (grad * normal.to(x.dtype)).tensor_split(blocks)
+    grad_weight = pairwise_sum([part.sum(dim=0) for part in products])
+    grad = grad * _factor(weight, offset, x.dtype)
+    mean = row_sums(grad * normal) / x.shape[-1]
+    return ((grad - normal * mean[:, None]) * scale[:, None]).to(x.dtype), grad_weight
+
+
+def _factor(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    rounded = weight.to(dtype)
+    # A sum of 1 and a weight near 0 has more digits than half precision.
+    return rounded.to(at_least_float32(dtype)) + offset if offset else rounded

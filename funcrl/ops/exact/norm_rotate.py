@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.norm import rms_norm_gradients_impl, rms_norm_impl
+from funcrl.ops.exact.rotary import rotate_impl
 
 Pair = tuple[Tensor, Tensor]
 
 
-def plain_norm_rotate(
+def norm_rotate_forward(
     q: Tensor, k: Tensor, gains: Pair | None, eps: float, factors: Tensor
 ) -> Pair:
     """Return queries and keys [..., T, heads, C] as [..., heads, T, C], normed and rotated.
@@ -26,8 +28,7 @@ def plain_norm_rotate(
         factors: [..., T, 2, C] of `rotation`.
     """
     axes = q.shape[:-3]
-    parts = [_batch(part) for part in (q, k)]
-    found = kernels_of(q).norm_rotate(*parts, gains, eps, _factors(factors, axes))
+    found = norm_rotate_impl(_batch(q), _batch(k), gains, eps, _factors(factors, axes))
     turned_q, turned_k = (part.view(*axes, *part.shape[-3:]) for part in found)
     return turned_q, turned_k
 
@@ -43,9 +44,9 @@ def _like_turned(
 def norm_rotate_op(
     q: Tensor, k: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, eps: float, factors: Tensor
 ) -> Pair:
-    """Return `plain_norm_rotate` as an operator."""
+    """Return `norm_rotate_forward` as an operator."""
     gains = None if q_gain is None or k_gain is None else (q_gain, k_gain)
-    return plain_norm_rotate(q, k, gains, eps, factors)
+    return norm_rotate_forward(q, k, gains, eps, factors)
 
 
 def _like_gradients(_grad: Tensor, x: Tensor, gain: Tensor | None, *_: Any) -> Pair:
@@ -60,9 +61,7 @@ def norm_rotate_gradients_op(
 ) -> Pair:
     """Return the gradients of the rows, and of the gain over all rows: of none an empty one."""
     each = _factors(factors, x.shape[:-3])
-    grad_x, grad_gain = kernels_of(x).norm_rotate_gradients(
-        _batch(grad), _batch(x), gain, eps, each, blocks
-    )
+    grad_x, grad_gain = norm_rotate_gradients_impl(_batch(grad), _batch(x), gain, eps, each, blocks)
     if grad_gain is None:
         grad_gain = x.new_empty(0, dtype=numerics.at_least_float32(x.dtype))
     return grad_x.view(x.shape), grad_gain
@@ -94,7 +93,7 @@ _norm_rotate = differentiable("norm_rotate", _forward, _backward, rows=(0, 1, 5)
 def norm_rotate(
     q: Tensor, k: Tensor, gains: Pair | None, eps: float, factors: Tensor, blocks: int = 1
 ) -> Pair:
-    """Return `plain_norm_rotate`; a gain's gradient sums each of so many blocks of rows alone."""
+    """Return `norm_rotate_forward`; a gain's gradient sums each of so many blocks of rows alone."""
     q_gain, k_gain = (None, None) if gains is None else gains
     turned_q, turned_k = _norm_rotate(q, k, q_gain, k_gain, eps, factors, blocks)
     return turned_q, turned_k
@@ -109,3 +108,49 @@ def _factors(factors: Tensor, axes: Sequence[int]) -> Tensor:
     """Return factors [..., T, 2, C] as the kernels take them, [2, B, T, C]."""
     each = factors.expand(*axes, *factors.shape[-3:]).reshape(-1, *factors.shape[-3:])
     return each.permute(2, 0, 1, 3)
+
+
+@per_device
+def norm_rotate_impl(
+    q: Tensor, k: Tensor, gains: Sequence[Tensor] | None, eps: float, rotation: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return q [B, T, H, C] and k [B, T, K, C] as [B, H, T, C]: normed, then rotated.
+
+    Args:
+        q: queries of each token.
+        k: keys of each token.
+        gains: the weights [C] of the two norms, None for no norm.
+        eps: of the norms.
+        rotation: [2, B, T, C].
+    """
+    if gains is not None:
+        q, k = (
+            rms_norm_impl(part.reshape(-1, part.shape[-1]), gain, eps, 0.0)[0].view(part.shape)
+            for part, gain in zip((q, k), gains, strict=True)
+        )
+    return rotate_impl(q.transpose(1, 2), rotation, False), rotate_impl(
+        k.transpose(1, 2), rotation, False
+    )
+
+
+@per_device
+def norm_rotate_gradients_impl(
+    grad: Tensor, x: Tensor, gain: Tensor | None, eps: float, rotation: Tensor, blocks: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x [B, T, H, C] and, in at least float32, of the gain if there is one.
+
+    Args:
+        grad: [B, H, T, C].
+        x: queries or keys of each token.
+        gain: the weight [C] of their norm, None for no norm.
+        eps: of the norm.
+        rotation: [2, B, T, C].
+        blocks: of rows, each of which is summed for itself, and then they are added in pairs.
+    """
+    turned = rotate_impl(grad, rotation, True).transpose(1, 2)
+    if gain is None:
+        return turned.contiguous(), None
+    rows = x.reshape(-1, x.shape[-1])
+    _, scale = rms_norm_impl(rows, gain, eps, 0.0)
+    grads = rms_norm_gradients_impl(turned.reshape(rows.shape), rows, gain, scale, 0.0, blocks)
+    return grads[0].view(x.shape), grads[1]

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.recipe import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.core.numerics import at_least_float32
+from funcrl.ops.exact.device import per_device
 from funcrl.ops.rotary import rotary_angles, rotary_factors
 
 
-def plain_rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation_forward(positions: Tensor, head_width: int, theta: float) -> Tensor:
     """Return the factors [..., T, 2, C]: cosines, and sines with their signs."""
     # Each position's cosines are elementwise; flat, so that their place in a vector is alike.
     factors = rotary_factors(rotary_angles(positions.reshape(-1), head_width, theta))
@@ -24,8 +25,8 @@ def _like_factors(positions: Tensor, head_width: int, _theta: float) -> Tensor:
 
 @operator("rotation", _like_factors, rows=(0,))
 def rotation_op(positions: Tensor, head_width: int, theta: float) -> Tensor:
-    """Return `plain_rotation` as an operator."""
-    return plain_rotation(positions, head_width, theta).contiguous()
+    """Return `rotation_forward` as an operator."""
+    return rotation_forward(positions, head_width, theta).contiguous()
 
 
 def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
@@ -38,8 +39,7 @@ def _turn(x: Tensor, factors: Tensor, inverse: bool) -> Tensor:
     """Return [..., heads, T, C] rotated by factors [..., T, 2, C], or back."""
     rows = x.reshape(-1, *x.shape[-3:])
     each = factors.expand(*x.shape[:-3], *factors.shape[-3:]).reshape(-1, *factors.shape[-3:])
-    out: Tensor = kernels_of(x).rotate(rows, each.permute(2, 0, 1, 3), inverse)
-    return out.view(x.shape)
+    return rotate_impl(rows, each.permute(2, 0, 1, 3), inverse).view(x.shape)
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:
@@ -70,6 +70,21 @@ def rotate(parts: Sequence[Tensor], factors: Tensor) -> Sequence[Tensor]:
     return [_rotate(part, factors) for part in parts]
 
 
-def plain_rotate(parts: Sequence[Tensor], factors: Tensor) -> Sequence[Tensor]:
+def rotate_forward(parts: Sequence[Tensor], factors: Tensor) -> Sequence[Tensor]:
     """Return `rotate`, without a derivative."""
     return [_turn(part, factors, False) for part in parts]
+
+
+@per_device
+def rotate_impl(x: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
+    """Return x [B, H, T, C] with each pair (i, i + C/2) turned by its angle, or turned back.
+
+    Args:
+        x: [B, H, T, C].
+        rotation: [2, B, T, C], the factors of an element and of its partner.
+        inverse: apply the transpose.
+    """
+    cos, sin = rotation[:, :, None]
+    wide, half = x.to(at_least_float32(x.dtype)), x.shape[-1] // 2
+    partner = (wide * sin).roll(half, -1) if inverse else wide.roll(half, -1) * sin
+    return (wide * cos).add_(partner).to(x.dtype).contiguous()

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
+from funcrl.core.custom_op import as_rows, differentiable, operator
 from funcrl.core.pairwise import pairwise_sum
 from funcrl.ops.caps import cap_gradient, cap_logits
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.linear import linear, plain_linear
-from funcrl.ops.exact.logits import score_logits
-from funcrl.ops.exact.recipe import as_rows, differentiable, operator
+from funcrl.ops.exact.linear import linear, linear_forward
+from funcrl.ops.exact.linear_gradients import add_weight_gradient_impl, weight_gradient_impl
+from funcrl.ops.exact.logits import (
+    log_softmax_impl,
+    score_logits,
+    scores_gradients_impl,
+    scores_impl,
+)
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -24,8 +29,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
     Its numbers are those of `linear_scores`, to the last bit; it has no derivative.
     """
-    out: Tensor = kernels_of(logits).log_softmax(as_rows(logits), temperature)
-    return out.view(logits.shape)
+    return log_softmax_impl(as_rows(logits), temperature).view(logits.shape)
 
 
 def _like(hidden: Tensor, *_: Any) -> Triple:
@@ -43,11 +47,11 @@ def linear_scores_op(
     cap: float | None,
 ) -> Triple:  # fmt: skip
     """Return log-probabilities, entropies and log-normalisers of rows of `hidden W^T`."""
-    kernels, cast = kernels_of(hidden), weight.to(hidden.dtype)
+    cast = weight.to(hidden.dtype)
     rows, flat = as_rows(hidden), targets.reshape(-1)
     parts = [
-        kernels.scores(
-            cap_logits(plain_linear(rows[part], cast, None), cap), flat[part], temperature
+        scores_impl(
+            cap_logits(linear_forward(rows[part], cast, None), cap), flat[part], temperature
         )
         for part in _chunks(0, max(len(rows), 1), chunk)
     ]
@@ -76,29 +80,30 @@ def gradients_op(
     cap: float | None, blocks: int, trained: bool,
 ) -> Pair:  # fmt: skip
     """Return the gradients of the rows and of the weight, whose logits are computed anew."""
-    kernels, cast, rows = kernels_of(hidden), weight.to(hidden.dtype), as_rows(hidden)
-    columns = [
+    cast, rows = weight.to(hidden.dtype), as_rows(hidden)
+    targets, entropy, normaliser, grad_logprob, grad_entropy = (
         each.reshape(-1) for each in (targets, entropy, normaliser, grad_logprob, grad_entropy)
-    ]
+    )
     grad_hidden = torch.empty_like(rows)
 
     def of_chunk(part: slice) -> Tensor:
         """Return the gradient of the logits of some rows; write that of the rows."""
-        logits = cap_logits(plain_linear(rows[part], cast, None), cap)
-        grad: Tensor = kernels.scores_gradients(
-            logits, *(each[part] for each in columns), temperature
-        )
+        logits = cap_logits(linear_forward(rows[part], cast, None), cap)
+        grad = scores_gradients_impl(
+            logits, targets[part], entropy[part], normaliser[part], grad_logprob[part],
+            grad_entropy[part], temperature,
+        )  # fmt: skip
         grad = cap_gradient(grad, logits, cap)
         del logits  # it need not be in memory beside what follows
-        grad_hidden[part] = plain_linear(grad, cast.mT, None)
+        grad_hidden[part] = linear_forward(grad, cast.mT, None)
         return grad
 
     def of_block(block: slice) -> Tensor:
         """Return the weight's gradient of a block of rows."""
         first, *others = _chunks(block.start, block.stop, chunk)
-        total: Tensor = kernels.weight_gradient(of_chunk(first), rows[first])
+        total: Tensor = weight_gradient_impl(of_chunk(first), rows[first])
         for part in others:
-            kernels.add_weight_gradient(total, of_chunk(part), rows[part])
+            add_weight_gradient_impl(total, of_chunk(part), rows[part])
         return total
 
     if trained and len(rows):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from funcrl.core.numerics import at_least_float32
 from funcrl.ops.contract import LinearFn
-from funcrl.ops.exact.cpu import products
-from funcrl.ops.recurrent.kernels import BackwardFn, ScanKernels
+from funcrl.ops.exact import linear
+from funcrl.ops.recurrent.contract import BackwardFn, ScanKernels
 
 
 class Arithmetic(NamedTuple):
@@ -34,7 +34,7 @@ def _add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _exact_add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return products.linear(x, weight, None).to(at_least_float32(y.dtype)).add_(y)
+    return linear.linear_impl(x, weight, None).to(at_least_float32(y.dtype)).add_(y)
 
 
 def _exact_sigmoid_(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ NATIVE = Arithmetic(
     addcmul=torch.addcmul,
 )
 EXACT = Arithmetic(
-    linear=products.linear,
+    linear=linear.linear_impl,
     add_linear=_exact_add_linear,
     sigmoid_=_exact_sigmoid_,
     addcmul=_exact_addcmul,

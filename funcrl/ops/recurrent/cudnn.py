@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.recipe import differentiable, operator
-from funcrl.ops.recurrent.kernels import Cell
+from funcrl.core.custom_op import differentiable, operator
+from funcrl.ops.recurrent.contract import Cell
 from funcrl.ops.recurrent.params import Layer
 from funcrl.ops.streams import flat
 

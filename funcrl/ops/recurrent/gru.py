@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.ops.recurrent.arithmetic import Arithmetic, kernels_by_backend
-from funcrl.ops.recurrent.kernels import unless_reset
+from funcrl.ops.recurrent.contract import unless_reset
 
 aten = torch.ops.aten
 

@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.exact.recipe import differentiable, each_sample, leading, only_rows, operator
-from funcrl.ops.recurrent.kernels import Cell, kernels_of, steps_of_piece
-from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass
-from funcrl.ops.recurrent.sequences import sequences_of
+from funcrl.core.custom_op import differentiable, each_sample, leading, only_rows, operator
+from funcrl.ops.recurrent import gru, lstm
+from funcrl.ops.recurrent.contract import Cell, Precision, ScanKernels, steps_of_piece
+from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass, sequences_of
 from funcrl.ops.streams import flat
+
+
+def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
+    """Return the kernels of the backend "op", "exact" or "triton"."""
+    if backend == "triton":
+        # Imported here, because it needs triton.
+        from funcrl.ops.recurrent.cuda import scan as on_gpu
+
+        return on_gpu.scan_kernels(cast(Cell, cell), cast(Precision, precision))
+    kernels = lstm.KERNELS if cell == "lstm" else gru.KERNELS
+    return kernels[backend]
+
 
 # What the forward pass keeps for the backward pass, by what that one recomputes.
 _KEPT = {"none": "gates", "chunk": "starts", "full": "nothing"}

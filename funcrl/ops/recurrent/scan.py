@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 from funcrl.ops.recurrent import cudnn, loop
-from funcrl.ops.recurrent.kernels import Cell, Precision
+from funcrl.ops.recurrent.contract import Cell, Precision
 from funcrl.ops.recurrent.layer import LAYERS
 from funcrl.ops.recurrent.params import Layer, check_like, layers_of
 
@@ -242,9 +242,9 @@ def _run_operator(
 def _why_not_triton(cell: Cell, x: Tensor, width: int) -> str:
     checks.import_extra(f"{cell}_scan", "triton", "for backend='triton'", "triton")
     # Imported here, because it needs triton.
-    from funcrl.ops.recurrent import cuda
+    from funcrl.ops.recurrent.cuda import scan as on_gpu
 
-    return cuda.why_not(cell, x, width)
+    return on_gpu.why_not(cell, x, width)
 
 
 def _refuse(function: str, backend: str, expected: str, got: str) -> NoReturn:

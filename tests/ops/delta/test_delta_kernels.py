@@ -6,21 +6,23 @@ machine without one, in a process of its own, as Triton reads its switch when it
 
 import pytest
 import torch
+from exact_implementations import implementations
 from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, interpreting, kernel_case, run_interpreted
 
 import funcrl
 from funcrl.ops import gated_delta_scan
 from funcrl.ops.delta.chunked import Tokens
-from funcrl.ops.exact import cpu
 from funcrl.ops.streams import last_tokens
 
 # The samples, heads, tokens and widths of keys and values.
+cpu = implementations("funcrl.ops.exact")
 SHAPES = [(2, 3, 200, 128, 128), (1, 2, 70, 40, 20)] if ON_GPU else [(1, 2, 70, 6, 20)]
 CHUNK = 64
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.delta import cuda as in_chunks
-    from funcrl.ops.exact import cuda as exact
+    from funcrl.ops.delta.cuda import chunked as in_chunks
+
+    exact = implementations("funcrl.ops.exact.cuda")
 
 
 @interpreting

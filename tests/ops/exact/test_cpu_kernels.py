@@ -3,10 +3,10 @@
 import exact_fuzz
 import pytest
 import torch
+from exact_implementations import implementations
 from sharing import samples_under_way, with_new
 
-from funcrl.ops.exact import cpu
-
+cpu = implementations("funcrl.ops.exact")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 

@@ -7,11 +7,13 @@ machine without one, in a process of its own, as Triton reads its switch when it
 import pytest
 import torch
 from exact_draws import block_sums
+from exact_implementations import implementations
 from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, interpreting, kernel_case, run_interpreted
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.exact import cuda as exact
-    from funcrl.ops.exact.cuda.product_kernels import DEFINITION, FEW_ROWS, tiled
+    from funcrl.ops.exact.cuda.linear import DEFINITION, FEW_ROWS, tiled
+
+    exact = implementations("funcrl.ops.exact.cuda")
 
 
 @interpreting

@@ -16,7 +16,9 @@ cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 UNIT = 2.0**-8  # of bfloat16: half the distance of 1 and the next number
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.recurrent.cuda import plans, products, scan_kernels
+    from funcrl.ops.recurrent.cuda import linear as products
+    from funcrl.ops.recurrent.cuda import plans
+    from funcrl.ops.recurrent.cuda.scan import scan_kernels
 
 
 @interpreting

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from funcrl.generators.vllm.inside.attention import CachedAttention, FuncrlBackend
 from funcrl.ops.exact import EXACT_FORWARD
-from funcrl.ops.exact.kernels import kernels_of
+from funcrl.ops.exact.paged import attend_paged
 
 # Of a log-probability, which is 0 or at most -2^-25: then e to its multiple is 0 in float32.
 _SCALE, _ZERO = 2.0**40, -1024.0
@@ -80,8 +80,8 @@ class ExactAttention(CachedAttention):
 
     def attend(self, query: Tensor, kv_cache: Tensor, at: Rows, output: Tensor) -> None:
         """Write each token's attention over the cache into `output`."""
-        count, paged = len(at.slots), kernels_of(query).attend_paged
-        output[:count] = paged(query[:count], kv_cache, at.blocks, at.request, at.last)
+        count = len(at.slots)
+        output[:count] = attend_paged(query[:count], kv_cache, at.blocks, at.request, at.last)
 
 
 def token_places(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,4 @@
 """The gradient of an embedding table by Triton, summed in the order of the tokens."""
-# Triton has no types, and its kernels take pointers.
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 import torch
 import triton
@@ -13,7 +11,9 @@ _ROWS = 32  # rows of one token that are added at a time
 _BLOCK = 256  # columns of one program
 
 
-def embedding_gradient(grad: Tensor, tokens: Tensor, vocab_size: int, blocks: int = 1) -> Tensor:
+def embedding_gradient_impl(
+    grad: Tensor, tokens: Tensor, vocab_size: int, blocks: int = 1
+) -> Tensor:
     """Return the sums [V, D] of the rows of grad [M, D] with each token, in float32.
 
     Places are sorted by token, equal ones in their order; one program sums the rows of one token,

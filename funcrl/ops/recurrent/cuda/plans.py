@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.layout import STRICT
-from funcrl.ops.recurrent.kernels import Precision
+from funcrl.ops.recurrent.contract import Precision
 
 
 class Tile(NamedTuple):

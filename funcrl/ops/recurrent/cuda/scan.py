@@ -4,17 +4,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from funcrl.ops.recurrent.cuda import products
-from funcrl.ops.recurrent.cuda.piece_kernels import (
+from funcrl.ops.recurrent.contract import Cell, Precision, ScanKernels
+from funcrl.ops.recurrent.cuda import linear
+from funcrl.ops.recurrent.cuda.pieces import (
     backward_kernel,
     forward_kernel,
     replay_kernel,
     state_gradient_kernel,
 )
 from funcrl.ops.recurrent.cuda.plans import Launch, PlanFn, plan_of
-from funcrl.ops.recurrent.kernels import Cell, Precision, ScanKernels
 
 # What Triton calls a precision. Three products of tf32 have the errors of one in float32.
 _PRODUCTS: dict[Precision, str] = {"ieee": "tf32x3", "tf32": "tf32"}
@@ -33,7 +34,7 @@ def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) ->
 
     Args:
         cell: "lstm" or "gru".
-        precision: of float32 products.
+        precision: of float32 linear.
         plan_fn: how the work is cut.
     """
 
@@ -117,7 +118,7 @@ def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) ->
         return grad_h0, carry if cell == "lstm" else grad_c.clone()
 
     found = ScanKernels(_project, forward, replay, backward)
-    return found._replace(linear=products.linear) if precision == "tf32" else found
+    return found._replace(linear=linear.linear) if precision == "tf32" else found
 
 
 def _project(x: Tensor, weight_ih: Tensor, bias: Tensor | None, /) -> Source:
@@ -165,3 +166,21 @@ def _or(x: Tensor | None, other: Tensor) -> Tensor:
 def _bytes(resets: Tensor | None, other: Tensor) -> Tensor:
     """Return `resets` as bytes; if there are none another tensor."""
     return other if resets is None else resets.view(torch.uint8)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not(_cell: Cell, x: Tensor, _width: int) -> str:
+    """Return what the kernels expect and do not get, as the end of a sentence, or "".
+
+    Args:
+        _cell: "lstm" or "gru", which take the same.
+        x: [..., T, D].
+        _width: H, the numbers of a state; all are taken.
+    """
+    if x.dtype not in _DTYPES:
+        return f"x of float32, bfloat16 or float16, got {x.dtype}"
+    if not x.is_cuda and isinstance(forward_kernel, triton.JITFunction):  # not interpreted
+        return f"x on a GPU, got {x.device}"
+    return ""

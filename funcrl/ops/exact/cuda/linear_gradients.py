@@ -12,7 +12,7 @@ from torch.cuda import is_current_stream_capturing
 
 from funcrl.core.pairwise import pairwise_sum
 from funcrl.ops.exact.cuda.layout import fresh
-from funcrl.ops.exact.cuda.products import whole
+from funcrl.ops.exact.cuda.linear import contiguous_aligned
 
 
 class Shape(NamedTuple):
@@ -27,41 +27,40 @@ class Shape(NamedTuple):
 
 _NUMBERS = 1 << 21  # results that are compared: an order of additions may show in one of 10^5
 _LARGE = 1 << 16  # results of a product from which on its sum with a total is worth a comparison
-
 # Whether the library adds to a total as a sum of two tensors does: a function of GPU and library.
 _ADDS: dict[Shape, bool] = {}
 
 
-def weight_gradient(grad: Tensor, x: Tensor, blocks: int = 1) -> Tensor:
+def weight_gradient_impl(grad: Tensor, x: Tensor, blocks: int = 1) -> Tensor:
     """Return grad^T x [N, K] in float32, accumulated in it; equal shapes give equal bits."""
     parts = list(zip(grad.tensor_split(blocks), x.tensor_split(blocks), strict=True))
     totals = [_product(*part) for part in parts[::2]]
     for total, part in zip(totals, parts[1::2], strict=False):
-        add_weight_gradient(total, *part)
+        add_weight_gradient_impl(total, *part)
     return pairwise_sum(totals)
 
 
-def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+def add_weight_gradient_impl(total: Tensor, grad: Tensor, x: Tensor) -> Tensor:
     """Return total + grad^T x, in the memory of the total [N, K] of float32."""
     if not grad.numel() or not x.numel():
         return total
-    grad, x = whole(grad), whole(x)
+    grad, x = contiguous_aligned(grad), contiguous_aligned(x)
     shape = Shape(len(x), grad.shape[1], x.shape[1], x.dtype, x.device)
     if total.numel() >= _LARGE and _adds_as_one(shape):
         return _added(total, grad, x)
     return total.add_(_product(grad, x))
 
 
-def bias_gradient(grad: Tensor, blocks: int = 1) -> Tensor:
+def bias_gradient_impl(grad: Tensor, blocks: int = 1) -> Tensor:
     """Return the sum [N] over the rows in float32, by torch's reduction, whose order is fixed."""
     parts = grad.contiguous().tensor_split(blocks)
-    return pairwise_sum([whole(part).sum(0, dtype=torch.float32) for part in parts])
+    return pairwise_sum([contiguous_aligned(part).sum(0, dtype=torch.float32) for part in parts])
 
 
 def _product(grad: Tensor, x: Tensor) -> Tensor:
     if not grad.numel() or not x.numel():
         return fresh(x, grad.shape[1], x.shape[1], dtype=torch.float32).zero_()
-    grad, x = whole(grad), whole(x)
+    grad, x = contiguous_aligned(grad), contiguous_aligned(x)
     if x.dtype == torch.float32:
         return torch.mm(grad.t(), x)
     return torch.mm(grad.t(), x, out_dtype=torch.float32)

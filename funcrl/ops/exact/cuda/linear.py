@@ -9,21 +9,99 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from funcrl.ops.exact.cuda.layout import ALIGNMENT, fresh
-from funcrl.ops.exact.cuda.product_kernels import (
-    DEFINITION,
-    FEW_ROWS,
-    FLOAT32,
-    few_rows_tile,
-    tiled,
-)
+from funcrl.ops.exact.cuda.layout import ALIGNMENT, STRICT, fresh
+
+
+class Tile(NamedTuple):
+    """Rows, columns and inner numbers that a program multiplies at a time, and its resources."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# The definition. Float32 is multiplied without tensor cores, and has no other tile.
+DEFINITION = Tile(64, 128, 64, 4, 3)
+FLOAT32 = Tile(64, 64, 32, 4, 3)
+# Tiles for few rows: for up to so many rows, those for up to so many columns.
+FEW_ROWS = {
+    16: {2048: Tile(16, 16, 256, 4, 4), 1 << 31: Tile(16, 32, 128, 4, 5)},
+    32: {2048: Tile(32, 16, 256, 4, 3), 1 << 31: Tile(32, 32, 128, 4, 4)},
+    64: {
+        2048: Tile(64, 16, 128, 4, 4),
+        4096: Tile(64, 32, 128, 4, 4),
+        1 << 31: Tile(64, 64, 64, 4, 5),
+    },
+}
+
+
+def few_rows_tile(rows: int, columns: int) -> Tile:
+    """Return the tile for a number of rows that is a key of `FEW_ROWS`."""
+    return next(tile for most, tile in FEW_ROWS[rows].items() if columns <= most)
+
+
+def tiled(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """Return x W^T + bias [M, N] by tiles of one size; the bias is added before rounding."""
+    (size, inner), columns = x.shape, weight.shape[0]
+    out = fresh(x, size, columns)
+    if not out.numel():
+        return out
+    programs = -(-size // tile.rows) * -(-columns // tile.columns)
+    _kernel[(programs,)](
+        x, weight, x if bias is None else bias, out, size, columns, inner, *x.stride(),
+        *weight.stride(), BM=tile.rows, BN=tile.columns, BK=tile.inner,
+        EVEN_N=columns % tile.columns == 0, EVEN_K=inner % tile.inner == 0, BIAS=bias is not None,
+        IEEE=x.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages, **STRICT,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _kernel(
+    x, weight, bias, out, M, N, K, x_m, x_k, w_n, w_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    # Programs that run together share columns of the weight, for up to 8 tiles of rows.
+    row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    program = tl.program_id(0)
+    group = program // (8 * column_tiles)
+    rows_of_group = tl.minimum(row_tiles - group * 8, 8)
+    within = program % (8 * column_tiles)
+    rows = (group * 8 + within % rows_of_group) * BM + tl.arange(0, BM)
+    columns = (within // rows_of_group) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    x_at = x + rows[:, None].to(tl.int64) * x_m + inner[None, :] * x_k
+    w_at = weight + columns[None, :].to(tl.int64) * w_n + inner[:, None] * w_k
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        x_seen = (rows < M)[:, None]
+        if not EVEN_K:
+            x_seen = x_seen & (k + inner < K)[None, :]
+        left = tl.load(x_at, mask=x_seen, other=0.0)
+        if EVEN_N and EVEN_K:
+            right = tl.load(w_at)
+        else:
+            w_seen = (columns < N)[None, :] & (k + inner < K)[:, None]
+            right = tl.load(w_at, mask=w_seen, other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee" if IEEE else "tf32")
+        x_at += BK * x_k
+        w_at += BK * w_k
+    if BIAS:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    seen = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None].to(tl.int64) * N + columns[None, :], total, mask=seen)
+
 
 _PAD = 128  # cuBLAS gets a multiple of so many rows
 _COMPARED = 4096  # rows that are compared at a time
 _NUMBERS = 1 << 21  # results that are compared: an order of additions may show in one of 10^5
-
 _Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -43,14 +121,14 @@ class Shape(NamedTuple):
 _CHOICES: dict[Shape, str] = {}
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + bias [M, N], each row a function of itself and the weight alone."""
     size, inner = x.shape
     columns = weight.shape[0]
     if not size or not columns or not inner:
         out = fresh(x, size, columns).zero_()
         return out if bias is None else out + bias
-    x, bias = whole(x), None if bias is None else whole(bias)
+    x, bias = contiguous_aligned(x), None if bias is None else contiguous_aligned(bias)
     if x.dtype == torch.float32:
         return tiled(x, weight, bias, FLOAT32)
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
@@ -58,7 +136,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = _padded_rows(size)
     transposed = not weight.is_contiguous()
     shape = Shape(rows, columns, inner, transposed, bias is not None, x.dtype, x.device.index or 0)
-    product = _WAYS[_choice(shape) if _is_whole(weight) else "definition"]
+    product = _WAYS[_choice(shape) if _is_contiguous_aligned(weight) else "definition"]
     if product is _definition or size == rows or rows < _PAD:
         return product(x, weight, bias)
     # The rows that are added hold anything: no row reads another.
@@ -156,12 +234,12 @@ _WAYS: dict[str, _Product] = {
 }
 
 
-def whole(x: Tensor) -> Tensor:
+def contiguous_aligned(x: Tensor) -> Tensor:
     """Return `x`, copied where it is not contiguous or not aligned."""
     if not x.is_contiguous():
         return x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def _is_whole(weight: Tensor) -> bool:
+def _is_contiguous_aligned(weight: Tensor) -> bool:
     return weight.data_ptr() % ALIGNMENT == 0

@@ -8,9 +8,8 @@ by the caller.
 
 | cell | G, width of `pre` | `gates`, 4 H wide | C, width of a cell state | `grads`, 4 H wide |
 |---|---|---|---|---|
-| lstm | 4 H: i f g o | i f g o, after sigmoid, sigmoid, tanh, sigmoid | H | of `pre` |
-| gru | 3 H: r z n | r z n after sigmoid, sigmoid, tanh; then m = W_hn h + b_hn | 0: empty tensors \
-| of `pre`, then of m |
+| lstm | 4 H: i f g o | i f g o after sigmoid, sigmoid, tanh, sigmoid | H | of `pre` |
+| gru | 3 H: r z n | r z n after sigmoid (r z), tanh; m = W_hn h + b_hn | 0 | of `pre`, then of m |
 
 With `pre` = x W_ih^T + b_ih + b_hh (gru: without b_hn, which is `bias_n`), and h the state before
 a step, which is zero if a new episode begins at it:
@@ -22,7 +21,7 @@ a step, which is zero if a new episode begins at it:
 at least float32, and so has the gradient of h that goes from one piece to the one before it.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -130,21 +129,3 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
     return min(max(16384 // max(num_sequences, 1), 4), 64)
-
-
-def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:
-    """Return the kernels of the backend "op", "exact" or "triton".
-
-    `funcrl.ops.recurrent.cuda` has `scan_kernels(cell, precision) -> ScanKernels`, and
-    `why_not(cell, x, width) -> str`: why its kernels do not take such an x [..., T, D] and a state
-    of so many numbers, as the end of "the triton backend expects ...", or "" where they do.
-    """
-    if backend == "triton":
-        # Imported here, because it needs triton.
-        from funcrl.ops.recurrent import cuda
-
-        return cuda.scan_kernels(cast(Cell, cell), cast(Precision, precision))
-    from funcrl.ops.recurrent import gru, lstm
-
-    kernels = lstm.KERNELS if cell == "lstm" else gru.KERNELS
-    return kernels[backend]

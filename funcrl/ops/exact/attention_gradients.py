@@ -1,17 +1,58 @@
 """The gradients of softmax attention, from its result and its log-normaliser."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from funcrl.core.custom_op import operator
 from funcrl.core.numerics import at_least_float32
-from funcrl.ops.exact.cpu.attention import SCORES, clear, mask_of
-from funcrl.ops.exact.cpu.segments import Segments, common_first, split_segments
-from funcrl.ops.exact.cpu.sums import exp_or_zero, row_sums
+from funcrl.ops.exact.device import per_device
+from funcrl.ops.exact.segments import (
+    SCORES,
+    Segments,
+    as_batch,
+    clear,
+    common_first,
+    mask_of,
+    spans_of_rows,
+    split_segments,
+)
+from funcrl.ops.exact.sums import exp_or_zero, row_sums
+
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_gradients(
+def _like_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Triple:
+    contiguous = torch.contiguous_format
+    grads = [torch.empty_like(part, memory_format=contiguous) for part in (q, k, v)]
+    return grads[0], grads[1], grads[2]
+
+
+def _count_gradients(_grad: Sequence[int], q: Sequence[int], k: Sequence[int], *_: Any) -> int:
+    return 10 * math.prod(q) * k[-2]
+
+
+@operator("attend_gradients", _like_gradients, rows=range(9), flops=_count_gradients)
+def attend_gradients_op(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor,
+    shared: Tensor | None, out: Tensor, normaliser: Tensor, window: int | None,
+) -> Triple:  # fmt: skip
+    """Return the gradients of queries, keys and values."""
+    length = q.shape[-2]
+    grads = attend_gradients_impl(
+        as_batch(grad), as_batch(q), as_batch(k), as_batch(v), first.reshape(-1, length),
+        last.reshape(-1, length), as_batch(out), normaliser.reshape(-1, *normaliser.shape[-2:]),
+        spans_of_rows(shared), window,
+    )  # fmt: skip
+    grad_q, grad_k, grad_v = (g.view(p.shape) for g, p in zip(grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v
+
+
+@per_device
+def attend_gradients_impl(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, out: Tensor,
     normaliser: Tensor, shared: Tensor | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -9,12 +9,14 @@ it may be any number. `replay` has all steps in one launch.
 import triton
 import triton.language as tl
 
-from funcrl.ops.recurrent.cuda.cell_kernels import advanced, gradients, step_gates
-from funcrl.ops.recurrent.cuda.step_kernels import (
+from funcrl.ops.recurrent.cuda.steps import (
+    advanced,
     gates_of,
+    gradients,
     rows_with_state,
     state_before,
     state_product,
+    step_gates,
     store_gates,
     store_tile,
     tile_of,

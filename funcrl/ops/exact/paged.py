@@ -1,12 +1,22 @@
-"""Attention of single queries over keys and values that lie in the blocks of a shared cache."""
+"""Attention of new tokens on a paged KV cache, for generators: no derivative."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrl.ops.exact.cpu.attention import attend_from_zero
-from funcrl.ops.exact.sharing import Sharing
+from funcrl.ops.exact.attention import attend_from_zero
+from funcrl.ops.exact.device import per_device
 
 
+class Sharing(NamedTuple):
+    """The groups of N samples; a group's samples have their first pages in common."""
+
+    members: Tensor  # [groups, most] int32, numbers of samples, -1 for none
+    pages: Tensor  # [N] int32, the number of pages that a sample has in common with its group
+
+
+@per_device
 def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last: Tensor) -> Tensor:
     """Return [N, H, C]: query n attends to places 0..last[n] of its request.
 
@@ -34,6 +44,7 @@ def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last
     return out
 
 
+@per_device
 def attend_new(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, tables: Tensor, last: Tensor, sharing: Sharing
 ) -> Tensor:

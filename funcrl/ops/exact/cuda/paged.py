@@ -1,15 +1,82 @@
-"""The kernels of attention for one token of each sample, whose group shares pages of a prompt.
+"""Attention on a paged KV cache by Triton, whose pages the samples of a prompt share.
 
-The bits are those of `attend_kernel`: the same blocks in the same order, in two launches. What a
-row has summed after the shared pages goes from one to the other through memory.
+The bits of decoding are those of `attend_kernel`: the same blocks in the same order, in two
+launches. What a row has summed after the shared pages goes from one to the other through memory.
 """
-# Triton has no types, and its kernels take pointers.
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from funcrl.ops.exact.cuda.attention_kernels import folded, row_products
+from funcrl.ops.exact.cuda.attention import attend_kernel, folded, log2_scale, row_products, tile_of
+from funcrl.ops.exact.cuda.layout import STRICT, aligned_heads, fresh
+from funcrl.ops.exact.paged import Sharing
+
+
+def attend_paged(q: Tensor, cache: Tensor, tables: Tensor, request: Tensor, last: Tensor) -> Tensor:
+    """Return attention [N, H, C] of query n over the places 0..last[n] of request[n].
+
+    Place p lies in block tables[request, p // size] of the cache [blocks, K, size, 2C].
+    """
+    size, heads, width = q.shape
+    q = aligned_heads(q)
+    k, v = (aligned_heads(part) for part in cache.split(width, dim=-1))
+    out, normaliser = fresh(q, size, heads, width), fresh(q, size, heads, dtype=torch.float32)
+    if not out.numel():
+        return out
+    group = heads // cache.shape[1]
+    # Where each request may have one query, as in decoding, a tile has one; else it has many, as
+    # neighbours mostly share a request.
+    alone = size <= tables.shape[0]
+    batch, length = (size, 1) if alone else (1, size)
+    rows, ends = (
+        [part.unsqueeze(1) if alone else part.unsqueeze(0) for part in pair]
+        for pair in ((q, normaliser), (request, last))
+    )
+    strides = [part.transpose(1, 2).stride()[:3] for part in rows]  # of [B, H, T]
+    tile = tile_of(q, group, packed=True)
+    attend_kernel[(-(-length // (tile.rows // tile.pack)), heads // tile.heads, batch)](
+        q, k, v, out, normaliser, request, last, tables, group, length, width, log2_scale(width),
+        *strides[0], *strides[1], *k.stride()[:3], *v.stride()[:3],
+        *ends[0].stride(), *ends[1].stride(), *tables.stride(),
+        SIZE=k.shape[2], PREFIX=False, WINDOW=0, **tile.options, **STRICT,
+    )  # fmt: skip
+    return out
+
+
+def attend_new(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, tables: Tensor, last: Tensor, sharing: Sharing
+) -> Tensor:
+    """Return attention [N, H, C] of sample n over its places 0..last[n], the last one from k and v.
+
+    Writes keys and values [N, K, C] into the cache [pages, K, size, 2C]: place p of a sample is in
+    page `tables[n, p // size]`. Samples of one group read the pages that they share once. A last
+    place of -1 says that there is no sample: nothing is written, and its result is 0.
+    """
+    size, heads, width = q.shape
+    q, k, v = (aligned_heads(part) for part in (q, k, v))
+    out = fresh(q, size, heads, width)
+    if not size:
+        return out
+    key_heads, group = cache.shape[1], heads // cache.shape[1]
+    tile = tile_of(q, group, packed=True)
+    options = {name: value for name, value in tile.options.items() if name != "PACK"}
+    tops, totals = (fresh(q, size, heads, dtype=torch.float32) for _ in range(2))
+    sums = fresh(q, size, heads, width, dtype=torch.float32)
+    num_groups, members = sharing.members.shape
+    strides = (*cache.stride()[:3], tables.stride(0))
+    tiles = -(-members // (tile.rows // tile.pack))
+    shared_kernel[(num_groups, key_heads, tiles)](
+        q, k, v, cache, tables, last, sharing.members, sharing.pages, tops, totals, sums, width,
+        log2_scale(width), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *strides,
+        MEMBERS=members, PACK=tile.pack, SIZE=cache.shape[2], **options, **STRICT,
+    )  # fmt: skip
+    own_kernel[(size, key_heads)](
+        q, cache, tables, last, sharing.pages, tops, totals, sums, out, width,
+        log2_scale(width), *q.stride()[:2], *strides, SIZE=cache.shape[2], **options, **STRICT,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 The queries of a segment are neighbours, and segments stand in their order.
 """
-# Triton has no types, and its kernels take pointers.
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 import triton
 import triton.language as tl

@@ -1,9 +1,29 @@
-"""Rows of attention as a batch of segments, each of whose keys begin at place 0."""
+"""Attention on a CPU: which keys a query sees, and packed rows as segments."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# About how many scores are alive at a time.
+SCORES = 2**19
+
+
+def mask_of(last: Tensor, num_places: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Return [B or 1, 1, 1, T, S], 0 where a query sees the key and -inf where it does not."""
+    if last.shape[0] > 1 and torch.equal(last[1:], last[:-1]):
+        last = last[:1]
+    places = torch.arange(num_places, dtype=dtype, device=last.device)
+    distance = (last.to(dtype) + 0.5)[:, None, None, :, None] - places
+    if window is not None:  # also below 0 where a key stands too far before the query
+        distance = torch.minimum(distance, window - distance)
+    return distance.mul_(torch.inf).clamp_(max=0)
+
+
+def clear(x: Tensor, top: Tensor) -> Tensor:
+    """Return keys or values [B, K, S, C] with 0 at places after top [B]."""
+    hidden = torch.arange(x.shape[2], device=x.device) > top[:, None]
+    return x.masked_fill(hidden[:, None, :, None], 0)
 
 
 class Segments(NamedTuple):
@@ -97,3 +117,13 @@ def _group(
     number = torch.arange(keys, device=last.device)
     key = keys_of.place(torch.minimum(number, own_last.amax(dim=1, keepdim=True)))
     return Segments(row, query, key, own_last, real)
+
+
+def spans_of_rows(shared: Tensor | None) -> Tensor | None:
+    """Return [..., T, 2] as [B, T, 2]."""
+    return None if shared is None else shared.reshape(-1, *shared.shape[-2:])
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """Return [..., H, T, C] as [B, H, T, C]."""
+    return x.reshape(-1, *x.shape[-3:])
