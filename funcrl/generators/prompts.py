@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
+
 from funcrl.config import Sampling
 from funcrl.core import checks, rng
 from funcrl.generators.stops import DecodeFn
@@ -111,3 +114,22 @@ def seeds_of(hashes: Sequence[Hash], num_samples: int, seed: int) -> list[int]:
         digest = int.from_bytes(content)
         seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
     return seeds
+
+
+def pad_prompts(prompts: Prompts, width: int) -> list[list[int]]:
+    """Return the prompts padded on the right with a token of their own.
+
+    Another token's keys must not touch a prompt, not even hidden: 0 times infinity is not 0.
+
+    Args:
+        prompts: lists of tokens.
+        width: the length of each row.
+    """
+    return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
+
+
+def padded_prompts(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the prompts [n, P], padded as `pad_prompts` does, and the length of each [n]."""
+    lengths = [len(prompt) for prompt in prompts]
+    padded = torch.tensor(pad_prompts(prompts, max(lengths)), device=device)
+    return padded, torch.tensor(lengths, device=device)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from funcrl.core.numerics import at_least_float32
 from funcrl.generators.embedded.drawn import Drawn
-from funcrl.generators.embedded.entering import padded_prompts
-from funcrl.generators.prompts import Prompts
+from funcrl.generators.prompts import Prompts, padded_prompts
 from funcrl.models import Memory, Past, Transformer
 from funcrl.models.delta import MixFn
 from funcrl.models.transformer import LayerFn

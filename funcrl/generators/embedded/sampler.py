@@ -9,6 +9,7 @@ from torch import nn
 from funcrl.config import Sampling
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Samples
+from funcrl.generators.embedded.batch import Batch
 from funcrl.generators.embedded.cache import CachedTransformer
 from funcrl.generators.embedded.captured.sampler import Captured, is_captured
 from funcrl.generators.embedded.drawn import Completions, Request, completions
@@ -20,7 +21,6 @@ from funcrl.generators.embedded.engine import (
     cast,
 )
 from funcrl.generators.embedded.recurrent import RecurrentDraw
-from funcrl.generators.embedded.slots import Batch
 from funcrl.generators.packed import pack_weights
 from funcrl.generators.prompts import Prompts
 from funcrl.generators.stops import DecodeFn

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from funcrl.ops.exact.paged import Sharing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcrl
@@ -14,6 +15,7 @@ from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded import sampler as choice
 from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
 from funcrl.generators.embedded.captured import sampler as kept
+from funcrl.generators.embedded.captured.batch import CapturedBatch
 from funcrl.generators.embedded.captured.extend import (
     SIZE,
     empty_pages,
@@ -21,15 +23,20 @@ from funcrl.generators.embedded.captured.extend import (
     prefill_paged,
 )
 from funcrl.generators.embedded.captured.graphs import Graphs
-from funcrl.generators.embedded.captured.pages import Pages, Sizes, num_pages, sizes_of
+from funcrl.generators.embedded.captured.memory import (
+    Pages,
+    Sizes,
+    append_token,
+    empty_results,
+    empty_slots,
+    num_pages,
+    sizes_of,
+)
 from funcrl.generators.embedded.captured.program import Program, bucket
-from funcrl.generators.embedded.captured.rows import empty_results, empty_slots, go_on
-from funcrl.generators.embedded.captured.schedule import Schedule
 from funcrl.generators.embedded.drawn import Request
 from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.ops.exact.sharing import Sharing
 
 # Below, at and above a page; more prompts than some of the numbers of slots have room for.
 PROMPTS = [
@@ -185,11 +192,11 @@ def test_all_pages_are_given_back(name):
         sizes = sizes_of(request)._replace(pages=pages)
         with torch.inference_mode():
             network = pack_weights(model, params)
-            schedule = Schedule(Program(network, sizes, Graphs(torch.device("cpu"))), request)
-            ends = schedule.run()
-            found = kept.collect(schedule.program.results, request, ends)
-        assert schedule.pages.num_free == pages - 1
-        assert not schedule.running
+            batch = CapturedBatch(Program(network, sizes, Graphs(torch.device("cpu"))), request)
+            ends = batch.run()
+            found = kept.collect(batch.program.results, request, ends)
+        assert batch.pages.num_free == pages - 1
+        assert batch.schedule.is_done
         samples = sample(model, params, PROMPTS, SAMPLINGS[name], 0, decode=letters)
         assert torch.equal(found.tokens, samples.tokens)
 
@@ -422,7 +429,7 @@ def test_a_draw_reads_no_value_on_the_host(name):
         return draw_tokens(*args, sampling)
 
     with ReadByHost():
-        go_on(slots, results, torch.randn(4, 5000), draw, sampling.stop_tokens)
+        append_token(slots, results, torch.randn(4, 5000), draw, sampling.stop_tokens)
     assert slots.counts.tolist() == [1, 0, 1, 1]
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops import AttendFn
-from funcrl.ops.exact.kernels import kernels_of
-from funcrl.ops.exact.sharing import Sharing
+from funcrl.ops.exact.paged import Sharing, attend_new
 
 SIZE = 64  # attention takes as many keys at a time
 SCRAP = 0
@@ -51,13 +50,11 @@ def extend_paged(
         tables: [n, W] the pages of each row.
         sharing: which rows share their first pages.
     """
-    attend_new = kernels_of(cache).attend_new
 
     def on_layer(layer: Tensor) -> AttendFn:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            new = (part.squeeze(2) for part in (q, k, v))
-            out: Tensor = attend_new(*new, layer, tables, positions, sharing)
-            return out.unsqueeze(2)
+            q, k, v = q.squeeze(2), k.squeeze(2), v.squeeze(2)
+            return attend_new(q, k, v, layer, tables, positions, sharing).unsqueeze(2)
 
         return attend
 

@@ -18,10 +18,14 @@ from funcrl.generators.embedded.captured.extend import (
     prefill_paged,
 )
 from funcrl.generators.embedded.captured.graphs import Graphs
-from funcrl.generators.embedded.captured.pages import Sizes
-from funcrl.generators.embedded.captured.rows import empty_results, empty_slots, go_on
+from funcrl.generators.embedded.captured.memory import (
+    Sizes,
+    append_token,
+    empty_results,
+    empty_slots,
+)
 from funcrl.models import Transformer
-from funcrl.ops.exact.sharing import Sharing
+from funcrl.ops.exact.paged import Sharing
 
 
 class Entering(NamedTuple):
@@ -82,7 +86,7 @@ class Program:
         tables = send(entering.tables)
         slots.tables[:, : tables.shape[1]] = tables
         slots.shared.copy_((lengths // SIZE).repeat_interleave(group))
-        # One before the place of the first drawn token: `go_on` moves on.
+        # One before the place of the first drawn token: `append_token` moves on.
         slots.positions.copy_((lengths - 1).repeat_interleave(group))
         logits = prefill_paged(
             self._network,
@@ -92,7 +96,7 @@ class Program:
             tables[::group],
             send([*entering.copies]).view(-1, 2).T,
         )
-        self._go_on(rows, logits.repeat_interleave(group, dim=0), sampling)
+        self._append_token(rows, logits.repeat_interleave(group, dim=0), sampling)
 
     def step(self, count: int, sampling: Sampling) -> None:
         """Extend the samples in the first `count` slots by a token each."""
@@ -105,10 +109,12 @@ class Program:
             logits = self._logits_of(size)
             of_extend = ("extend", size, members.shape)
             self._graphs.run(of_extend, lambda: logits.copy_(self._extend(rows, members)))
-            self._go_on(rows, logits, sampling)
+            self._append_token(rows, logits, sampling)
         else:
             name = (_constants(sampling), size, members.shape)
-            self._graphs.run(name, lambda: self._go_on(rows, self._extend(rows, members), sampling))
+            self._graphs.run(
+                name, lambda: self._append_token(rows, self._extend(rows, members), sampling)
+            )
 
     def share(self, groups: list[list[int]]) -> None:
         """Say which slots have samples of one prompt; each group has room for as many.
@@ -152,10 +158,10 @@ class Program:
             Sharing(members, slots.shared),
         )
 
-    def _go_on(self, rows: slice, logits: Tensor, sampling: Sampling) -> None:
+    def _append_token(self, rows: slice, logits: Tensor, sampling: Sampling) -> None:
         log_softmax = self._network.ops.log_softmax
         draw = partial(draw_tokens, sampling=sampling, log_softmax=log_softmax)
-        go_on(self._slots.part(rows), self.results, logits, draw, sampling.stop_tokens)
+        append_token(self._slots.part(rows), self.results, logits, draw, sampling.stop_tokens)
 
     def _logits_of(self, size: int) -> Tensor:
         """Return where a graph leaves logits [n, V] for a draw outside of it."""

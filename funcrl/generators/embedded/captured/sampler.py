@@ -9,15 +9,15 @@ from torch import Tensor
 
 from funcrl import ops
 from funcrl.core.types import Params
+from funcrl.generators.embedded.captured.batch import CapturedBatch
 from funcrl.generators.embedded.captured.graphs import Graphs
-from funcrl.generators.embedded.captured.pages import sizes_of
+from funcrl.generators.embedded.captured.memory import Results, sizes_of
 from funcrl.generators.embedded.captured.program import Program, send_to
-from funcrl.generators.embedded.captured.rows import Results
-from funcrl.generators.embedded.captured.schedule import Schedule
-from funcrl.generators.embedded.captured.weights import Weights
 from funcrl.generators.embedded.drawn import Completions, Request, diverged
 from funcrl.generators.embedded.engine import DrawFn
-from funcrl.models import Transformer, TransformerConfig
+from funcrl.models import MLP, Attention, Transformer, TransformerConfig
+from funcrl.models.functional import bind
+from funcrl.ops.exact import EXACT_FORWARD
 
 
 def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -> bool:
@@ -35,6 +35,63 @@ def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -
     known = known and model.config.is_plain
     kinds = {(leaf.device.type, dtype or leaf.dtype) for leaf in params.values()}
     return known and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
+
+
+class Weights:
+    """A copy of the parameters that graphs may read: a push writes into it.
+
+    Matrices that multiply one input lie side by side, so that one product has them all.
+
+    The network computes by the exact kernels, whatever the numerics of the model are: they are the
+    fastest here, and give one row the same bits in each bucket.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, params: Params, dtype: torch.dtype | None
+    ) -> None:
+        network = Transformer(config, EXACT_FORWARD)
+        self._leaves: Params = {}
+        for names in _multiplied_together(network, params):
+            self._leaves |= _side_by_side({name: params[name] for name in names}, dtype)
+        self.network = bind(network, self._leaves)
+
+    @property
+    def leaf(self) -> Tensor:
+        """One of the weights: all have its dtype and its device."""
+        return self.network.norm.weight
+
+    def holds(self, params: Params, dtype: torch.dtype | None) -> bool:
+        """Return whether parameters can be written here: each has the device and dtype of ours."""
+        return all(
+            (mine.device, mine.dtype) == (params[name].device, dtype or params[name].dtype)
+            for name, mine in self._leaves.items()
+        )
+
+    def write(self, params: Params) -> None:
+        """Copy parameters into the weights, cast to their dtype."""
+        given = [params[name] for name in self._leaves]
+        torch._foreach_copy_(list(self._leaves.values()), given)
+
+
+def _multiplied_together(network: Transformer, params: Params) -> list[list[str]]:
+    """Return the names of all parameters, those together that multiply one input."""
+    together = []
+    for path, module in network.named_modules():
+        parts = {Attention: ("q", "k", "v"), MLP: ("gate", "up")}.get(type(module), ())
+        for kind in ("weight", "bias"):
+            names = [f"{path}.{part}.{kind}" for part in parts]
+            together.append([name for name in names if name in params])
+    found = {name for names in together for name in names}
+    return [names for names in together if names] + [[name] for name in params if name not in found]
+
+
+def _side_by_side(params: Params, dtype: torch.dtype | None) -> Params:
+    """Return tensors like the parameters, each in memory where the one before ends."""
+    first = next(iter(params.values()))
+    sizes = [leaf.numel() for leaf in params.values()]
+    memory = torch.empty(sum(sizes), dtype=dtype or first.dtype, device=first.device)
+    parts = zip(params.items(), memory.split(sizes), strict=True)
+    return {name: part.view(leaf.shape) for (name, leaf), part in parts}
 
 
 class Captured:
@@ -80,7 +137,7 @@ class Captured:
             device = weights.leaf.device
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 program = self._program_for(request, weights.network)
-                ends = Schedule(program, request).run()
+                ends = CapturedBatch(program, request).run()
                 found = collect(program.results, request, ends)
                 if device.type == "cuda":  # the next thread's samples may overwrite these
                     torch.cuda.current_stream().synchronize()

@@ -1,0 +1,134 @@
+"""The host's part: which samples are drawn, while the device draws on without waiting."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from funcrl.generators.embedded.captured.extend import SCRAP, SIZE
+from funcrl.generators.embedded.captured.host import HostCopy, StopStrings, copy_to_host
+from funcrl.generators.embedded.captured.memory import Pages, limit_of, num_pages
+from funcrl.generators.embedded.captured.program import Entering, Program
+from funcrl.generators.embedded.drawn import Request
+from funcrl.generators.embedded.schedule import Schedule
+from funcrl.generators.prompts import pad_prompts, sample_seeds
+
+# Tokens of each sample between two reads of what has ended. The device has that many queued while
+# the host does its part, and a sample that ends is noticed up to twice as many tokens later.
+_BURST = 4
+
+
+@dataclass
+class Running:
+    """A sample in a slot."""
+
+    sample: int
+    table: list[int]  # its pages
+    left: int  # tokens until it ends at the latest
+
+
+class CapturedBatch:
+    """A request while it is drawn; after `run` the program has the results."""
+
+    def __init__(self, program: Program, request: Request) -> None:
+        self.program, self.request, self.sampling = program, request, request.sampling
+        self.seeds = sample_seeds(request.prompts, self.sampling.num_samples, request.seed)
+        self.schedule = Schedule(request, self._start)
+        self.pages = Pages(program.sizes.pages)
+        self.stop_strings = StopStrings(request) if self.sampling.stop else None
+        self._copies: deque[HostCopy] = deque()
+        self._shared: list[int] = []  # the samples of which the program knows the groups
+
+    def run(self) -> dict[int, int]:
+        """Draw all samples; return the length of each that a stop string ends."""
+        self.program.begin()
+        while not self.schedule.is_done:
+            self._prefill()
+            self._decode()
+            # The one before: its numbers are there, or soon, while the device has this one to do.
+            ended = self._ended(self._copies.popleft()) if len(self._copies) > 1 else set()
+            self._evict(ended)
+        for copy in self._copies:
+            self._ended(copy)
+        return {} if self.stop_strings is None else self.stop_strings.ends
+
+    def _start(self, prompt: int) -> list[Running] | None:
+        """Return the samples of a prompt with their pages; None if there are not enough pages."""
+        if num_pages(self.request, prompt) > self.pages.num_free:
+            return None
+        left = limit_of(self.request, prompt) - 1  # the first token comes with the prefill
+        first = prompt * self.sampling.num_samples
+        tables = self.pages.take(self.request, prompt)
+        return [Running(first + number, table, left) for number, table in enumerate(tables)]
+
+    def _prefill(self) -> None:
+        """Admit prompts while there is room, and run them."""
+        while (admitted := self.schedule.admit())[0]:
+            prompts, rows = admitted
+            entry = self._entry(prompts, self.schedule.running[rows])
+            self.program.enter(rows.start, entry, self.sampling, self.request.max_tokens)
+
+    def _entry(self, indices: list[int], samples: list[Running]) -> Entering:
+        """Return what the program has to know of prompts that enter, and of their samples."""
+        prompts = [self.request.prompts[prompt] for prompt in indices]
+        group = self.sampling.num_samples
+        copies = []
+        for index, prompt in enumerate(prompts):
+            if len(prompt) % SIZE:  # the last page is written by the first sample
+                page = len(prompt) // SIZE
+                first, *others = samples[index * group : (index + 1) * group]
+                copies += [(first.table[page], other.table[page]) for other in others]
+        width = max(len(each.table) for each in samples)
+        return Entering(
+            prompts=pad_prompts(prompts, max(map(len, prompts))),
+            lengths=[len(prompt) for prompt in prompts],
+            seeds=[self.seeds[each.sample] for each in samples],
+            limits=[each.left + 1 for each in samples],
+            owners=[each.sample for each in samples],
+            tables=[each.table + [SCRAP] * (width - len(each.table)) for each in samples],
+            copies=copies,
+        )
+
+    def _decode(self) -> None:
+        """Draw some tokens of each sample, and start to read what has come of it."""
+        running = self.schedule.running
+        steps = min(_BURST, max(each.left for each in running))
+        self._share()
+        for _ in range(steps):
+            self.program.step(len(running), self.sampling)
+        for each in running:
+            each.left -= steps
+        window = 0 if self.stop_strings is None else _BURST + 1
+        numbers = self.program.numbers(len(running), window)
+        self._copies.append(copy_to_host([each.sample for each in running], numbers))
+
+    def _share(self) -> None:
+        """Tell the program which slots have samples of one prompt, if that has changed."""
+        samples = [each.sample for each in self.schedule.running]
+        if samples == self._shared:
+            return
+        self._shared, group = samples, self.sampling.num_samples
+        groups: dict[int, list[int]] = {}
+        for slot, sample in enumerate(samples):
+            groups.setdefault(sample // group, []).append(slot)
+        self.program.share([slots + [-1] * (group - len(slots)) for slots in groups.values()])
+
+    def _ended(self, copy: HostCopy) -> set[int]:
+        """Return the samples that had ended when their numbers were copied."""
+        ended = set()
+        for sample, (position, count, *tokens) in zip(copy.samples, copy.wait(), strict=True):
+            strings = self.stop_strings
+            stopped = strings is not None and strings.read(sample, count, tokens)
+            if position < 0 or stopped:
+                ended.add(sample)
+        return ended
+
+    def _evict(self, ended: set[int]) -> None:
+        """Free the slots and the pages of samples that have ended."""
+        running = [*self.schedule.running]
+        gone = [each.sample in ended or each.left <= 0 for each in running]
+        if not any(gone):
+            return
+        moves = self.schedule.evict(gone)
+        self.program.move(moves.to, moves.origin, moves.left)
+        for each, is_gone in zip(running, gone, strict=True):
+            if is_gone:
+                self.pages.give_back(each.table)
