@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from funcrl.cli.command_line import UsageError
 from funcrl.cli.commands import run_command
-from funcrl.core.launch import ForkedError
 from funcrl.core.shortage import ExplainedMemoryError, is_out_of_memory
 from funcrl.core.terminal import print_safely, safe_warnings
 from funcrl.generators import EngineError
@@ -59,9 +58,6 @@ def _run(args: Sequence[str]) -> None:
             run_command(args)
     except KeyboardInterrupt:
         sys.exit(130)
-    except ForkedError as error:
-        print_safely(f"funcrl: {error}", sys.stderr)
-        os._exit(1)  # what is done at exit, and what is still to be printed, is the parent's
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             raise

@@ -3,11 +3,21 @@
 import os
 
 
-class ForkedError(BaseException):
-    """A child process that a task forked and that went on with the run of its parent.
+def end_forked_child(process: int) -> None:
+    """End this process if it is a forked child of the given one, which goes on by itself.
 
-    It is no `Exception`, so that nothing that skips the errors of a reward can keep the child.
+    A child that returns from a user's function would go on with the run of its parent, without
+    torch's threads. It ends at once: what is done at exit, and not yet printed, is the parent's.
     """
+    if os.getpid() == process:
+        return
+    message = (
+        f"funcrl: process {process} forked a child in a reward, and the child returned from there; "
+        f"a child must end by os._exit. The run goes on in its own process, and not in this child "
+        f"{os.getpid()}.\n"
+    )
+    os.write(2, message.encode())  # standard error
+    os._exit(1)
 
 
 def refuse_ranks(function: str) -> None:

@@ -3,9 +3,11 @@
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TextIO, TypeAlias
+
+Note: TypeAlias = Callable[[str], None]  # is told a line of text
 
 # Control characters but newline and tab, which drive a terminal; bidirectional overrides and
 # isolates, which show text in another order; and lone surrogates, which cannot be encoded.

@@ -1,8 +1,6 @@
 """When rollouts are drawn: each before its own step, or while earlier steps train."""
 
 import contextvars
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from funcrl.config import TrainConfig
 from funcrl.core import tree
-from funcrl.core.launch import ForkedError
-from funcrl.core.terminal import print_safely
 from funcrl.core.types import Params
 from funcrl.loop.parts.build import Parts
 from funcrl.loop.rolled import Policy, Rolled, roll
@@ -105,7 +101,7 @@ class Ahead:
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, record: Record) -> None:
-        self._config, self._parts, self._claim = config, parts, record.claim
+        self._config, self._parts = config, parts
         self._note = record.note
         done, older = record.progress.step, record.progress.older
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -188,15 +184,8 @@ class Ahead:
         return made
 
     def _alone(self, mark: Any, job: Callable[..., _Result], *args: Any) -> _Result:
-        try:
-            with self._stream.after(mark):
-                result = job(*args)
-            self._claim.check()
-        except ForkedError as error:
-            # This thread is all that a child has: nobody there would take the error.
-            print_safely(f"ForkedError: {error}", sys.stderr)
-            os._exit(1)
-        return result
+        with self._stream.after(mark):
+            return job(*args)
 
 
 class _Stream:

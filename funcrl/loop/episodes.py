@@ -10,7 +10,7 @@ from funcrl.core.types import Samples
 from funcrl.generators import Generator
 from funcrl.generators.stops import cut_at_stop
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer, end_tokens
-from funcrl.tasks.watch import TaskError
+from funcrl.tasks.guard import TaskError
 
 
 class Failure(NamedTuple):

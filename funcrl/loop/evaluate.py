@@ -14,8 +14,7 @@ from funcrl.config import EvalConfig, Sampling, TrainConfig
 from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
-from funcrl.core.launch import ForkedError
-from funcrl.core.terminal import warn_safely
+from funcrl.core.terminal import Note, warn_safely
 from funcrl.loop.episodes import Failure
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.parts.build import Parts, build, first_params, trained_like
@@ -41,7 +40,6 @@ from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import Task, TaskLike
-from funcrl.tasks.watch import Note
 
 
 class Evaluation(NamedTuple):
@@ -124,7 +122,7 @@ def evaluate(
         runs.check_given("evaluate", config.run, {"task", *parts_of_network(options)} - given)
     own_generator = parts is None
     if parts is None:
-        parts = build(options, task, function="evaluate", note=note, trust=trust)
+        parts = build(options, task, function="evaluate", trust=trust)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:
@@ -249,9 +247,6 @@ def _grade(
             options.on_reward_error,
             limits_of(options),
         )
-    except ForkedError:
-        out = None  # the file is the parent's
-        raise
     finally:
         if out is not None:
             rows = to_completions(completed, graded, step, count=len(completed.texts))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from funcrl.core.arguments import checked
-from funcrl.core.terminal import warn_safely
+from funcrl.core.terminal import Note, warn_safely
 from funcrl.core.types import Params
 from funcrl.loop.parts import sources
 from funcrl.loop.parts.build import Parts, trained_like
@@ -15,7 +15,6 @@ from funcrl.loop.parts.data import check_data, task_of
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks.contracts import Task, TaskLike
-from funcrl.tasks.watch import Note
 
 
 class LoadedRun(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from funcrl.config import TrainConfig
 from funcrl.core.launch import refuse_ranks
+from funcrl.core.terminal import Note
 from funcrl.loop.parts.build import REPLACEABLE, Parts
 from funcrl.loop.parts.data import check_data, data_facts
 from funcrl.loop.parts.sources import options_of_run, parts_of_network
@@ -17,7 +18,6 @@ from funcrl.run.folder import free_folder, missing_folders, open_folder, remove_
 from funcrl.run.trust import check_run, named_code, remember
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import TaskLike
-from funcrl.tasks.watch import Note
 
 # Options that no part is made of: parts of another value of these are the same.
 _OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")

@@ -1,6 +1,5 @@
 """The loop, top to bottom: generate, reward, collate, step, push, evaluate, log, save."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +98,7 @@ def train(
                 config, task=task, parts=parts, view=view, fork=fork, command=command, stop=stop,
                 trust=trust, **given,
             )  # fmt: skip
-    started, process = time.perf_counter(), os.getpid()
+    started = time.perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
@@ -110,7 +109,7 @@ def train(
         start.check_code(config, trust, view.note)
     own_generator = parts is None and "generator" not in given
     if parts is None:
-        parts = build(config, note=view.note, trust=trust is True, **objects)
+        parts = build(config, trust=trust is True, **objects)
     check_packing(config, parts)
     facts = facts_of(config, parts, start.given, view.note)
     # What `export` writes beside a model that has no tokenizer of its own.
@@ -131,12 +130,10 @@ def train(
         record.wait()
         _check_updated(record)
     except BaseException as error:
-        if os.getpid() == process:
-            record.save_unsaved(error)
+        record.save_unsaved(error)
         raise
     finally:
-        if os.getpid() == process:  # and not a child that a reward forked
-            at_end.close()
+        at_end.close()
     return Trained(record.progress.state, runs.read_history(start.folder), start.folder)
 
 
@@ -232,7 +229,6 @@ def _loop(
     rollouts.give(done, state.params)
     skipped = _Skipped(record.progress.row, state)
     for index in range(done + 1, config.steps + 1):
-        record.claim.check()  # a forked child must not compute: it has none of torch's threads
         state, row, seen = _step(config, parts, record, rollouts, reference, index)
         slow = slow_products(config.device) if parts.agrees and index == done + 1 else []
         if slow:

@@ -17,7 +17,6 @@ import yaml
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.files import whole_file, write_whole
-from funcrl.core.launch import ForkedError
 from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
 from funcrl.run.writing import clean_up
@@ -147,8 +146,7 @@ class Traces:
 class Claim:
     """The right of one process to write to a run's folder, until it closes this or dies."""
 
-    def __init__(self, folder: Path, title: str) -> None:
-        self._folder, self._title, self._process = folder, title, os.getpid()
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ".lock"
         try:  # not through a link, which could make a file anywhere
@@ -164,14 +162,6 @@ class Claim:
             raise FileExistsError(
                 f"train expects a --run-dir that no other run is writing to, got {folder}."
             ) from None
-
-    def check(self) -> None:
-        """Raise in a forked child process, which must not compute or write for its parent."""
-        if os.getpid() != self._process:
-            raise ForkedError(
-                f"train expects one process to write to {self._folder}, its own {self._process}, "
-                f"got a step of the task {self._title!r} from a forked child {os.getpid()}."
-            )
 
     def close(self) -> None:
         """Release the folder for other processes."""

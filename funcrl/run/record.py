@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.reading import brief
+from funcrl.core.terminal import Note
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.accuracy import score_of
@@ -18,7 +19,6 @@ from funcrl.run.restoring import Restored
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
-from funcrl.tasks.watch import Note
 
 _OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
@@ -61,7 +61,7 @@ class Record:
         try:
             refuse_links(folder)
             self._checkpoints = Checkpoints(folder / runs.CHECKPOINTS, *kept)
-            self.claim = Claim(folder, title)
+            self.claim = Claim(folder)
             sweep(folder)
         except OSError:
             self._traces.remove_folders()
@@ -172,7 +172,6 @@ class Record:
             seen: completions to keep.
             older: what was trained after the steps before it, if a resumed run draws with that.
         """
-        self.claim.check()
         metrics = self.folder / runs.METRICS
         if not metrics.exists():
             raise FileNotFoundError(

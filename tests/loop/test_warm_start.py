@@ -6,7 +6,7 @@ import funcrl
 from funcrl.config import WarmStartConfig
 from funcrl.loop.rewarded import RewardError
 from funcrl.tasks import Calculator, SumDigits
-from funcrl.tasks.watch import TaskError
+from funcrl.tasks.guard import TaskError
 
 
 def warm_start(task):

@@ -8,7 +8,7 @@ import pytest
 import funcrl
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt, SumDigits, Task, Tokenizer
 from funcrl.tasks import check_task as checked_task
-from funcrl.tasks.watch import watch
+from funcrl.tasks.guard import guard
 
 DEFAULTS = {"accuracy": "correct", "reward_weights": {}, "stop": (), "max_turns": 1}
 
@@ -179,9 +179,9 @@ class Broken(SumDigits):
 
 
 def test_a_member_that_raises_is_not_taken_for_one_that_is_not_there():
-    watched = watch(checked_task("train", Broken()), print)
+    guarded = guard(checked_task("train", Broken()))
     with pytest.raises(AttributeError, match="no_such_member"):
-        watched.stop  # noqa: B018 (it is read for its error)
+        guarded.stop  # noqa: B018 (it is read for its error)
 
     class Worse(Plain):
         @property

@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 from funcrl import rollouts
 from funcrl.loop.rewarded import RewardError
 from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
-from funcrl.tasks.watch import settings, watch
+from funcrl.tasks.guard import guard
 
 ROWS = [{"prompt": f"{n}?", "answer": n, "level": n % 2} for n in range(4)]
 PROMPTS = [Prompt(row["prompt"], str(row["answer"]), row) for row in ROWS]
@@ -121,9 +121,9 @@ class Batched(SumDigits):
 
 
 @pytest.mark.parametrize("made", [SumDigits, Float, Later, Batched])
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_task_rewards_by_a_number_later_or_in_batches(made, watched):
-    task = watch(made(), print) if watched else made()
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_task_rewards_by_a_number_later_or_in_batches(made, guarded):
+    task = guard(made()) if guarded else made()
     prompts = [Prompt("1+2=", "3"), Prompt("1+3=", "4")]
     found = rollouts.grade(task, prompts, ["3", "3"])
     assert {name: values.tolist() for name, values in found.rewards.items()} == {
@@ -278,26 +278,6 @@ def of_ids(prompts, completions, completion_ids):
 def test_a_function_of_something_else_is_refused_before_any_work(function, name):
     with pytest.raises(ValueError, match=f"{function.__name__}.*what there is.*{name}"):
         from_rows(ROWS, function)
-
-
-def test_settings_that_rewards_change_come_back_after_the_batch():
-    notes, before = [], settings()
-
-    async def later(completion):
-        await asyncio.sleep(0)
-        torch.set_default_dtype(torch.float64)
-        return 1.0
-
-    def now(completion):
-        torch.use_deterministic_algorithms(True)
-        return 1.0
-
-    task = watch(from_rows(ROWS, [later, now]), notes.append)
-    rollouts.grade(task, PROMPTS, TEXTS)
-    assert settings() == before
-    assert len(notes) == 2
-    rollouts.grade(watch(Later(), notes.append), [Prompt("1+2=", "3")], ["3"])
-    assert len(notes) == 2
 
 
 VERL = [

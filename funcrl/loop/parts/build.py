@@ -11,7 +11,6 @@ from torch import nn
 from funcrl.config import Sampling, TrainConfig
 from funcrl.core import tree
 from funcrl.core.arguments import check_value, checked
-from funcrl.core.terminal import warn_safely
 from funcrl.core.types import (
     Absent,
     Algorithm,
@@ -31,7 +30,7 @@ from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
-from funcrl.tasks.watch import Note, watch
+from funcrl.tasks.guard import guard
 
 REPLACEABLE = (
     "task", "model", "params", "model_fn", "algorithm", "optimizer", "prepare", "step", "generator",
@@ -88,7 +87,7 @@ class Parts(_Fields):
 
     def _replace(self, **changes: Any) -> "Parts":
         """Return these parts with other ones, and what depends on them made anew."""
-        return _made("Parts._replace", self.config, {**self._given(), **changes}, warn_safely, self)
+        return _made("Parts._replace", self.config, {**self._given(), **changes}, self)
 
     def __replace__(self, **changes: Any) -> "Parts":
         """Do what `_replace` does: `copy.replace` calls this."""
@@ -132,7 +131,6 @@ def build(
     task: TaskLike | None = None,
     *,
     function: str = "train",
-    note: Note = warn_safely,
     trust: bool = False,
     **given: Any,
 ) -> Parts:
@@ -142,7 +140,6 @@ def build(
         config: the whole configuration.
         task: in place of the one that `config.task` names.
         function: for errors.
-        note: told what the task did to the process; see `funcrl.tasks.watch.watch`.
         trust: run a network of one's own that the folder of a run in `config.model` names.
         given: other parts in place of those that the configuration names, by their names in
             `Parts`: model, params, model_fn, algorithm, optimizer, prepare, step, generator.
@@ -156,7 +153,7 @@ def build(
         ['algorithm']
     """
     given = given if task is None else {**given, "task": task}
-    return _made(function, config, given, note, trust=trust)
+    return _made(function, config, given, trust=trust)
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,6 @@ class _Making:
 
     function: str
     config: TrainConfig
-    note: Note
     trust: bool
     given: Mapping[str, Any]
     parts: Mapping[str, Any]
@@ -179,14 +175,13 @@ def _made(
     function: str,
     config: TrainConfig,
     given: Mapping[str, Any],
-    note: Note,
     before: Parts | None = None,
     trust: bool = False,
 ) -> Parts:
     """Return the given parts and those that are made of them; `before` are kept where they can."""
     _check_given(function, config, given)
     parts: dict[str, Any] = {"source": _source(function, config, given, before)}
-    making = _Making(function, config, note, trust, given, parts)
+    making = _Making(function, config, trust, given, parts)
     new: set[str] = set()  # those that differ from `before`
     for name, (needs, make) in _MAKERS.items():
         if before is not None and _is_kept(name, given, before, new & {*needs}):
@@ -270,7 +265,7 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
 def _task(making: _Making) -> Task:
     config, given = making.config, making.given.get("task")
     tokenizer = None if given is not None else sources.tokenizer_of(making.function, config)
-    return watch(data.task_of(making.function, config, tokenizer, given), making.note)
+    return guard(data.task_of(making.function, config, tokenizer, given))
 
 
 def _model(making: _Making) -> nn.Module:

@@ -10,8 +10,8 @@ from funcrl.core.reading import open_file
 from funcrl.run import runs
 from funcrl.tasks import RewardLimits, check_task, data_file, load, load_rewards, with_rewards
 from funcrl.tasks.contracts import Prompt, Task, TaskLike, Tokenizer
+from funcrl.tasks.guard import guard
 from funcrl.tasks.rewards.functions import columns_of, form_of
-from funcrl.tasks.watch import watch
 
 # The key in a run's environment.json of the checksum of its file of rows.
 RECORDED = "data_sha256"
@@ -63,7 +63,7 @@ def _nothing(prompt: Prompt, outcome: object) -> float:
 
 def _checked(config: TrainConfig, task: Task, rewards: Mapping[str, Callable[..., Any]]) -> Task:
     """Return the task; raise if a reward takes what there is not, before the warm start."""
-    first = watch(task, lambda _: None).prompts(config.seed, 0, 1) if rewards else []
+    first = guard(task).prompts(config.seed, 0, 1) if rewards else []
     for prompt in first:
         for name, function in rewards.items():
             form_of(name, function, columns_of(prompt))

@@ -3,16 +3,17 @@
 import asyncio
 import contextvars
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from funcrl.core.arguments import CheckedFields, Count, FinitePositive
-from funcrl.core.launch import ForkedError
+from funcrl.core.launch import end_forked_child
 
-# What no reward raises for its own completion: Ctrl-C, and the end of a forked child.
-NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit, ForkedError)
+# What no reward raises for its own completion.
+NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit)
 _GRACE = 1.0  # seconds that a cancelled call has to end; one that does not is left behind
 
 
@@ -57,12 +58,15 @@ def run_calls(calls: Sequence[Callable[[], Any]], limits: RewardLimits) -> list[
 
 
 def _caught(call: Callable[[], Any]) -> Any:
+    process = os.getpid()
     try:
         return call()
     except NOT_CAUGHT:
         raise
     except BaseException as error:  # sys.exit, for one, would end the run
         return error
+    finally:
+        end_forked_child(process)
 
 
 def _await_all(awaitables: Sequence[Awaitable[Any]], limits: RewardLimits) -> list[Any]:
@@ -117,6 +121,7 @@ async def _limited(awaitable: Awaitable[Any], slots: asyncio.Semaphore, seconds:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    process = os.getpid()
     try:
         return await awaitable
     except NOT_CAUGHT:
@@ -124,3 +129,5 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
     # Cancelled by the function itself; a task that ends by SystemExit would end the loop.
     except BaseException as error:
         return error
+    finally:
+        end_forked_child(process)

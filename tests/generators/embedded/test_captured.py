@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from funcrl.ops.exact.paged import Sharing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcrl
@@ -37,6 +36,7 @@ from funcrl.generators.embedded.drawn import Request
 from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.ops.exact.paged import Sharing
 
 # Below, at and above a page; more prompts than some of the numbers of slots have room for.
 PROMPTS = [

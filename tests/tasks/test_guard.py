@@ -1,4 +1,4 @@
-"""What a task may not do to the process that trains: end, move or fork it, change its numbers."""
+"""What a task may not do to the process that trains: end, move or fork it."""
 
 import os
 import subprocess
@@ -6,25 +6,14 @@ import sys
 
 import meddling
 import pytest
-import torch
 from cases import equal
 from meddling import Meddling, small
-from torch import set_num_threads  # torch's own: vLLM's CPU worker puts one that does nothing there
 
 import funcrl
 from funcrl import cli, config, rollouts, runs
 from funcrl.config import Sampling
 from funcrl.loop.rewarded import RewardError
-from funcrl.run.views import SilentView
-from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, watch
-
-
-class Notes(SilentView):
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
+from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, guard
 
 
 def leave():
@@ -33,7 +22,7 @@ def leave():
 
 @pytest.mark.slow
 def test_a_reward_that_calls_sys_exit_is_an_error_or_skipped(tmp_path):
-    with pytest.raises(RewardError, match=r"'meddling'.*sys.exit\(0\).*for the completion"):
+    with pytest.raises(RewardError, match=r"'meddling' raised SystemExit.*for the completion"):
         funcrl.train(small(tmp_path / "stop"), task=Meddling(leave))
     skipped = small(tmp_path / "skip", on_reward_error="skip", num_prompts=8)
     rows = funcrl.train(skipped, task=Meddling(leave)).history
@@ -75,7 +64,7 @@ def test_an_environment_that_calls_sys_exit_fails_its_episodes(tmp_path, method)
 def test_a_task_that_calls_sys_exit_elsewhere_is_an_error(tmp_path, method):
     task = SumDigits()
     setattr(task, method, lambda *_: sys.exit(0))
-    with pytest.raises(watch.TaskError, match=r"'sum_digits' called sys.exit\(0\) in " + method):
+    with pytest.raises(guard.TaskError, match=r"'sum_digits' called sys.exit\(0\) in " + method):
         funcrl.train(small(tmp_path / "run"), task=task)
 
 
@@ -94,7 +83,7 @@ def test_decode_that_fails_names_the_tasks_tokenizer(tmp_path, error, stop):
     task = SumDigits()
     task.tokenizer = Undecodable("0123456789+=", error)
     sampling = Sampling(max_tokens=3, stop=stop)
-    with pytest.raises(watch.TaskError, match="tokenizer of the task 'sum_digits' raised.*decode"):
+    with pytest.raises(guard.TaskError, match="tokenizer of the task 'sum_digits' raised.*decode"):
         funcrl.train(small(tmp_path / "run", sampling=sampling), task=task)
 
 
@@ -160,7 +149,7 @@ def test_a_forked_child_that_returns_is_stopped(tmp_path, staleness):
     assert ended.stdout.count("finished in the parent") == 1
     assert "finished in the child" not in ended.stdout
     assert "child [0]" not in ended.stdout
-    assert "ForkedError: The task 'meddling' forked a child in reward" in ended.stderr
+    assert "forked a child in a reward" in ended.stderr
     assert "Saved step" not in ended.stdout
     rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -201,67 +190,29 @@ def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path, staleness
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("child 1\n") == 1
     assert ended.stdout.count("makes a page of it") == 1
-    assert "forked a child in reward" in ended.stderr
+    assert "forked a child in a reward" in ended.stderr
     assert "Traceback" not in ended.stderr
     rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
+ASYNC = FORKING.replace("Meddling(fork)", "Later(fork)").replace(
+    "options =",
+    """class Later(Meddling):
+    async def reward(self, prompt, completion):
+        return super().reward(prompt, completion)
+
+options =""",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", ["0", "1"])
-def test_a_record_refuses_rows_of_a_forked_child(tmp_path, staleness):
-    code = FORKING.replace("Meddling(fork)", "Meddling(lambda: None), stop=lambda: bool(fork())")
+def test_a_forked_child_that_returns_from_an_async_reward_is_stopped(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "run", staleness], capture_output=True, text=True,
-        timeout=100, cwd=os.path.dirname(meddling.__file__), check=False,
+        [sys.executable, "-c", ASYNC, tmp_path / "run", "0"],
+        capture_output=True, text=True, timeout=100, check=False,
+        cwd=os.path.dirname(meddling.__file__),
     )  # fmt: skip
     assert ended.stdout.count("finished in the parent") == 1
-    assert "child [0]" not in ended.stdout
-    assert "ForkedError: train expects one process to write" in ended.stderr
-    rows = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-
-
-CHANGES = {
-    "torch.set_default_device": lambda: torch.set_default_device("meta"),
-    "torch.set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch.set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
-    "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
-    "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    "torch.set_num_threads": lambda: set_num_threads(torch.get_num_threads() + 1),
-    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
-}
-
-
-def test_every_setting_is_tested():
-    assert CHANGES.keys() == watch.settings().keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_a_reward_changes_is_put_back_and_noted_once(tmp_path, name):
-    before, view = watch.settings(), Notes()
-    good = funcrl.train(small(tmp_path / "good"), task=Meddling(lambda: None))
-    try:
-        got = funcrl.train(small(tmp_path / "run"), task=Meddling(CHANGES[name]), view=view)
-        assert watch.settings() == before
-    finally:
-        for each, value in before.items():
-            watch._SETTINGS[each][1](value)
-    assert equal(got.state, good.state)
-    notes = [line for line in view.lines if name in line]
-    assert len(notes) == 1
-    assert "'meddling'" in notes[0]
-    assert "in reward" in notes[0]
-
-
-def test_precisions_chosen_for_each_backend_come_back():
-    chosen = ("tf32", "none")
-    try:
-        watch._set_matmul_precision(chosen)
-        change = CHANGES["torch.set_float32_matmul_precision"]
-        task = watch.watch(Meddling(change), note=[].append)
-        task.reward(Prompt("1+2=", "3"), "123")
-        assert watch.settings()["torch.set_float32_matmul_precision"] == chosen
-    finally:
-        watch._set_matmul_precision(("none", "none"))
+    assert "finished in the child" not in ended.stdout
+    assert "forked a child in a reward" in ended.stderr
