@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from funcrl import ops
 from funcrl.core.types import Batch, Params
 from funcrl.models import Transformer, recur_causal
-from funcrl.ops.caps import cap_logits
+from funcrl.ops.arithmetic import cap_logits
 
 
 def with_weights(model: Transformer, params: Params) -> Transformer:

@@ -18,7 +18,7 @@ from benchmarks.step import bench_step
 from benchmarks.table import format_columns, format_rows
 from benchmarks.vllm import VLLMBenchConfig, bench_vllm
 from funcrl.cli import read_train_config
-from funcrl.core.shortage import ExplainedMemoryError
+from funcrl.core.process import ExplainedMemoryError
 from funcrl.core.terminal import print_safely
 
 

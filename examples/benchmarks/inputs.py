@@ -16,11 +16,11 @@ from benchmarks.table import Row
 from funcrl import CompileConfig, grpo, logprob_fn, policy_loss, rng, tree
 from funcrl.core.arguments import Count, CountOrAll, Fraction, Natural, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
-from funcrl.graph.remat.recompute import RematName
+from funcrl.graph.recompute import RematName
 from funcrl.loop.parts.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
-from funcrl.ops.cached import attend_prompts
+from funcrl.ops.attention import attend_prompts
 from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.grads import Gradient, PerSampleTransform

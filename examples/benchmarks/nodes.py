@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from funcrl.graph.aliases import is_view
-from funcrl.graph.operators import has_flops
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import has_flops, origin_of
 
 PHASES = ("forward", "recomputed", "backward", "optimizer")
 OUTSIDE = "outside the model"

@@ -15,7 +15,7 @@ from benchmarks.nodes import PHASES, format_times, phase_of, time_nodes
 from benchmarks.table import describe, describe_machine
 from funcrl.core.types import Step, TrainState
 from funcrl.graph import compile_step, live_bytes, step_graph
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 from funcrl.run.report.plots import COLORS
 
 _REPEATS = 3  # runs of the graph, node by node

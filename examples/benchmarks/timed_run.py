@@ -15,7 +15,7 @@ import torch
 from benchmarks.table import describe_machine
 from funcrl import memory_stats, train
 from funcrl.config import TrainConfig
-from funcrl.core.shortage import ExplainedMemoryError
+from funcrl.core.process import ExplainedMemoryError
 from funcrl.run.runs import Completion, Row
 from funcrl.run.views import SilentView
 from funcrl.tasks import Task

@@ -144,7 +144,7 @@ def _plain(config: VLLMBenchConfig, mode: str) -> Row:
     """Measure `vllm.LLM` as a user would call it, with the same prompts and options."""
     from vllm import LLM, SamplingParams
 
-    from funcrl.generators.vllm.cache import cache_bytes
+    from funcrl.generators.vllm.memory import cache_bytes
     from funcrl.generators.vllm.settings import compile_arguments
 
     shape, engine_config = with_vocabulary(config.model), _engine_config(config, mode)

@@ -9,7 +9,7 @@ from funcrl.cli.suggest import did_you_mean, suggest
 from funcrl.cli.values import read_value, takes_many
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.core.arguments import check_value
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 
 # Groups that are named by one of their options: `--algorithm dapo` is `--algorithm.name dapo`.
 _NAMED = ("algorithm", "optimizer")

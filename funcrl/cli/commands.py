@@ -27,7 +27,7 @@ from funcrl.cli.preview import list_models
 from funcrl.cli.suggest import close, did_you_mean
 from funcrl.cli.training import base_config, run_train
 from funcrl.config import EvalConfig, TrainConfig
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 from funcrl.core.terminal import print_safely
 from funcrl.core.version import VERSION
 from funcrl.loop.evaluate import evaluate, format_evaluation

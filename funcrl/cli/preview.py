@@ -14,7 +14,7 @@ from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.shapes import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
-from funcrl.weights.packages import PACKAGES
+from funcrl.weights.downloads import PACKAGES
 from funcrl.weights.sources import cached
 
 

@@ -9,7 +9,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from funcrl.cli.suggest import close, did_you_mean
 from funcrl.config.plain import read_integer, read_number
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 
 _REGISTRY = ConstructorRegistry()
 

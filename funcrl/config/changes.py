@@ -5,8 +5,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from funcrl.config.names import is_own
 from funcrl.config.plain import to_plain
+from funcrl.config.sections import is_own
 from funcrl.config.training import TrainConfig
 from funcrl.core.arguments import checked
 

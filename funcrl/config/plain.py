@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.reading import brief, read_yaml
+from funcrl.core.files import brief, read_yaml
 
 Config = TypeVar("Config")
 

@@ -1,10 +1,9 @@
 """Groups of options of a run: the algorithm, the optimizer, and what happens beside the steps."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from funcrl.config.generation import Temperature
-from funcrl.config.names import AlgorithmName, OptimizerName
 from funcrl.core.arguments import (
     CheckedFields,
     Count,
@@ -12,11 +11,35 @@ from funcrl.core.arguments import (
     FiniteNotNegative,
     FinitePositive,
     Fraction,
+    Kind,
     Natural,
     Positive,
     check_fields,
 )
 
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce")
+OPTIMIZERS = ("adamw", "sgd", "muon")
+GENERATORS = ("sampler", "vllm")
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is one of a user's code, file.py:Name or module:Name."""
+    place, _, attribute = name.rpartition(":")
+    names = attribute.split(".")
+    return bool(place) and all(each.isidentifier() for each in names) and place != "pypi"
+
+
+def _one_of(names: tuple[str, ...]) -> Kind:
+    return Kind(
+        f"one of {', '.join(names)}, or your own as file.py:name",
+        lambda value: isinstance(value, str) and (value in names or is_own(value)),
+        is_of_type=lambda value: isinstance(value, str),
+    )
+
+
+AlgorithmName: TypeAlias = Annotated[str, _one_of(ALGORITHMS)]
+OptimizerName: TypeAlias = Annotated[str, _one_of(OPTIMIZERS)]
+GeneratorName: TypeAlias = Annotated[str, _one_of(GENERATORS)]
 _UNCLIPPED = ("sapo", "rloo", "reinforce")
 _UNSCALED = ("dr_grpo", "rloo", "reinforce")
 

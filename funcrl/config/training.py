@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
-from funcrl.config.names import GeneratorName, is_own
 from funcrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
+    GeneratorName,
     LogConfig,
     LoraConfig,
     OptimizerConfig,
     WarmStartConfig,
+    is_own,
 )
 from funcrl.core import checks
 from funcrl.core.arguments import Count, CountOrAll, FinitePositive, Fraction, Natural, check_fields

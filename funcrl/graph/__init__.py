@@ -3,10 +3,10 @@
 from funcrl.graph.compile.compilation import compile_at_first, compile_step, step_graph
 from funcrl.graph.compile.fences import add_fences
 from funcrl.graph.donation import donate
-from funcrl.graph.layers.regions import split_repeated
+from funcrl.graph.liveness import live_bytes, predict_peak
 from funcrl.graph.per_sample.fuse import fuse_per_sample
-from funcrl.graph.remat.liveness import live_bytes, predict_peak
-from funcrl.graph.remat.recompute import recomputed_cost, remat
+from funcrl.graph.recompute import recomputed_cost, remat
+from funcrl.graph.regions import split_repeated
 from funcrl.graph.tracing import trace
 
 __all__ = [

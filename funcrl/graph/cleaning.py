@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from funcrl.graph.aliases import is_view, looks_alike
 from funcrl.graph.in_place import without_writes
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from funcrl.graph.origin import Phase, origin_of, set_origin
+from funcrl.graph.nodes import Phase, origin_of, set_origin
 
 aten = torch.ops.aten
 _PHASES: tuple[Phase, ...] = ("optimizer", "backward", "forward")  # the latest first

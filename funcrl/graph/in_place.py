@@ -27,7 +27,7 @@ from funcrl.graph.aliases import (
     written_by,
 )
 from funcrl.graph.edit import arguments, example_of, nodes_after
-from funcrl.graph.origin import copy_origin, origin_of, set_origin
+from funcrl.graph.nodes import copy_origin, origin_of, set_origin
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}

@@ -19,7 +19,7 @@ from funcrl.core.unbatched import reads_a_value
 from funcrl.graph.aliases import is_view, sharing_places, written_inputs
 from funcrl.graph.cleaning import clean, look_through
 from funcrl.graph.edit import nodes_after
-from funcrl.graph.origin import (
+from funcrl.graph.nodes import (
     Origin,
     Phase,
     is_late,

@@ -15,7 +15,7 @@ from funcrl.config import TrainConfig
 from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.loop.parts.build import Parts
-from funcrl.loop.rolled import Policy, Rolled, roll
+from funcrl.loop.rollouts.step import Policy, Rolled, roll
 from funcrl.run.record import Record
 
 _Result = TypeVar("_Result")

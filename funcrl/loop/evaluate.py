@@ -26,16 +26,9 @@ from funcrl.loop.parts.sources import (
     parts_of_network,
     trained_params,
 )
-from funcrl.loop.rewarded import RewardError
-from funcrl.loop.rollouts import (
-    Completed,
-    Graded,
-    complete,
-    grade,
-    is_accuracy,
-    judging_reward,
-    to_completions,
-)
+from funcrl.loop.rollouts.draw import Completed, complete
+from funcrl.loop.rollouts.grade import Graded, RewardError, grade, is_accuracy, judging_reward
+from funcrl.loop.rollouts.log import to_completions
 from funcrl.run import runs
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
-from funcrl.core.reading import read_json, read_text
+from funcrl.core.files import read_json, read_text
 from funcrl.core.terminal import Note, warn_safely
 from funcrl.loop.parts import sources
 from funcrl.models import Transformer
@@ -14,7 +14,7 @@ from funcrl.models.logits import is_of_transformers
 from funcrl.run import runs
 from funcrl.tasks import check_task, is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import TaskLike
-from funcrl.tasks.tokenizer_files import tokenizer_files
+from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import save_params
 from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
-from funcrl.core.launch import refuse_ranks
+from funcrl.core.process import refuse_ranks
 from funcrl.core.terminal import Note
 from funcrl.loop.parts.build import REPLACEABLE, Parts
 from funcrl.loop.parts.data import check_data, data_facts

@@ -16,13 +16,14 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
-from funcrl.loop.batches import check_packing, laid_out
 from funcrl.loop.opening import facts_of, open_run, with_folder
+from funcrl.loop.pack import check_packing, to_rows
 from funcrl.loop.parts.build import Parts, build, empty_state, first_params
 from funcrl.loop.parts.sources import tokenizer_place
-from funcrl.loop.recorded import advantages_of, tokens_of_first
-from funcrl.loop.rolled import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
-from funcrl.loop.rollouts import complete, is_accuracy, judging_reward, to_completions
+from funcrl.loop.rollouts.draw import complete
+from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
+from funcrl.loop.rollouts.log import completions_to_record
+from funcrl.loop.rollouts.step import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
 from funcrl.loop.trained import Trained
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
@@ -36,7 +37,7 @@ from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Prompt, TaskLike
-from funcrl.tasks.tokenizer_files import tokenizer_files
+from funcrl.tasks.tokenizers import tokenizer_files
 
 _TELL_EVERY = 10.0  # seconds between two lines about a warm start
 _SKIPPED_STEPS = (5, 50, 500, 5000)  # how many in a row are told of
@@ -293,7 +294,7 @@ def _step(
     rolled = rollouts.take(index)
     for line in left_out(rolled, index):
         record.note(line)
-    seen = _completions_to_record(config, parts, rolled, index)
+    seen = completions_to_record(config, parts, rolled, index)
     rewarded = time.perf_counter()
     old = record.progress.state
     if parts.donates:
@@ -340,7 +341,7 @@ def _update(
         order = rng.fold_in(config.seed, ORDER, index, iteration)
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
-            state, report = parts.step(state, laid_out(config, part))
+            state, report = parts.step(state, to_rows(config, part))
             if parts.agrees and rolled.policy.version == index - 1 and not reports:
                 _check_agreement(report, index)
             reports.append(report)
@@ -384,17 +385,3 @@ def _evaluated(
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }
-
-
-def _completions_to_record(
-    config: TrainConfig, parts: Parts, rolled: Rolled, index: int
-) -> list[Completion]:
-    """Return the completions to record: some of the first prompts, every few steps."""
-    completed, graded, rollout, _, policy = rolled
-    advantages = advantages_of(parts.algorithm, completed, graded, rollout)
-    if index != 1 and index % config.log.completions_every and index != config.steps:
-        return to_completions(completed, graded, index, 1, advantages)
-    rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
-    trained, multiple = policy.trained, config.length_multiple
-    tokens = tokens_of_first(parts, trained, completed, rollout, multiple)
-    return [rows[0]._replace(**tokens), *rows[1:]]

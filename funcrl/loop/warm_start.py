@@ -9,7 +9,7 @@ from funcrl.config import WarmStartConfig
 from funcrl.core.arguments import checked
 from funcrl.core.types import ModelFn, Params, Rollout
 from funcrl.loop.episodes import Demonstration, demonstration
-from funcrl.loop.rewarded import RewardError, batch_rewards
+from funcrl.loop.rollouts.grade import RewardError, batch_rewards
 from funcrl.rl import algorithms
 from funcrl.rl.batching import collate, pad_rows
 from funcrl.rl.step import grpo_step

@@ -15,7 +15,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.models.config import TransformerConfig
 from funcrl.models.layers import Linear, RMSNorm
-from funcrl.ops import Ops, segments
+from funcrl.ops import Ops, attention
 
 _EPS = 1e-6  # added to the square of the length of a query or key
 
@@ -77,7 +77,7 @@ def recur_segments(segment_ids: Tensor) -> RecurFn:
         >>> funcrl.functional(model)(params, tokens, positions, attend=layers).shape
         torch.Size([3, 7])
     """
-    resets = segments.starts(segment_ids)
+    resets = attention.starts(segment_ids)
 
     @checked
     def recur(mix: MixFn) -> Tensor:

@@ -16,7 +16,7 @@ from funcrl.models.delta import RecurFn, recur_causal, recur_segments
 from funcrl.models.logits import forward_takes, logits_fn
 from funcrl.models.packed_rows import reading_segments
 from funcrl.models.transformer import Transformer, has_delta
-from funcrl.ops import segments
+from funcrl.ops import attention
 
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
 # scores.
@@ -199,7 +199,7 @@ def _of_packed_row(
             f"funcrl.pack gives each sample a prompt of its own."
         )
     if resets:
-        return {"resets": segments.starts(segment_ids)}
+        return {"resets": attention.starts(segment_ids)}
     if attend_segments is None:
         raise ValueError(
             "logprob_fn expects attend_segments= beside attend= for the rows of a PackedBatch, "

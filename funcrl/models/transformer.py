@@ -19,7 +19,7 @@ from funcrl.models.config import Kind, TransformerConfig
 from funcrl.models.delta import GatedDelta, RecurFn, recur_causal
 from funcrl.models.layers import MLP, Attention, Linear, add_and_norm, stream_norm
 from funcrl.ops import AttendFn, Ops, choose_ops
-from funcrl.ops.caps import cap_logits
+from funcrl.ops.arithmetic import cap_logits
 
 # (the last layer's output [..., T, D], the output matrix [V, D]) -> anything
 HeadFn: TypeAlias = Callable[[Tensor, Tensor], Any]

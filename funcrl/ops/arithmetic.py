@@ -91,3 +91,19 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     wide = logits.to(numerics.at_least_float32(logits.dtype))
     # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
     return torch.log_softmax(wide if temperature == 1 else wide / temperature, dim=-1)
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return `cap * tanh(logits / cap)`, rounded once, or the logits themselves without a cap."""
+    if cap is None:
+        return logits
+    wide = logits.to(numerics.at_least_float32(logits.dtype))
+    return (torch.tanh(wide / cap) * cap).to(logits.dtype)
+
+
+def cap_gradient(grad: Tensor, capped: Tensor, cap: float | None) -> Tensor:
+    """Return the gradient of logits, given that of `cap_logits`, whose result is `capped`."""
+    if cap is None:
+        return grad
+    ratio = capped.to(numerics.at_least_float32(capped.dtype)) / cap
+    return (grad * (1 - ratio * ratio)).to(grad.dtype)

@@ -1,14 +1,46 @@
-"""Attention functions, an argument of a model: they say which tokens see which."""
+"""Attention in torch's operations: causal, by segments, and of prompts and caches."""
+
+import functools
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Absent
 from funcrl.ops.contract import AttendFn
-from funcrl.ops.segments import first_places, spans_of_prefixes
+
+
+def starts(segment_ids: Tensor) -> Tensor:
+    """Return whether each token is the first of its segment; those of a segment are neighbours."""
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    return torch.cat([torch.ones_like(segment_ids[..., :1], dtype=torch.bool), changes], dim=-1)
+
+
+def first_places(segment_ids: Tensor) -> Tensor:
+    """Return where the segment of each token begins."""
+    places = torch.arange(segment_ids.shape[-1], device=segment_ids.device)
+    return torch.where(starts(segment_ids), places, 0).cummax(dim=-1).values
+
+
+def spans_of_prefixes(segment_ids: Tensor, prefix_ids: Tensor, first: Tensor) -> Tensor:
+    """Return [..., T, 2], the first place and the length of each token's prefix, 0 for none.
+
+    Args:
+        segment_ids: [..., T], -1 on padding.
+        prefix_ids: [..., T], the segment that is a token's prefix, -1 for none.
+        first: of `first_places`.
+    """
+    length = segment_ids.shape[-1]
+    ends = length - first_places(segment_ids.flip(-1)).flip(-1)
+    # Tables by segment, and one place more, for padding. All tokens of a segment write the same.
+    segment = torch.where(segment_ids < 0, length, segment_ids)
+    prefix = torch.where(prefix_ids < 0, length, prefix_ids)
+    table = first.new_zeros(*first.shape[:-1], length + 1)
+    begins, counts = (table.scatter(-1, segment, each) for each in (first, ends - first))
+    spans = torch.stack([begins.gather(-1, prefix), counts.gather(-1, prefix)], dim=-1)
+    return torch.where(prefix_ids[..., None] < 0, 0, spans)
 
 
 @checked
@@ -126,3 +158,43 @@ def _places(segment_ids: Tensor, prefix_ids: Tensor | Absent) -> Tensor:
 def _future(q: Tensor) -> Tensor:
     length = q.shape[-2]
     return torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+
+
+@checked
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, window: Count | None = None) -> Tensor:
+    """Return causal attention by torch's fastest kernel, to the last tokens with a window."""
+    length = q.shape[-2]
+    if window is None or window >= length:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+@checked
+def attend_last(positions: Tensor, layer: Tensor, places: int) -> AttendFn:
+    """Return attention of one token a sample over the keys up to its position.
+
+    Args:
+        positions: [n], where each token stands in its sample.
+        layer: [n, K, S, 2 C], a layer of the cache.
+        places: the number of places in use.
+    """
+    last = positions.repeat_interleave(layer.shape[1])[:, None]
+    keys_at = torch.arange(places, device=positions.device)
+
+    @functools.cache  # once for all layers of a kind
+    def bias_of(window: int | None) -> Tensor:
+        hidden = keys_at > last
+        if window is not None:
+            hidden |= keys_at <= last - window
+        bias = torch.zeros_like(hidden, dtype=layer.dtype).masked_fill_(hidden, -torch.inf)
+        return bias[:, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        # One product for each sample and key head; the slices of the cache are views all the way.
+        keys, values = (part.flatten(0, 1) for part in (k, v))
+        rows = q.reshape(len(keys), -1, q.shape[-1])
+        scores = torch.baddbmm(bias_of(window), rows, keys.mT, alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+
+    return attend

@@ -7,7 +7,7 @@ from torch import nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.ops import arithmetic, cached, rotary
+from funcrl.ops import arithmetic, attention, rotary
 from funcrl.ops.attention import attend_causal, attend_segments
 from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import Ops
@@ -34,8 +34,8 @@ NATIVE = Ops(
     attend_segments=attend_segments,
     scores=linear_scores,
     log_softmax=arithmetic.log_softmax,
-    attend_prompts=cached.attend_prompts,
-    attend_last=cached.attend_last,
+    attend_prompts=attention.attend_prompts,
+    attend_last=attention.attend_last,
 )
 _NAMED = {"native": NATIVE, "exact": EXACT}
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import CountOrAll, Positive, checked
-from funcrl.ops.caps import cap_gradient, cap_logits
+from funcrl.ops.arithmetic import cap_gradient, cap_logits
 from funcrl.ops.logits import logits_gradient, plain_score_logits, score_logits
 
 # The number of rows of the weight's gradient that are added to at a time.

@@ -1,8 +1,4 @@
-"""The native arithmetic on rows of logits: scores of tokens, and the gradient of the logits.
-
-Logits in half precision on a GPU are read by one kernel a pass, which computes in float32 and
-writes nothing of their size but the gradient. All others are widened by torch's own operations.
-"""
+"""Scores of rows of logits: log-probabilities, entropies, and their gradient."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias

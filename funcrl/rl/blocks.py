@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from funcrl.core import tree
-from funcrl.core.pairwise import pairwise, pairwise_sum
+from funcrl.core.numerics import pairwise, pairwise_sum
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import ExactModelFn, Metrics, ModelFn, Params, Rows, TokenScores
 from funcrl.rl.backward import one_number, reduce_rows, value_and_grad

@@ -12,7 +12,7 @@ from torch.func import vmap
 from funcrl.core import checks, rng
 from funcrl.core.arguments import Fraction, checked
 from funcrl.core.types import Batch, CorrectionFn, PrepareFn, Rows, TokenScores
-from funcrl.ops import segments
+from funcrl.ops import attention
 
 
 @checked
@@ -75,7 +75,7 @@ def _contexts(batch: Rows) -> Tensor:
     before = hashes.cumsum(dim=1) - hashes
     if isinstance(batch, Batch):
         return before
-    within = before - before.gather(1, segments.first_places(batch.segment_ids))
+    within = before - before.gather(1, attention.first_places(batch.segment_ids))
     if isinstance(batch.prefix_ids, tuple):
         return within
     # One more than the number of a segment, which is -1 for padding.

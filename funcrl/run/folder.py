@@ -19,7 +19,7 @@ from funcrl.config import TrainConfig
 from funcrl.core.files import whole_file, write_whole
 from funcrl.core.version import VERSION, commit
 from funcrl.run import runs
-from funcrl.run.writing import clean_up
+from funcrl.run.storage import clean_up
 
 # What a run writes into, or deletes from.
 _WRITTEN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER, "tensorboard", "wandb", ".tracked-as")

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from funcrl.core.files import ENCODING, sync, whole_file
-from funcrl.core.reading import brief, open_file, parse_json, read_json
+from funcrl.core.files import ENCODING, brief, open_file, parse_json, read_json, sync, whole_file
 
 __all__ = [
     "CHANGES", "CHECKPOINTS", "COMPLETIONS", "CONFIG", "ENVIRONMENT", "METRICS", "Completion",

@@ -1,16 +1,153 @@
-"""Writes and reads a folder of arrays by orbax, with errors that name their cause."""
+"""The files of a checkpoint: written, listed with their checksums, and stored by orbax."""
 
 import errno
+import json
 import logging
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+
+from funcrl.core import checks, tree
+from funcrl.core.arrays import to_array
+from funcrl.core.files import brief, sync
+from funcrl.core.types import Tree
+
+Manifest: TypeAlias = dict[str, Any]
+STATE, MANIFEST = "state", "manifest.json"  # what a checkpoint's folder has
+_FORMAT = "funcrl checkpoint 2"
+_FIELDS = {"leaves": list, "checksums": list, "files": dict, "extra": dict}
+_LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
+
+
+def describe(
+    state: Tree, extra: Mapping[str, Any] | None, score: float | None, beside: Sequence[Tree] = ()
+) -> Manifest:
+    """Return the manifest of a state that is not yet written, so without checksums.
+
+    Args:
+        state: the tree that `restore` returns.
+        extra: facts.
+        score: by which the best are kept.
+        beside: further trees, which only a run asks for.
+    """
+    scored = score is not None and math.isfinite(score)
+    return {
+        "format": _FORMAT, "leaves": outline("save", state), "score": score if scored else None,
+        **({"beside": [outline("save", each) for each in beside]} if beside else {}),
+        # Encoded now, so that facts that JSON cannot hold raise here and not in the background.
+        "extra": json.loads(json.dumps(dict(extra or {}))),
+    }  # fmt: skip
+
+
+def outline(function: str, state: Tree) -> list[dict[str, Any]]:
+    """Return path, shape and dtype of each leaf; raise for one whose bytes are not all of it."""
+    leaves = []
+    for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+        checks.check_tensor(function, path, leaf)
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+            raise TypeError(
+                f"{function} expects {path} to be a dense tensor with values, neither sparse nor "
+                f"quantized nor on the meta device, got {leaf.dtype}, {leaf.layout}, {leaf.device}."
+            )
+        leaves.append({"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
+    return leaves
+
+
+def check_like(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Raise unless the checkpoint at `path` has the wanted leaves, and no others."""
+    ours, theirs = ({leaf["path"]: leaf for leaf in leaves} for leaves in (wanted, saved))
+    for at in [*ours, *theirs]:
+        want, got = ours.get(at), theirs.get(at)
+        if want != got:
+            raise ValueError(
+                f"restore expects {_leaf_words(want)} for {at!r}, got {_leaf_words(got)} in {path}."
+            )
+    if saved != wanted:  # two leaves of one path, or another order
+        raise ValueError(f"restore expects the leaves {[*ours]}, got {[*theirs]} in {path}.")
+
+
+def trees_beside(manifest: Manifest) -> list[list[dict[str, Any]]]:
+    """Return the leaves of each tree that a checkpoint holds beside its state; often none."""
+    found: list[list[dict[str, Any]]] = manifest.get("beside", [])
+    return found
+
+
+def encode(manifest: Manifest) -> str:
+    """Return the text of a manifest, with a checksum of itself."""
+    checksum = zlib.crc32(json.dumps(manifest).encode())
+    return json.dumps({"checksum": checksum, "checkpoint": manifest}) + "\n"
+
+
+def decode(text: str) -> Manifest:
+    """Return the manifest in a text; a ValueError says in what the text differs from one.
+
+    Each field is checked, because anybody can write other ones with a right checksum.
+    """
+    try:
+        manifest = json.loads(text)["checkpoint"]
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError("is torn or not of funcrl") from error
+    if text != encode(manifest):
+        raise ValueError("has changed since it was saved")
+    if version != _FORMAT:
+        raise ValueError(f"has the format {brief(version)} and not {_FORMAT!r}")
+    if not _has_all_fields(manifest):
+        raise ValueError("has other fields than funcrl writes")
+    return dict(manifest)
+
+
+def array_checksum(array: Any) -> int:
+    """Return the checksum of an array's numbers."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def file_checksums(checkpoint: Path, folder: str) -> dict[str, int]:
+    """Return the checksum of each file in a folder of a checkpoint, by its path in there."""
+    files = [each for each in (checkpoint / folder).rglob("*") if each.is_file()]
+    return {str(each.relative_to(checkpoint)): _file_checksum(each) for each in files}
+
+
+def _file_checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:  # which may be larger than memory
+        while part := file.read(1 << 24):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _has_all_fields(found: Mapping[str, Any]) -> bool:
+    if not _has(found, _FIELDS) or not isinstance(found.get("score", ()), int | float | None):
+        return False
+    beside = found.get("beside", [])
+    if not isinstance(beside, list) or not all(isinstance(each, list) for each in beside):
+        return False
+    sums, files = found["checksums"], found["files"]
+    leaves = [*found["leaves"], *(leaf for each in beside for leaf in each)]
+    return (
+        len(sums) == len(leaves)
+        and all(isinstance(each, int) for each in [*sums, *files.values()])
+        and all(isinstance(leaf, dict) and _has(leaf, _LEAF_FIELDS) for leaf in leaves)
+    )
+
+
+def _has(values: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    return all(isinstance(values.get(name), kind) for name, kind in kinds.items())
+
+
+def _leaf_words(leaf: dict[str, Any] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf['dtype'][:50]} of shape {brief(leaf['shape'])}"
+
 
 # The error number of the system in an error of tensorstore, which has no other field for it.
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
@@ -102,3 +239,79 @@ def _patient_handler() -> Any:
                 raise self._failures[0]
 
     return PatientHandler
+
+
+def to_arrays(state: Tree) -> dict[str, Any]:
+    """Return the leaves as arrays by number; on a CPU they share the tensors' memory."""
+    return {str(index): to_array(leaf) for index, leaf in enumerate(tree.leaves(state))}
+
+
+def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
+    """Write a checkpoint; an old one of that name stays until all of it is on disk.
+
+    Args:
+        path: the folder to make.
+        manifest: without checksums.
+        arrays: the leaves by number.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        # Replacing a folder deletes it, so it must be one that a save has written.
+        if path.exists() and not {each.name for each in path.iterdir()} <= {STATE, MANIFEST}:
+            raise FileExistsError("a folder with other things in it is there")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        # Before orbax writes, so that the checksum reveals a tensor that changes meanwhile.
+        sums = [array_checksum(array) for array in arrays.values()]
+        # An array without elements is not stored; the manifest alone brings it back.
+        filled = {name: array for name, array in arrays.items() if array.size}
+        if filled:
+            write_arrays(draft / STATE, filled)
+        text = encode(manifest | {"checksums": sums, "files": file_checksums(draft, STATE)})
+        (draft / MANIFEST).write_text(text, encoding="utf-8")
+        # orbax syncs the data that it writes, but neither its metadata nor its folders.
+        for written in [*draft.rglob("*"), draft]:
+            sync(written)
+        _replace(path, draft)
+    except Exception as error:
+        raise OSError(
+            f"save could not write {path}: {_reason(error)}; older ones are whole."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def clean_up(folder: Path, name: str = r"\d+") -> None:
+    """Remove the drafts of killed processes, and rename back what they were replacing.
+
+    Args:
+        folder: of the checkpoints.
+        name: a regular expression of theirs.
+    """
+    # A killed process may leave .NAME.7.draft, .NAME.old and .NAME.gone.
+    left_over = re.compile(rf"\.({name})\.(\d+\.draft|old|gone)")
+    for path in folder.iterdir():
+        if left_over.fullmatch(path.name):
+            named = folder / path.name.split(".")[1]
+            if path.suffix == ".old" and not named.exists():
+                path.rename(named)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace(path: Path, draft: Path) -> None:
+    """Rename the draft; an old checkpoint of that name can be restored until then."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    draft.rename(path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
-from funcrl.config.names import is_own
+from funcrl.config.sections import is_own
 from funcrl.core.files import write_whole
 from funcrl.run import runs
 from funcrl.tasks import is_built_in

@@ -9,7 +9,7 @@ from typing import Any
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.reading import brief, read_json
+from funcrl.core.files import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
 from funcrl.weights.gguf import read_metadata
 from funcrl.weights.load import local_path

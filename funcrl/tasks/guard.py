@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 from funcrl.tasks.adapt import TokenizerStandIn, changed
 from funcrl.tasks.contracts import Environment, Task
 

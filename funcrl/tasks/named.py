@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from funcrl.config.names import is_own
-from funcrl.core.reading import brief
+from funcrl.config.sections import is_own
+from funcrl.core.files import brief
 
 
 def named_file(option: str, name: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy
 
-from funcrl.core.reading import brief, open_file
+from funcrl.core.files import brief, open_file
 from funcrl.models import TransformerConfig
 from funcrl.weights.metadata import Metadata
 from funcrl.weights.quantized import STORAGES

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from funcrl.core.arguments import checked
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 from funcrl.models import TransformerConfig
 from funcrl.weights.families import FAMILIES, Family
 from funcrl.weights.metadata import Metadata

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.reading import brief, read_json
+from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf

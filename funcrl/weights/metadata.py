@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 from funcrl.models import LARGEST, TransformerConfig
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core.files import whole_file
-from funcrl.core.reading import brief, open_file, parse_json
+from funcrl.core.files import brief, open_file, parse_json, whole_file
 from funcrl.weights.tensors import (
     LONGEST_HEADER,
     Stored,

@@ -1,6 +1,7 @@
 """Parameters to files: `save_params`."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.reading import read_json
+from funcrl.core.files import read_json, sync
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import is_of_transformers
-from funcrl.weights.draft import draft_of, json_bytes
 from funcrl.weights.gguf_write import GGUF_DTYPES, gguf_architecture, write_gguf
 from funcrl.weights.held import as_stored
 from funcrl.weights.hugging_face import (
@@ -27,12 +27,7 @@ from funcrl.weights.hugging_face import (
 from funcrl.weights.load import CONFIG, INDEX, SINGLE
 from funcrl.weights.safetensors import NAMES, write_safetensors
 from funcrl.weights.tensors import LONGEST_HEADER
-from funcrl.weights.tokenizer import (
-    GENERATION,
-    special_tokens,
-    tokenizer_files,
-    tokenizer_metadata,
-)
+from funcrl.weights.tokenizer import GENERATION, special_tokens, tokenizer_files, tokenizer_metadata
 
 
 @checked
@@ -201,3 +196,59 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
             size = tensor.numel() * tensor.element_size()
         shards[-1][name] = tensor
     return shards
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yield a folder for a model, which becomes that of `path` at the end, unless one raises.
+
+    It lies inside, as `path` may be where a disk is mounted, and files move within one disk only.
+    """
+    draft = path / ".draft"
+    shutil.rmtree(draft, ignore_errors=True)  # of a save that was killed
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        _move(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def json_bytes(values: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _move(draft: Path, path: Path) -> None:
+    """Replace the model of a folder by a draft, in an order that keeps it whole at every moment.
+
+    One step makes the weights the model: that which replaces or removes the one whole file, which
+    readers prefer, or replaces the index. The config.json, which says the same before and after,
+    comes last: where there was no model, it makes the folder one.
+    """
+    _keep_apart(draft, path)
+    weights = {file.name for file in draft.glob("model*.safetensors*")}
+    names = sorted(file.name for file in draft.iterdir())
+    names.sort(key=lambda name: (name == CONFIG, name not in weights, name == INDEX))
+    for name in names:
+        sync(draft / name)
+        (draft / name).replace(path / name)
+        if name == INDEX:
+            (path / SINGLE).unlink(missing_ok=True)
+    for pattern in ("model*.safetensors*", ".model*.safetensors*"):
+        for file in path.glob(pattern):  # of earlier saves: readers may prefer it
+            if weights and file.name not in weights:
+                file.unlink()
+
+
+def _keep_apart(draft: Path, path: Path) -> None:
+    """Rename the files of a draft's index if the index that is there has the same names."""
+    shards = sorted(draft.glob("model-*.safetensors"))
+    if not (shards and (path / INDEX).exists() and shards[0].name in (path / INDEX).read_text()):
+        return
+    names = {shard.name: shard.name.replace("model-", "model-b-") for shard in shards}
+    for old, new in names.items():
+        (draft / old).replace(draft / new)
+    index = json.loads((draft / INDEX).read_text())
+    index["weight_map"] = {each: names[file] for each, file in index["weight_map"].items()}
+    (draft / INDEX).write_bytes(json_bytes(index))

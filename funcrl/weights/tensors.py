@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 
 # Of a file of safetensors, and of the JSON beside it, in bytes: of models that are supported the
 # longest have some hundreds of kilobytes.

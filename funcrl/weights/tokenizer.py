@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core import checks
-from funcrl.core.reading import brief, read_json
+from funcrl.core.files import brief, read_json
 from funcrl.weights.gguf import read_gguf
 from funcrl.weights.load import find_model
 

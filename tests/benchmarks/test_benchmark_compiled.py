@@ -16,7 +16,7 @@ from benchmarks.step import bench_step
 from benchmarks.table import format_rows
 from funcrl import CompileConfig, tree
 from funcrl.graph import predict_peak, step_graph
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 
 SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from funcrl.core import arrays, files, reading, rows, terminal
+from funcrl.core import arrays, files, rows, terminal
 
 
 def test_an_error_leaves_the_old_file(tmp_path):
@@ -16,33 +16,33 @@ def test_an_error_leaves_the_old_file(tmp_path):
         file.write(b"half")
         raise KeyboardInterrupt
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
-    assert reading.read_yaml("train", path) == {"steps": 3}
+    assert files.read_yaml("train", path) == {"steps": 3}
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     text, pipe = tmp_path / "text", tmp_path / "pipe"
     files.write_whole(text, "twelve bytes")
     os.mkfifo(pipe)
-    assert reading.read_text("report", text, most=12) == "twelve bytes"
+    assert files.read_text("report", text, most=12) == "twelve bytes"
     with pytest.raises(ValueError, match="report .* 11 bytes"):
-        reading.read_text("report", text, most=11)
+        files.read_text("report", text, most=11)
     for path in (tmp_path, pipe):
         with pytest.raises(OSError, match="report .*file"):
-            reading.open_file("report", path)
+            files.open_file("report", path)
 
 
 def test_json_has_a_bounded_depth(tmp_path):
     for depth in (65, 100_000):
         with pytest.raises(ValueError, match="nested"):
-            reading.parse_json("[" * depth + "]" * depth)
+            files.parse_json("[" * depth + "]" * depth)
     files.write_whole(tmp_path / "a.json", '{"vocab_size": 13}')
-    assert reading.read_json("load_params", tmp_path / "a.json", most=100) == {"vocab_size": 13}
+    assert files.read_json("load_params", tmp_path / "a.json", most=100) == {"vocab_size": 13}
 
 
 def test_values_are_shown_briefly_and_without_control_characters():
-    assert reading.brief("ab") == "'ab'"
-    assert reading.brief(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
-    assert len(reading.brief("x" * 1_000_000)) == 100
+    assert files.brief("ab") == "'ab'"
+    assert files.brief(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
+    assert len(files.brief("x" * 1_000_000)) == 100
     assert terminal.escaped("\a\n") == r"\x07\n"
     assert terminal.escaped("\a\n", keep="\n") == "\\x07\n"
     assert terminal.printable("a \x1b[2J") == r"a \x1b[2J"

@@ -11,7 +11,7 @@ from cases import tiny_model
 import funcrl
 from funcrl.config import Sampling
 from funcrl.generators.stops import cut_at_stop, find_stop, has_stop_string
-from funcrl.loop.rollouts import complete
+from funcrl.loop.rollouts.draw import complete
 from funcrl.tasks import Prompt
 
 # Few characters, several a token, none at all, and one that is two bytes of two tokens.

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 import funcrl
 from funcrl.graph.aliases import is_view, overlap, overlaps_itself, writes, written_by
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 
 X = torch.arange(12, dtype=torch.float64).view(3, 4) / 7 - 0.6
 

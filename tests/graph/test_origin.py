@@ -9,7 +9,7 @@ from cases import tiny_batch, tiny_model
 import funcrl
 from funcrl import optim
 from funcrl.graph.compile.lowering import select_for_scatter
-from funcrl.graph.origin import Origin, is_late, layer_of, origin_of
+from funcrl.graph.nodes import Origin, is_late, layer_of, origin_of
 
 OPTIONS = {
     "one turn": (1, {}),

@@ -9,7 +9,7 @@ from cases import equal, tiny_batch, tiny_model
 import funcrl
 from funcrl import optim
 from funcrl.graph.aliases import writes
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 
 MODEL = tiny_model(qkv_bias=True)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)

@@ -8,7 +8,7 @@ import torch
 from exact_implementations import implementations
 from torch import Tensor
 
-from funcrl.core.pairwise import pairwise_sum
+from funcrl.core.numerics import pairwise_sum
 
 Pair = tuple[Tensor, Tensor]
 COMPANY = (1, 1, 2, 3, 7, 16, 17, 64, 65, 256)

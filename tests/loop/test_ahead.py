@@ -30,7 +30,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.core.types import Samples
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, SumDigits
 
 

@@ -19,8 +19,8 @@ from funcrl.config import (
 )
 from funcrl.core.types import Samples
 from funcrl.loop.episodes import Failure, demonstration
-from funcrl.loop.rewarded import RewardError
-from funcrl.loop.rollouts import complete, grade, punish_overlong, to_rollout
+from funcrl.loop.rollouts.draw import complete, to_rollout
+from funcrl.loop.rollouts.grade import RewardError, grade, punish_overlong
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt
 from funcrl.tasks.contracts import end_tokens
 

@@ -16,7 +16,7 @@ from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, W
 from funcrl.core.types import Samples
 from funcrl.loop.estimates import interval, majority, pass_at
 from funcrl.loop.evaluate import format_evaluation
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, SumDigits
 
 

@@ -8,7 +8,7 @@ import torch
 import funcrl
 from funcrl.loop.parity import ParityConfig, ParityRow, format_parity
 from funcrl.loop.parity.comparison import compare_ways
-from funcrl.loop.parity.sampler import sampler_ways
+from funcrl.loop.parity.generators import sampler_ways
 from funcrl.loop.parity.sides import LOGPROBS, Way, tokens_fn
 from funcrl.loop.parity.trainer import batched, trainer_ways
 from funcrl.models import Transformer, TransformerConfig

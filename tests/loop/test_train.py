@@ -27,10 +27,10 @@ from funcrl.config import (
     VLLMConfig,
     WarmStartConfig,
 )
-from funcrl.config.names import ALGORITHMS
+from funcrl.config.sections import ALGORITHMS
 from funcrl.generators import Sampler
 from funcrl.loop.parts.build import empty_state
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView
 from funcrl.tasks import Prompt, SumDigits

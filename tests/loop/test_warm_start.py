@@ -4,7 +4,7 @@ import pytest
 
 import funcrl
 from funcrl.config import WarmStartConfig
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Calculator, SumDigits
 from funcrl.tasks.guard import TaskError
 

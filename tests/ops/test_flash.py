@@ -12,7 +12,7 @@ import funcrl
 from benchmarks import step as bench_step
 from benchmarks.inputs import StepBenchConfig, make_case
 from funcrl import config, grads, tree
-from funcrl.graph import operators
+from funcrl.graph import nodes as nodes_
 from funcrl.loop.parts import build
 from funcrl.ops import attend_causal, attend_flash, flash
 
@@ -287,7 +287,7 @@ def test_the_gpu_s_kernels_are_called_as_their_schemas_say(monkeypatch, lead, kv
     assert funcrl.graph.predict_peak(gm) > 0  # results that are None or a number have no bytes
     nodes = [node for node in gm.graph.nodes if node.target in kernels]
     rows = B * (2 if len(lead) == 2 else 1)
-    assert [operators.count_flops(node) for node in nodes] == [
+    assert [nodes_.count_flops(node) for node in nodes] == [
         products * 2 * rows * 4 * 7 * 7 * C for products in (2, 5)
     ]
 
@@ -398,7 +398,7 @@ def test_recomputing_keeps_attention_where_products_are_kept(policy):
     ):
         assert torch.equal(a, b)
     kernels = [node for node in again.graph.nodes if node.target is FORWARD]
-    assert all(operators.has_flops(node) for node in kernels)
+    assert all(nodes_.has_flops(node) for node in kernels)
     recomputed = [node for node in kernels if node.meta.get("recomputed")]
     assert len(recomputed) == (3 if policy == "full" else 0)
     if policy == "selective":

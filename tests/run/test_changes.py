@@ -24,7 +24,7 @@ from funcrl.config import (
 from funcrl.core import version
 from funcrl.run import report
 from funcrl.run.changes import describe_changes
-from funcrl.run.report.changes import change_rows
+from funcrl.run.report.completions import change_rows
 from funcrl.run.views import SilentView
 
 

@@ -18,9 +18,8 @@ from bounded import bounded
 import funcrl
 from funcrl import tree
 from funcrl.run import checkpoint
-from funcrl.run.checkpoint import Checkpoints
-from funcrl.run.manifest import encode
-from funcrl.run.restoring import CheckpointError
+from funcrl.run.checkpoint import CheckpointError, Checkpoints
+from funcrl.run.storage import encode
 
 
 class Moments(NamedTuple):
@@ -326,7 +325,7 @@ def script(text, *args):
 FULL_DISK = """
 import resource, sys, pathlib, torch
 from funcrl.run.checkpoint import Checkpoints
-from funcrl.run.restoring import CheckpointError
+from funcrl.run.checkpoint import CheckpointError
 folder = Checkpoints(pathlib.Path(sys.argv[1]))
 folder.save(1, {"w": torch.arange(1000.0)})
 folder.wait()

@@ -15,7 +15,7 @@ from cases import run_command
 import funcrl
 from funcrl import cli, runs
 from funcrl.config import CompileConfig, EvalConfig, TrainConfig, read_config
-from funcrl.core.programs import python_command
+from funcrl.core.process import python_command
 from funcrl.run import trust
 from funcrl.run.trust import TrustError, cache_code, named_code
 
@@ -366,4 +366,4 @@ def test_python_is_started_by_one_function_alone():
     named = {path for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
     others = {path.relative_to(package).parts[:2] for path in named}
     # A server's error names it in words.
-    assert others <= {("core", "programs.py"), ("generators", "vllm")}
+    assert others <= {("core", "process.py"), ("generators", "vllm")}

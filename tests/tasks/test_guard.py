@@ -12,7 +12,7 @@ from meddling import Meddling, small
 import funcrl
 from funcrl import cli, config, rollouts, runs
 from funcrl.config import Sampling
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, guard
 
 

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from funcrl.tasks import Prompt
-from funcrl.tasks.builtin.generated import is_held_out
-from funcrl.tasks.builtin.records import check_apart
+from funcrl.tasks.builtin.generated import check_apart, is_held_out
 from funcrl.tasks.rows.reading import read_records
-from funcrl.tasks.rows.split import epochs, spread
+from funcrl.tasks.rows.task import epochs, spread
 
 PROBLEMS = [Prompt(text) for text in "abcde"]
 

@@ -9,7 +9,7 @@ import torch
 from cases import tiny_tokenizer
 
 from funcrl import rollouts
-from funcrl.loop.rewarded import RewardError
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
 from funcrl.tasks.guard import guard
 

@@ -14,7 +14,7 @@ from funcrl import runs
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.generators import sample
 from funcrl.tasks import ByteTokenizer, CharTokenizer, SumDigits
-from funcrl.tasks.tokenizer_files import tokenizer_files
+from funcrl.tasks.tokenizers import tokenizer_files
 
 transformers = pytest.importorskip("transformers")
 # With the characters of the end token's usual name, and some that other libraries strip or join.

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from funcrl.weights.packages import PACKAGES
+from funcrl.weights.downloads import PACKAGES
 from funcrl.weights.sources import cached, find
 
 

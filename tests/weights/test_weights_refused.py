@@ -14,7 +14,7 @@ import funcrl
 from funcrl import weights
 from funcrl.weights import families, hugging_face
 from funcrl.weights import gguf as gguf_module
-from funcrl.weights.rotation import PLAIN_ROPE
+from funcrl.weights.families import PLAIN_ROPE
 
 THETA = {"rope_type": "default", "rope_theta": 5000.0}
 # config.json: what is changed, and what the error says.

@@ -30,11 +30,12 @@ from funcrl.generators.vllm.inside.native import write_params
 from funcrl.generators.vllm.inside.unified import FuncrlForCausalLM
 from funcrl.generators.vllm.settings import (
     EngineSetup,
+    allow_capture,
     engine_settings,
+    release_pools,
     sample_fields,
     who_draws,
 )
-from funcrl.generators.vllm.versions import allow_capture, release_pools
 
 
 class InProcess:

@@ -1,6 +1,15 @@
-"""What a user is told when memory ran out, or when vLLM's engine has ended."""
+"""Whether vLLM runs here, and what its failures mean."""
 
-from funcrl.core.shortage import ExplainedMemoryError, is_out_of_memory
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrl.core import tree
+from funcrl.core.process import ExplainedMemoryError, is_out_of_memory
+from funcrl.core.types import Params, Sample
+from funcrl.models import Transformer
+from funcrl.models.logprobs import logprob_fn, score
 
 # What torch and vLLM say where memory runs out: on a CPU, at the start and in vLLM's own allocator
 # they raise a RuntimeError or ValueError like any other, so that only their words tell it.
@@ -33,3 +42,58 @@ def died(method: str, error: BaseException) -> EngineError:
         f"{type(error).__name__}: {error}. It is closed: go on with a run by --resume, or make "
         f"another VLLM."
     )
+
+
+_TOKENS = 24
+# Another engine rounds in other places than the model does, not by much more. In float32, where the
+# model is what is compared with, by this: on a GPU vLLM's attention multiplies with fewer bits.
+_FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
+
+
+def check_finite(params: Params) -> None:
+    """Raise if a parameter is not finite: on a GPU vLLM's kernels would end the process."""
+    norms = torch.stack(torch._foreach_norm(list(params.values()), float("inf")))
+    named = zip(params, norms.isfinite().tolist(), strict=True)
+    broken = [name for name, is_finite in named if not is_finite]
+    if broken:
+        raise FloatingPointError(
+            f"VLLM.push expects finite parameters, got others in {len(broken)} of {len(params)} "
+            f"leaves, such as {broken[0]!r}; have the parameters diverged?"
+        )
+
+
+def check_probe(
+    model: Transformer,
+    params: Params,
+    engine_scores: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+    context_length: int,
+) -> None:
+    """Raise if an engine's log-probabilities of a few tokens are not the model's, but for rounding.
+
+    Rounding is what the model's own numbers show, in the dtype of the parameters against float32.
+
+    Args:
+        model: the trainer's.
+        params: in the engine's dtype.
+        engine_scores: of rows of tokens, the log-probabilities from the second token on.
+        context_length: of the engine; one of its tokens is left for a completion.
+    """
+    count = min(_TOKENS, context_length - 1)
+    like = next(iter(params.values()))
+    positions = torch.arange(count, device=like.device)[None]
+    tokens = positions * 7919 % model.config.vocab_size
+    scored = engine_scores(tokens.tolist())[0]
+    found = torch.tensor(scored, dtype=torch.float32, device="cpu")
+    rows, model_fn = Sample(tokens, positions), logprob_fn(model)
+
+    def scores(weights: Params) -> Tensor:
+        return score(model_fn, weights, rows).logprobs[0, 1:].float().cpu()
+
+    exact = scores(tree.cast(params, torch.float32))
+    off, allowed = ((each - exact).abs().mean().item() for each in (found, scores(params)))
+    if not off <= _FACTOR * allowed + _LEAST[like.device.type]:
+        raise RuntimeError(
+            f"VLLM.push expects vLLM to give a probe's tokens the model's own log-probabilities, "
+            f"got a mean difference of {off:.3g} where rounding to {like.dtype} makes "
+            f"{allowed:.3g}; funcrl's names of parameters and vLLM's do not agree."
+        )

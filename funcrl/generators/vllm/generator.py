@@ -16,17 +16,15 @@ from funcrl.core.types import Params, Samples
 from funcrl.generators.contracts import Engine, Lifecycle, Pushed, State
 from funcrl.generators.prompts import Prompts, check_prompts
 from funcrl.generators.stops import DecodeFn
-from funcrl.generators.vllm.cache import cache_bytes
-from funcrl.generators.vllm.failures import died, out_of_memory
-from funcrl.generators.vllm.memory import with_cache
+from funcrl.generators.vllm.failures import check_finite, check_probe, died, out_of_memory
+from funcrl.generators.vllm.memory import cache_bytes, with_cache
 from funcrl.generators.vllm.networks import network_arguments
-from funcrl.generators.vllm.probe import check_finite, check_probe
 from funcrl.generators.vllm.settings import (
     EngineSetup,
+    check_version,
     compile_arguments,
     sleep_arguments,
 )
-from funcrl.generators.vllm.versions import check_version
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
 from funcrl.weights import load_params

@@ -25,15 +25,15 @@ from funcrl.graph.compile.lowering import (
     embedding_by_kernel,
     scalars_as_elements,
     select_for_scatter,
+    start_workers,
 )
-from funcrl.graph.compile.workers import start_workers
 from funcrl.graph.donation import check_own_memory
 from funcrl.graph.edit import as_module, copied
-from funcrl.graph.layers.labels import is_gathering
-from funcrl.graph.layers.regions import split_repeated
+from funcrl.graph.labels import is_gathering
 from funcrl.graph.pause import without_collection
 from funcrl.graph.per_sample.fuse import fuse_per_sample
-from funcrl.graph.remat.recompute import remat
+from funcrl.graph.recompute import remat
+from funcrl.graph.regions import split_repeated
 from funcrl.graph.tracing import trace
 
 Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]

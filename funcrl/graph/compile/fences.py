@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
 from funcrl.graph.edit import as_module
-from funcrl.graph.origin import is_late, origin_of, set_origin
+from funcrl.graph.nodes import is_late, origin_of, set_origin
 
 
 @torch.library.custom_op("funcrl::fence", mutates_args=("kept",))

@@ -1,4 +1,4 @@
-"""A graph with operations that torch.compile keeps and Inductor fuses."""
+"""Operations in Inductor's words, and the processes that compile its kernels."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from funcrl.config.generation import CompileConfig
 from funcrl.graph.edit import Writer, arguments, as_module, copied, shape_of
 from funcrl.ops.exact.embedding import embedding_gradient_op
 
@@ -93,3 +94,16 @@ def scalars_as_elements(module: GraphModule) -> list[int]:
             node.meta["val"] = value.view(1)
     module.recompile()
     return found
+
+
+def start_workers(device: torch.device, config: CompileConfig) -> None:
+    """Start the processes that compile kernels for a device, if a step is compiled for a GPU.
+
+    They take seconds to start. Inductor starts them at its first kernel, and compiles one kernel
+    after the other until they are there. Started before a step is traced, they wait for it.
+    """
+    if config.backend == "inductor" and device.type == "cuda":
+        # Not at the top: it takes a second, which a step that is not compiled need not wait for.
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from funcrl.graph.edit import Writer, arguments, shape_of
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 from funcrl.graph.per_sample.outer import OneHot, Outer, on_dense, width
 from funcrl.graph.per_sample.spelling import Kind, spell
 

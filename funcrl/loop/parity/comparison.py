@@ -12,10 +12,8 @@ from funcrl.core import rng
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Sample, Samples
 from funcrl.generators import VLLM, Sampler
-from funcrl.loop.parity.config import ParityConfig
-from funcrl.loop.parity.engine import vllm_rows
-from funcrl.loop.parity.results import Parity, ParityRow
-from funcrl.loop.parity.sampler import sampler_ways
+from funcrl.loop.parity.generators import sampler_ways, vllm_rows
+from funcrl.loop.parity.results import Parity, ParityConfig, ParityRow
 from funcrl.loop.parity.sides import (
     Side,
     Way,

@@ -23,7 +23,7 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop.parts import chosen, data, scores, sources
+from funcrl.loop.parts import chosen, data, network, sources
 from funcrl.loop.parts.network import check_network
 from funcrl.models.logits import vocab_size_of
 from funcrl.models.lora import Lora
@@ -281,7 +281,7 @@ def _adapters(making: _Making) -> Lora | None:
     if not config.lora.rank:
         return None
     base = making["params"] or sources.base_params(config, making["source"], making["model"])
-    model_fn = scores.plain_model_fn(making.function, config, making["model"])
+    model_fn = network.plain_model_fn(making.function, config, making["model"])
     return sources.adapters_of(config, model_fn, base)
 
 
@@ -290,7 +290,7 @@ def _model_fn(making: _Making) -> ModelFn:
     if adapters is not None:
         found: ModelFn = adapters.model_fn
         return found
-    return scores.plain_model_fn(making.function, making.config, making["model"])
+    return network.plain_model_fn(making.function, making.config, making["model"])
 
 
 def _step(making: _Making) -> Step:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from funcrl import optim
 from funcrl.config import AlgorithmConfig, TrainConfig
-from funcrl.config.names import GENERATORS, is_own
+from funcrl.config.sections import GENERATORS, is_own
 from funcrl.core.types import Algorithm, GradientTransformation
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop.parts import memory

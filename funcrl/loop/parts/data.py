@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.config import TrainConfig
-from funcrl.core.reading import open_file
+from funcrl.core.files import open_file
 from funcrl.run import runs
 from funcrl.tasks import RewardLimits, check_task, data_file, load, load_rewards, with_rewards
 from funcrl.tasks.contracts import Prompt, Task, TaskLike, Tokenizer

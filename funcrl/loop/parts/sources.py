@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from funcrl.config import TrainConfig, read_config
-from funcrl.config.names import is_own
+from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
 from funcrl.core.types import ModelFn, Params
@@ -31,7 +31,7 @@ from funcrl.run.trust import check_trusted, named_code
 from funcrl.tasks import is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import TaskLike, Tokenizer
 from funcrl.tasks.named import call_with_known, import_named, needed_arguments
-from funcrl.tasks.tokenizer_files import tokenizer_files
+from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import find_model, load_config, load_params
 from funcrl.weights.sources import find
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from funcrl.core.custom_op import differentiable, operator
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import Absent
+from funcrl.ops.attention import first_places, spans_of_prefixes
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact.agreement import batched_product
 from funcrl.ops.exact.attention_gradients import attend_gradients_op
@@ -30,7 +31,6 @@ from funcrl.ops.exact.segments import (
     split_segments,
 )
 from funcrl.ops.exact.sums import exp_or_zero, key_sums
-from funcrl.ops.segments import first_places, spans_of_prefixes
 
 
 def _attended(

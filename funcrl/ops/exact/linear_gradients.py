@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core.custom_op import as_rows, operator
-from funcrl.core.numerics import at_least_float32
-from funcrl.core.pairwise import pairwise_sum
+from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.exact.device import per_device
 
 Shape: TypeAlias = Sequence[int]

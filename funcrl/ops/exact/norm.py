@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core.custom_op import as_rows, differentiable, operator
-from funcrl.core.numerics import at_least_float32
-from funcrl.core.pairwise import pairwise_sum
+from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.sums import row_sums
 

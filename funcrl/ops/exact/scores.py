@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcrl.core import numerics
 from funcrl.core.custom_op import as_rows, differentiable, operator
-from funcrl.core.pairwise import pairwise_sum
-from funcrl.ops.caps import cap_gradient, cap_logits
+from funcrl.core.numerics import pairwise_sum
+from funcrl.ops.arithmetic import cap_gradient, cap_logits
 from funcrl.ops.exact.linear import linear, linear_forward
 from funcrl.ops.exact.linear_gradients import add_weight_gradient_impl, weight_gradient_impl
 from funcrl.ops.exact.logits import (

@@ -1,13 +1,34 @@
-"""The completions of a run: all in a table to filter, a few as coloured tokens."""
+"""Tables of a report: completions, and options that changed on the way."""
 
 import math
 from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from funcrl.core.terminal import escaped
+from funcrl.run import runs
+from funcrl.run.changes import shown_change
 from funcrl.run.report.markup import Code, data, plain, table, text
 from funcrl.run.report.plots import Run, shown
 from funcrl.run.runs import COMPLETIONS
+
+COLUMNS = ("from step", "option", "was", "is")
+_MOST_ROWS = 1000
+
+
+def change_rows(folder: Path) -> list[list[str]]:
+    """Return a row of `COLUMNS` for each change that a run's folder records."""
+    path = folder / runs.CHANGES
+    lines = islice(runs.each_line("report", path), _MOST_ROWS)
+    return [
+        [
+            str(runs.step_of("report", path, number, row) + 1),
+            *shown_change(*(row.get(name) for name in ("option", "from", "to"))),
+        ]
+        for number, row in lines
+    ]
+
 
 _MOST_STILL = 12  # rows of the table that needs no script
 _KEYS = """

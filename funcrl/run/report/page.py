@@ -11,7 +11,7 @@ from typing import Any
 from funcrl.core.files import whole_file
 from funcrl.run.accuracy import reward_of
 from funcrl.run.report import completions, curves
-from funcrl.run.report.changes import COLUMNS, change_rows
+from funcrl.run.report.completions import COLUMNS, change_rows
 from funcrl.run.report.markup import Code, plain, strip, table, text
 from funcrl.run.report.plots import Run, held_out_rewards, intervals, series, warm_start
 from funcrl.run.report.run import read_run

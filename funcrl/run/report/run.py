@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrl.core.reading import brief, read_yaml
+from funcrl.core.files import brief, read_yaml
 from funcrl.run import runs
 from funcrl.run.report.plots import Run
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import boxed_answer, number_of
+from funcrl.tasks.builtin.generated import RecordedTask
 from funcrl.tasks.builtin.judge import Judge
-from funcrl.tasks.builtin.records import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.rows.reading import read_records
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from funcrl.tasks.answers import boxed_answer, marked_answer, number_of, same_number
-from funcrl.tasks.builtin.records import RecordedTask
+from funcrl.tasks.builtin.generated import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
 from funcrl.tasks.rows.reading import read_records
 

@@ -59,7 +59,7 @@ class Judge:
 
 
 def _start() -> subprocess.Popen[str]:
-    from funcrl.core.programs import python_command  # the child does without funcrl
+    from funcrl.core.process import python_command  # the child does without funcrl
 
     # By its file, not as a module of funcrl, which would load torch.
     child = subprocess.Popen(

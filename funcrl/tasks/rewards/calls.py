@@ -1,4 +1,4 @@
-"""Makes many calls of rewards; those that are `async def` run side by side, within limits."""
+"""Makes the calls of rewards; those that are `async def` run side by side, within limits."""
 
 import asyncio
 import contextvars
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcrl.core.arguments import CheckedFields, Count, FinitePositive
-from funcrl.core.launch import end_forked_child
+from funcrl.core.process import end_forked_child
 
 # What no reward raises for its own completion.
 NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit)

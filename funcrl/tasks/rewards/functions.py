@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from funcrl.core.reading import brief
+from funcrl.core.files import brief
 from funcrl.tasks.rewards.calls import NoRewardError
 from funcrl.tasks.rewards.failures import FunctionError, function_error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.core import checks
-from funcrl.core.reading import brief, open_file
+from funcrl.core.files import brief, open_file
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".csv", ".parquet")

@@ -255,7 +255,7 @@ def test_the_second_runners_sampler_reports_what_it_was_given():
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-    from funcrl.generators.vllm.inside.sampler import GivenLogprobs
+    from funcrl.generators.vllm.inside.exact import GivenLogprobs
 
     class Greedy:
         state = "vLLM's own"

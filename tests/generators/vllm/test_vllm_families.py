@@ -8,8 +8,8 @@ from engines import PROMPTS, SHAPES, bound_of, largest, make, needs_vllm, rows_o
 
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.generators import VLLM
-from funcrl.generators.vllm.cache import cache_limits, samples_at_a_time
 from funcrl.generators.vllm.inside.native import fused_name
+from funcrl.generators.vllm.memory import cache_limits, samples_at_a_time
 from funcrl.models import Transformer, TransformerConfig, shape
 from funcrl.weights.held import as_stored
 

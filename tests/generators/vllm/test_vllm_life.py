@@ -21,9 +21,15 @@ from funcrl.config import (
 )
 from funcrl.config.generation import ServerConfig
 from funcrl.generators import VLLM, EngineError
-from funcrl.generators.vllm.cache import cache_bytes, cache_limits
 from funcrl.generators.vllm.failures import died, out_of_memory
-from funcrl.generators.vllm.memory import left_for_cache, own_weights, with_cache, work_bytes
+from funcrl.generators.vllm.memory import (
+    cache_bytes,
+    cache_limits,
+    left_for_cache,
+    own_weights,
+    with_cache,
+    work_bytes,
+)
 from funcrl.generators.vllm.settings import sleep_arguments
 from funcrl.run.views import SilentView
 

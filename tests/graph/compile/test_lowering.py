@@ -12,7 +12,7 @@ from funcrl.graph.compile.lowering import (
     scalars_as_elements,
     select_for_scatter,
 )
-from funcrl.graph.origin import origin_of
+from funcrl.graph.nodes import origin_of
 
 aten = torch.ops.aten
 B, T, D, V = 3, 7, 5, 11

@@ -15,9 +15,8 @@ from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
 from funcrl.graph import split_repeated
 from funcrl.graph.compile.lowering import select_for_scatter
-from funcrl.graph.layers.labels import is_free
-from funcrl.graph.operators import has_flops
-from funcrl.graph.origin import origin_of, set_origin
+from funcrl.graph.labels import is_free
+from funcrl.graph.nodes import has_flops, origin_of, set_origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

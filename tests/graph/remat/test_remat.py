@@ -10,7 +10,7 @@ from graphs import Flat, flat_step, flatten, flatten_as_written
 import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl.graph import add_fences, predict_peak, recomputed_cost
-from funcrl.graph.origin import Origin, is_late, origin_of, set_origin
+from funcrl.graph.nodes import Origin, is_late, origin_of, set_origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

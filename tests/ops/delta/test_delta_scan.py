@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
 import funcrl
-from funcrl.graph.operators import count_flops
+from funcrl.graph.nodes import count_flops
 from funcrl.ops import gated_delta_scan
 
 B, H, T, CK, CV = 2, 3, 21, 6, 4

@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 import funcrl
 from funcrl import tree
 from funcrl.graph import live_bytes
-from funcrl.graph.operators import count_flops
+from funcrl.graph.nodes import count_flops
 
 PER_SAMPLE = (0, None, 0, 0, 0)
 

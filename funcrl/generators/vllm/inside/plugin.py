@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.transformers_utils.config import register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-from funcrl.generators.vllm.versions import architectures, check_version
+from funcrl.generators.vllm.settings import architectures, check_version
 
 NAME = "FuncrlForCausalLM"
 

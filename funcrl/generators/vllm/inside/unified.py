@@ -88,7 +88,7 @@ class FuncrlForCausalLM(nn.Module):
     def get_model_state_cls(self) -> type[Any]:
         """Return what vLLM's second runner, on a GPU, holds of a model besides."""
         if self.body.skeleton.ops.exact:
-            from funcrl.generators.vllm.inside.sampler import ExactState
+            from funcrl.generators.vllm.inside.exact import ExactState
 
             return ExactState
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState

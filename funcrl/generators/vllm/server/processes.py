@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.config.generation import ServerConfig
-from funcrl.core.programs import python_command
+from funcrl.core.process import python_command
 from funcrl.generators.vllm.server.transport import RUN_VARIABLE, new_run
 
 _LINES = 15  # of a log, that an error shows

@@ -1,5 +1,6 @@
 """Servers as one engine: prompts are spread over them, parameters are pushed to all."""
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,20 +9,85 @@ from typing import Any, TypeVar
 import torch
 
 from funcrl.config import Sampling
+from funcrl.config.generation import ServerConfig
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
-from funcrl.generators.vllm.cache import samples_at_a_time
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
-from funcrl.generators.vllm.server.link import Link
+from funcrl.generators.vllm.memory import samples_at_a_time
 from funcrl.generators.vllm.server.processes import ServerError, Servers
-from funcrl.generators.vllm.settings import (
-    EngineSetup,
-    engine_settings,
-    sample_fields,
-    who_draws,
+from funcrl.generators.vllm.server.transport import (
+    Broadcast,
+    Bucket,
+    SharedMemory,
+    fingerprint,
+    pack,
+    plan_buckets,
 )
+from funcrl.generators.vllm.settings import EngineSetup, engine_settings, sample_fields, who_draws
+
+
+class Link:
+    """A way to servers, opened by the first push.
+
+    Args:
+        servers: that are ready.
+        config: by which way.
+        dtype: that parameters travel in.
+    """
+
+    def __init__(self, servers: Servers, config: ServerConfig, dtype: torch.dtype) -> None:
+        self._servers, self._config, self._dtype = servers, config, dtype
+        self._sender: SharedMemory | Broadcast | None = None
+
+    def push(self, params: Params, clear: bool = False) -> None:
+        """Send parameters to all servers, between two answers: none is of both policies.
+
+        With `clear` they empty their caches, where a policy has left NaN.
+        """
+        servers = self._servers
+        sender = self._sender or self._open(params)
+        buckets = plan_buckets(params, self._dtype)
+        sent = {"buckets": buckets, "clear": clear} | self._fingerprints(params, buckets)
+        servers.all("/pause?mode=wait")  # what is under way is finished, what comes is held back
+        # As they are, not as a checkpoint has them: the receiver has the names.
+        servers.all("/start_weight_update", {"is_checkpoint_format": False})
+        content = {"update_info": sent}
+        sender.send(params, buckets, lambda: servers.all("/update_weights", content))
+        servers.all("/finish_weight_update", {})
+        # Keys and values of the old policy would answer for the new one.
+        servers.all("/reset_prefix_cache")
+        servers.all("/resume")
+
+    def close(self) -> None:
+        """Free what parameters were sent through."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _fingerprints(self, params: Params, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Return by what the servers will know that they have what was sent."""
+        key = secrets.randbits(63)
+        found = [fingerprint(pack(params, each, self._dtype), key) for each in buckets]
+        return {"key": key, "fingerprints": found}
+
+    def _open(self, params: Params) -> SharedMemory | Broadcast:
+        """Return a way that the servers know of."""
+        device = next(iter(params.values())).device
+        far = bool(self._config.devices) and device.type == "cuda"
+        if self._config.transfer == "nccl" or (self._config.transfer == "auto" and far):
+            self._sender = Broadcast(device, self._dtype, self._servers.run)
+        else:
+            count = sum(leaf.numel() for leaf in params.values())
+            self._sender = SharedMemory(count, self._dtype, self._servers.run)
+
+        def post(facts: list[dict[str, Any]]) -> None:
+            path, infos = "/init_weight_transfer_engine", [{"init_info": each} for each in facts]
+            self._servers.each(lambda index, server: server.post(path, infos[index]))
+
+        self._sender.open(post, len(self._servers))
+        return self._sender
+
 
 _Result = TypeVar("_Result")
 _UTILISATION = 0.9  # of a server's own GPU

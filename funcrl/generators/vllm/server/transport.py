@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrl.core.shortage import ExplainedMemoryError
+from funcrl.core.process import ExplainedMemoryError
 from funcrl.core.types import Params
 from funcrl.generators.vllm.inside.native import fused_name
 

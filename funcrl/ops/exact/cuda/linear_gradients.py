@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from funcrl.core.pairwise import pairwise_sum
+from funcrl.core.numerics import pairwise_sum
 from funcrl.ops.exact.cuda.layout import fresh
 from funcrl.ops.exact.cuda.linear import contiguous_aligned
 

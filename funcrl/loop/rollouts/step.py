@@ -1,4 +1,4 @@
-"""A step's rollout: prompts of its number, completions of a policy, their rewards and metrics."""
+"""The rollout of one step: its prompts, drawn and graded, with metrics."""
 
 import time
 from collections.abc import Iterator
@@ -11,15 +11,8 @@ from funcrl.core import rng
 from funcrl.core.types import Params, Rollout
 from funcrl.loop.parts.build import Parts
 from funcrl.loop.parts.data import limits_of
-from funcrl.loop.rollouts import (
-    Completed,
-    Graded,
-    comparable,
-    complete,
-    grade,
-    punish_overlong,
-    to_rollout,
-)
+from funcrl.loop.rollouts.draw import Completed, complete, to_rollout
+from funcrl.loop.rollouts.grade import Graded, comparable, grade, punish_overlong
 from funcrl.rl import metrics
 from funcrl.rl.batching import mask_truncated
 from funcrl.tasks.contracts import Environment

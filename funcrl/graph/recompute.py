@@ -18,16 +18,13 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages, is_view
 from funcrl.graph.edit import as_module
-from funcrl.graph.operators import count_flops, draws, has_flops
-from funcrl.graph.origin import is_late, origin_of, set_origin
-from funcrl.graph.remat.liveness import predict_peak
+from funcrl.graph.liveness import predict_peak
+from funcrl.graph.nodes import count_flops, draws, has_flops, is_late, origin_of, set_origin
 
 aten = torch.ops.aten
-
 RematName: TypeAlias = Literal["none", "full", "selective", "budget"]
 # A name, or node -> whether to compute it again.
 RematPolicy: TypeAlias = RematName | Callable[[fx.Node], bool]
-
 # An H200 multiplies about this often in the time in which it moves one byte.
 _FLOPS_A_BYTE = 200
 

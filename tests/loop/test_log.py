@@ -14,8 +14,9 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.core.types import Rollout
-from funcrl.loop.recorded import advantages_of, tokens_of_first
-from funcrl.loop.rollouts import Completed, Graded
+from funcrl.loop.rollouts.draw import Completed
+from funcrl.loop.rollouts.grade import Graded
+from funcrl.loop.rollouts.log import advantages_of, tokens_of_first
 from funcrl.run.runs import Completion
 from funcrl.tasks import Prompt, SumDigits
 

@@ -1,16 +1,66 @@
-"""What a run writes down about its completions besides their texts and their rewards."""
+"""Which completions a run writes down, and what it writes of them."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcrl.config import TrainConfig
 from funcrl.core import numerics
+from funcrl.core.arguments import checked
 from funcrl.core.types import Algorithm, Params, Rollout, Sample
 from funcrl.loop.parts.build import Parts
-from funcrl.loop.rollouts import Completed, Graded, comparable
+from funcrl.loop.rollouts.draw import Completed
+from funcrl.loop.rollouts.grade import Graded, comparable
+from funcrl.loop.rollouts.step import Rolled
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length
+from funcrl.run.runs import Completion
+
+
+@checked
+def to_completions(
+    completed: Completed, graded: Graded, step: int, count: int, advantages: Tensor | None = None
+) -> list[Completion]:
+    """Return the first `count` completions as lines of completions.jsonl.
+
+    Args:
+        completed: B completions.
+        graded: their rewards.
+        step: of the run.
+        count: how many; all of them where there are fewer.
+        advantages: [B], NaN for a completion that is not trained on; none are recorded when left
+            out.
+
+    Example:
+        >>> import funcrl
+        >>> parts = funcrl.build(funcrl.config.TrainConfig())
+        >>> parts.generator.push(funcrl.init_params(parts.model, seed=0))
+        >>> prompts = parts.task.prompts(seed=0, start=0, count=2)
+        >>> completed = funcrl.rollouts.complete(
+        ...     parts.task, parts.generator, prompts, parts.sampling, seed=0)
+        >>> graded = funcrl.rollouts.grade(parts.task, completed.prompts, completed.outcomes)
+        >>> len(funcrl.rollouts.to_completions(completed, graded, step=3, count=1))
+        1
+    """
+    unknown = [math.nan] * len(completed.texts)
+    known = unknown if advantages is None else advantages.tolist()
+    return [
+        Completion(
+            step=step,
+            prompt=completed.prompts[row].text,
+            completion=completed.texts[row],
+            answer=completed.prompts[row].answer,
+            reward=graded.total[row].item(),
+            rewards={name: values[row].item() for name, values in graded.rewards.items()},
+            finish_reason=completed.samples.finish_reasons[row],
+            policy_version=completed.samples.policy_version,
+            advantage=None if math.isnan(known[row]) else known[row],
+        )
+        for row in range(min(count, len(completed.texts)))
+    ]
+
 
 _MOST_TOKENS = 512  # of a completion whose tokens are written down one by one
 
@@ -75,3 +125,17 @@ def tokens_of_first(
         "logprobs": known(first.behavior_logprobs),
         "trainer_logprobs": known(scores.logprobs),
     }
+
+
+def completions_to_record(
+    config: TrainConfig, parts: Parts, rolled: Rolled, index: int
+) -> list[Completion]:
+    """Return the completions to record: some of the first prompts, every few steps."""
+    completed, graded, rollout, _, policy = rolled
+    advantages = advantages_of(parts.algorithm, completed, graded, rollout)
+    if index != 1 and index % config.log.completions_every and index != config.steps:
+        return to_completions(completed, graded, index, 1, advantages)
+    rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
+    trained, multiple = policy.trained, config.length_multiple
+    tokens = tokens_of_first(parts, trained, completed, rollout, multiple)
+    return [rows[0]._replace(**tokens), *rows[1:]]

@@ -1,4 +1,4 @@
-"""The batch of an update as the configuration lays it: a sample a row, or packed rows."""
+"""Packs the batch of an update into rows as the configuration says."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.packing import pack_batch, pack_batch_groups
 
 
-def laid_out(config: TrainConfig, batch: Batch) -> Rows:
+def to_rows(config: TrainConfig, batch: Batch) -> Rows:
     """Return a batch, or a mini-batch, in the rows that a step is given.
 
     Args:

@@ -17,7 +17,7 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.loop.batches import laid_out
+from funcrl.loop.pack import to_rows
 
 PACKINGS = ["samples", "prefixes"]
 
@@ -74,10 +74,10 @@ def test_rows_are_as_long_as_was_said_or_four_times_the_longest_sample(tmp_path)
     tokens = torch.ones(5, 6, dtype=torch.int64)
     batch = funcrl.Batch(tokens, torch.arange(6).repeat(5, 1), mask, nothing, nothing, nothing)
     config = small(tmp_path)
-    assert laid_out(config, batch) is batch
+    assert to_rows(config, batch) is batch
 
     def shape(**options):
-        rows = laid_out(dataclasses.replace(config, **options), batch)
+        rows = to_rows(dataclasses.replace(config, **options), batch)
         assert isinstance(rows.prefix_ids, tuple) == (options["packing"] == "samples")
         return list(rows.tokens.shape)
 
@@ -86,7 +86,7 @@ def test_rows_are_as_long_as_was_said_or_four_times_the_longest_sample(tmp_path)
     assert shape(packing="prefixes", pack_length=26) == [1, 26]
     assert shape(packing="samples", pack_length=12, pack_rows=2) == [4, 12]
     with pytest.raises(ValueError, match="--pack-length of at least the longest sample, 6 tokens"):
-        laid_out(
+        to_rows(
             dataclasses.replace(
                 config, packing="samples", sampling=Sampling(max_tokens=4), pack_length=5
             ),

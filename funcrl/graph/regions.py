@@ -18,9 +18,8 @@ from torch.fx.node import map_arg
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import writes, written_by
-from funcrl.graph.layers.labels import GATHERED, Label, find_labels, is_free, source_of
-from funcrl.graph.layers.runs import runs_of
-from funcrl.graph.operators import draws
+from funcrl.graph.labels import GATHERED, Label, find_labels, is_free, runs_of, source_of
+from funcrl.graph.nodes import draws
 
 
 class _Piece(NamedTuple):
@@ -80,9 +79,6 @@ def _merged(
             merged.append(list(run))
         joins = alone
     return merged
-
-
-# -- pieces -----------------------------------------------------------------------------------
 
 
 def _pieces(graph: fx.Graph, runs: list[list[Node]], labels: Mapping[Node, Label]) -> list[_Piece]:

@@ -1,1 +1,0 @@
-"""Which layer a node belongs to, and a graph cut into pieces that repeat."""

@@ -1,1 +1,0 @@
-"""Which values of the forward pass are kept and which are computed again, and the memory."""
