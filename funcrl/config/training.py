@@ -167,6 +167,11 @@ class TrainConfig:
                 f"train expects --packing samples or prefixes with --pack-length and --pack-rows, "
                 f"got none with {self.pack_length} tokens and {self.pack_rows} rows."
             )
+        if self.packing != "none" and self.optimizer.clip_per_sample is not None:
+            raise ValueError(
+                f"train expects --packing none with --optimizer.clip-per-sample, which needs one "
+                f"sample a row, got {self.packing}."
+            )
         if self.pack_length is not None and self.pack_length <= self.sampling.max_tokens:
             raise ValueError(
                 f"train expects --pack-length above --sampling.max-tokens = "

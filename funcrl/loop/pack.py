@@ -44,6 +44,11 @@ def check_packing(config: TrainConfig, parts: Parts) -> None:
     """
     if config.packing == "none" or "step" in parts.replaced:
         return
+    if parts.per_sample is not None:
+        raise ValueError(
+            f"train expects --packing none with a per_sample transform, which needs one sample a "
+            f"row, got {config.packing}."
+        )
     mixing = mixing_parts(parts.algorithm)
     if mixing:
         raise ValueError(

@@ -80,8 +80,9 @@ def train(
             or this account has not run it before (docs/security.md): all of it, also what the run
             in `config.model` names, or what these options name, such as "task".
         given: other parts in place of those that the configuration names, as `funcrl.build` takes
-            them: model, params, model_fn, algorithm, optimizer, prepare, step, generator. The run
-            is resumed with the same ones, and a generator that is given is not closed at the end.
+            them: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
+            generator. The run is resumed with the same ones, and a generator that is given is not
+            closed at the end.
 
     Example:
         >>> import pathlib, tempfile, funcrl

@@ -19,9 +19,10 @@ from funcrl.core.types import LossFn, Metrics, Params, Tree
 from funcrl.rl.backward import AuxLossFn, one_number, reduce_rows, value_and_grad
 from funcrl.rl.metrics import merge
 
-# Gradients with a leading axis B -> the same, transformed row by row.
-PerSampleTransform: TypeAlias = Callable[[Tree], Tree]
+# Gradients with a leading axis B -> the same, transformed row by row, and metrics if there are any.
+PerSampleTransform: TypeAlias = Callable[[Tree], Tree | tuple[Tree, Metrics]]
 _NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
+_SQUARE_NORMS = "per_sample/square_norms"
 
 
 class Gradient(NamedTuple):
@@ -29,7 +30,8 @@ class Gradient(NamedTuple):
 
     grads: TensorTree
     loss: Tensor
-    metrics: Metrics
+    metrics: Metrics  # of the samples' losses
+    per_sample: Metrics = _NO_METRICS  # of the transform of per-sample gradients
 
 
 class GradientMoments(NamedTuple):
@@ -96,7 +98,7 @@ def summed_gradient(
     Args:
         loss_fn: `(params, sample) -> (loss, metrics)` of one sample.
         per_sample: a function of gradients with a leading B, such as `clip_per_sample(1.0)`,
-            that returns such gradients.
+            that returns such gradients, or a pair of them and `Metrics`.
         microbatch: rows differentiated at a time, all of them when left out.
         function: for errors.
 
@@ -132,25 +134,41 @@ def clip_per_sample(max_norm: Positive) -> PerSampleTransform:
         g_i * min(1, max_norm / |g_i|)
 
     The norm is that of the sample's contribution to the batch's gradient, token weights included,
-    so `max_norm` compares with the `grad_norm` of a step.
+    so `max_norm` compares with the `grad_norm` of a step. It returns the gradients and metrics:
+    mean and largest norm before, the share of samples that were clipped, and the sum of the squared
+    norms after, of which a step makes the noise scale.
 
     Args:
         max_norm: the largest norm of one sample's gradient, over all leaves.
 
     Example:
         >>> import torch, funcrl
-        >>> funcrl.clip_per_sample(1.0)({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])})
+        >>> clip = funcrl.clip_per_sample(1.0)
+        >>> grads, metrics = clip({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])})
+        >>> grads
         {'w': tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])}
+        >>> metrics.maxes["per_sample/grad_norm/max"], metrics.means["per_sample/clipped_frac"]
+        (tensor(5.), tensor(0.5000))
     """
 
     @checked
-    def clip(grads: TensorTree) -> Tree:
+    def clip(grads: TensorTree) -> tuple[Tree, Metrics]:
         norms = per_sample_norms(grads)
         # A zero gradient has no direction to keep: the quotient is infinite and the factor 1.
         factors = (max_norm / norms).clamp(max=1.0)
         # Multiplied in the wider dtype: a factor rounded to bfloat16 would miss the norm.
-        return tree.map(lambda leaf: (leaf * _along_rows(factors, leaf)).to(leaf.dtype), grads)
+        clipped = tree.map(lambda leaf: (leaf * _along_rows(factors, leaf)).to(leaf.dtype), grads)
+        metrics = Metrics(
+            sums={_SQUARE_NORMS: norms.clamp(max=max_norm).square().sum()},
+            means={
+                "per_sample/grad_norm/mean": norms.mean(),
+                "per_sample/clipped_frac": (norms > max_norm).to(norms.dtype).mean(),
+            },
+            maxes={"per_sample/grad_norm/max": norms.amax()},
+            last={},
+        )
+        return clipped, metrics
 
     return clip
 
@@ -193,17 +211,15 @@ def gradient_moments(
 
     @checked
     def moments(params: TensorTree, batch: Tree) -> GradientMoments:
-        square_norms: list[Tensor] = []
+        def measure(grads: TensorTree) -> tuple[Tree, Metrics]:
+            square_norms = per_sample_norms(grads).square().sum()
+            return grads, _NO_METRICS._replace(sums={_SQUARE_NORMS: square_norms})
 
-        def record(grads: TensorTree) -> Tree:
-            square_norms.append(per_sample_norms(grads).square().sum())
-            return grads
-
-        total = summed_gradient(aux_loss_fn, record, chunk, function="gradient_moments")(
+        total = summed_gradient(aux_loss_fn, measure, chunk, function="gradient_moments")(
             params, batch
         )
         count = num_rows("gradient_moments", batch)
-        return GradientMoments(total.grads, torch.stack(square_norms).sum(), count)
+        return GradientMoments(total.grads, total.per_sample.sums[_SQUARE_NORMS], count)
 
     return moments
 
@@ -231,9 +247,32 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
     count = moments.num_samples
     if count < 2:
         raise ValueError(f"noise_scale expects the moments of at least 2 samples, got {count}.")
-    square_of_sum = tree.global_norm(moments.sum).square()
-    noise = (moments.sum_square_norms - square_of_sum / count) / (count - 1)
-    signal = (square_of_sum - moments.sum_square_norms) / (count * (count - 1))
+    return _noise_scale(moments.sum_square_norms, tree.global_norm(moments.sum), count)
+
+
+def per_sample_metrics(gradient: Gradient, grad_norm: Tensor, count: int) -> Metrics:
+    """Return the metrics of a transform of per-sample gradients, and the noise that follows.
+
+    Args:
+        gradient: of a step.
+        grad_norm: its norm.
+        count: of the samples that it is summed over.
+    """
+    metrics = gradient.per_sample
+    sums = dict(metrics.sums)
+    square_norms = sums.pop(_SQUARE_NORMS, None)
+    if square_norms is None or count < 2:
+        return metrics._replace(sums=sums)
+    noise, signal, scale = _noise_scale(square_norms, grad_norm, count)
+    means = {**metrics.means, "per_sample/noise": noise, "per_sample/signal": signal}
+    last = {**metrics.last, "per_sample/noise_scale": scale}
+    return metrics._replace(sums=sums, means=means, last=last)
+
+
+def _noise_scale(sum_square_norms: Tensor, norm_of_sum: Tensor, count: int) -> NoiseScale:
+    square_of_sum = norm_of_sum.square()
+    noise = (sum_square_norms - square_of_sum / count) / (count - 1)
+    signal = (square_of_sum - sum_square_norms) / (count * (count - 1))
     infinite = torch.full_like(noise, float("inf"))
     return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
 
@@ -242,12 +281,16 @@ def _without_metrics(loss_fn: LossFn) -> AuxLossFn:
     return lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
 
 
-def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransform:
+def _checked(
+    function: str, per_sample: PerSampleTransform
+) -> Callable[[Tree], tuple[Tree, Metrics]]:
     """Return the transform with a check that its gradients keep their axis of samples."""
     name = f"{function}'s per_sample"
 
-    def transform(grads: TensorTree) -> Tree:
-        transformed = per_sample(grads)
+    def transform(grads: TensorTree) -> tuple[Tree, Metrics]:
+        transformed, metrics = per_sample(grads), _NO_METRICS
+        if isinstance(transformed, tuple) and isinstance(transformed[-1], Metrics):
+            transformed, metrics = transformed
         tree.check_same_structure(name, grads, transformed)
         pairs = zip(tree.leaves(grads), tree.leaves(transformed), strict=True)
         for index, (leaf, result) in enumerate(pairs):
@@ -257,7 +300,7 @@ def _checked(function: str, per_sample: PerSampleTransform) -> PerSampleTransfor
                     f"{name} expects to return gradients with an axis of samples, [{wanted}] at "
                     f"{tree.paths(grads)[index]!r}, got {list(result.shape)}."
                 )
-        return transformed
+        return transformed, metrics
 
     return transform
 
@@ -278,7 +321,7 @@ def _batched(loss_fn: AuxLossFn) -> Callable[[Params, Tree], Gradient]:
 
 
 def _transformed(
-    loss_fn: AuxLossFn, per_sample: PerSampleTransform
+    loss_fn: AuxLossFn, per_sample: Callable[[Tree], tuple[Tree, Metrics]]
 ) -> Callable[[Params, Tree], Gradient]:
     """Return the gradient that is the sum of the transformed gradients of the samples."""
 
@@ -289,8 +332,9 @@ def _transformed(
 
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         losses, grads, metrics = mapped(params, batch)
-        summed = tree.map(lambda leaf: leaf.sum(dim=0), per_sample(grads))
-        return Gradient(summed, losses.sum(), reduce_rows(metrics))
+        transformed, of_transform = per_sample(grads)
+        summed = tree.map(lambda leaf: leaf.sum(dim=0), transformed)
+        return Gradient(summed, losses.sum(), reduce_rows(metrics), of_transform)
 
     return gradient
 
@@ -300,13 +344,14 @@ def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
 
     They are added in at least float32 and kept in the gradients' dtype.
     """
-    (grads, loss, metrics), rows = next(parts)
+    (grads, loss, metrics, of_transform), rows = next(parts)
     totals, unflatten = tree.flatten(grads)
     dtypes = [leaf.dtype for leaf in totals]
     del grads
     for part, more in parts:
         loss = loss + part.loss
         metrics = merge([metrics, part.metrics], weights=[rows, more])
+        of_transform = merge([of_transform, part.per_sample], weights=[rows, more])
         rows += more
         added = tree.leaves(part.grads)
         del part
@@ -316,7 +361,7 @@ def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
             totals[index] = totals[index].to(wide) + added[index]
             added[index] = None
     totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
-    return Gradient(unflatten(totals), loss, metrics)
+    return Gradient(unflatten(totals), loss, metrics, of_transform)
 
 
 def _along_rows(factors: Tensor, leaf: Tensor) -> Tensor:

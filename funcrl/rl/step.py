@@ -65,7 +65,8 @@ def grpo_step(
         optimizer: a `GradientTransformation`; `funcrl.optim.adamw(1e-6)` after clipping to a
             global norm of 1 when left out.
         per_sample: a function of gradients with a leading axis B, such as
-            `funcrl.clip_per_sample(1.0)`; without it no per-sample gradient is ever made.
+            `funcrl.clip_per_sample(1.0)`, whose metrics are among the step's; without it no
+            per-sample gradient is ever made.
         microbatch: rows differentiated at a time; any value gives the same step up to rounding.
             With a `model_fn` of exact numerics, 1, 2 and 4 micro-batches give the same bits.
         prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
@@ -124,32 +125,33 @@ def grpo_step(
         if prepare is not None:
             prepared = prepare(score(model_fn, state.params, batch, microbatch), batch)
             batch = _counted("grpo_step(prepare=...)", prepared, per_sample, mixing)
-        grads_, loss, token_sums = gradient(state.params, batch)
-        grad_norm = tree.global_norm(grads_)
-        updates, opt_state = transformation.update(grads_, state.opt_state, state.params)
-        del grads_  # so that it is not in memory beside the new parameters
+        found = gradient(state.params, batch)
+        grad_norm = tree.global_norm(found.grads)
+        updates, opt_state = transformation.update(found.grads, state.opt_state, state.params)
+        found = found._replace(grads={})  # so that it is not in memory beside the new parameters
         params = optim.apply_updates(state.params, updates)
-        metrics = _report(loss, token_sums, batch, grad_norm, opt_state)
+        metrics = _report(found, batch, grad_norm, opt_state)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)
 
 
-def _report(
-    loss: Tensor, token_sums: Metrics, batch: Rows, grad_norm: Tensor, opt_state: Any
-) -> Metrics:
+def _report(found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any) -> Metrics:
     """Return the metrics of an update, with means over the tokens that it was trained on."""
     num_tokens = batch.mask.sum()
     num_nonfinite = (~batch.behavior_logprobs.isfinite()).sum()
-    of_tokens = token_means(token_sums, num_tokens)
-    last = {"num_skipped_updates": opt_state.num_skipped}
+    of_tokens = token_means(found.metrics, num_tokens)
+    of_samples = grads.per_sample_metrics(found, grad_norm, len(batch.mask))
+    last = {"num_skipped_updates": opt_state.num_skipped} | of_samples.last
     learning_rate = optim.current_learning_rate(opt_state)
     if not isinstance(learning_rate, tuple):
         last["learning_rate"] = learning_rate
     return Metrics(
-        sums={"num_tokens": num_tokens, "num_nonfinite_logprobs": num_nonfinite},
-        means={"loss": loss, "padding_frac": padding_frac(batch)} | of_tokens.means,
-        maxes={"grad_norm": grad_norm} | of_tokens.maxes,
+        sums={"num_tokens": num_tokens, "num_nonfinite_logprobs": num_nonfinite} | of_samples.sums,
+        means={"loss": found.loss, "padding_frac": padding_frac(batch)}
+        | of_tokens.means
+        | of_samples.means,
+        maxes={"grad_norm": grad_norm} | of_tokens.maxes | of_samples.maxes,
         last=last,
     )
 

@@ -111,7 +111,7 @@ def test_a_failed_start_leaves_a_folder_as_it_was(tmp_path, what):
 
 
 def test_a_start_beside_another_run_takes_nothing_away(tmp_path):
-    claim = Claim(tmp_path / "run", "other")
+    claim = Claim(tmp_path / "run")
     before = tree(tmp_path)
     with pytest.raises(FileExistsError, match="no other run"):
         funcrl.train(tiny(tmp_path / "run"))

@@ -103,9 +103,13 @@ def test_only_one_micro_batch_is_alive():
 
 def test_clipping_by_hand():
     # Norms 5 (3-4 across leaves) and 0: the first is halved to 2.5, the second stays 0, not NaN.
-    got = funcrl.clip_per_sample(2.5)(
+    got, metrics = funcrl.clip_per_sample(2.5)(
         {"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[[4.0]], [[0.0]]])}
     )
+    assert metrics.means["per_sample/grad_norm/mean"] == 2.5
+    assert metrics.means["per_sample/clipped_frac"] == 0.5
+    assert metrics.maxes["per_sample/grad_norm/max"] == 5.0
+    assert metrics.sums["per_sample/square_norms"] == 6.25
     assert torch.equal(got["a"], torch.tensor([[1.5], [0.0]]))
     assert torch.equal(got["b"], torch.tensor([[[2.0]], [[0.0]]]))
 
@@ -123,6 +127,50 @@ def test_clipped_gradients_equal_a_loop():
         expected = tree.add(expected, tree.scale(own, factor))
     got = grads.summed_gradient(aux_loss_fn, funcrl.clip_per_sample(limit))(PARAMS, BATCH).grads
     assert largest_difference(got, expected) <= 1e-14
+
+
+@pytest.mark.parametrize("microbatch", [None, 2, 3])
+def test_a_step_reports_norms_and_noise_of_its_samples(microbatch):
+    """Means, shares and the noise scale are those of a loop over the samples, in float64."""
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    norms = [sum(leaf[i].square().sum() for leaf in each.values()) ** 0.5 for i in range(6)]
+    limit = sorted(norm for norm in norms if norm > 0)[1].item()
+    kept = [min(norm.item(), limit) for norm in norms]
+    scaled = [min(1.0, limit / norm.item()) if norm > 0 else 1.0 for norm in norms]
+    total = {
+        name: sum(factor * leaf[i] for i, factor in enumerate(scaled))
+        for name, leaf in each.items()
+    }
+    squares, of_sum = sum(k * k for k in kept), sum(leaf.square().sum() for leaf in total.values())
+    noise, signal = (squares - of_sum / 6) / 5, (of_sum - squares) / 30
+    step = funcrl.grpo_step(
+        MODEL_FN, per_sample=funcrl.clip_per_sample(limit), microbatch=microbatch
+    )
+    _, metrics = step(step.init(PARAMS), BATCH)
+    expected = {
+        "per_sample/grad_norm/mean": sum(norms) / 6,
+        "per_sample/clipped_frac": sum(norm > limit for norm in norms) / 6,
+        "per_sample/noise": noise,
+        "per_sample/signal": signal,
+    }
+    for name, value in expected.items():
+        assert abs(metrics.means[name] - value) <= 1e-12 * abs(value), name
+    assert abs(metrics.maxes["per_sample/grad_norm/max"] - max(norms)) <= 1e-14
+    scale = noise / signal if signal > 0 else torch.inf
+    assert metrics.last["per_sample/noise_scale"] == pytest.approx(float(scale), rel=1e-12)
+    assert not [name for name in metrics.sums if name.startswith("per_sample")]
+
+
+def test_a_transform_of_ones_own_reports_metrics():
+    def largest(gradients):
+        top = torch.stack([leaf.abs().amax() for leaf in gradients.values()]).amax()
+        return gradients, funcrl.Metrics(sums={}, means={}, maxes={"largest_entry": top}, last={})
+
+    step = funcrl.grpo_step(MODEL_FN, per_sample=largest, microbatch=2)
+    _, metrics = step(step.init(PARAMS), BATCH)
+    each = funcrl.per_sample_grad(loss_fn)(PARAMS, BATCH)
+    assert metrics.maxes["largest_entry"] == max(leaf.abs().max() for leaf in each.values())
+    assert "per_sample/noise" not in metrics.means
 
 
 def test_moments_are_those_of_stored_gradients():

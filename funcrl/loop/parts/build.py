@@ -28,19 +28,22 @@ from funcrl.loop.parts.network import check_network
 from funcrl.models.logits import vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
+from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.guard import guard
 
 REPLACEABLE = (
-    "task", "model", "params", "model_fn", "algorithm", "optimizer", "prepare", "step", "generator",
+    "task", "model", "params", "model_fn", "algorithm", "optimizer", "per_sample", "prepare",
+    "step", "generator",
 )  # fmt: skip
 
 
 # What each part is, where a task is checked by itself.
 _KINDS: dict[str, Any] = {
     "model": nn.Module, "params": Params, "model_fn": Callable, "algorithm": Algorithm,
-    "optimizer": GradientTransformation, "prepare": PrepareFn | None, "step": Step,
+    "optimizer": GradientTransformation, "per_sample": Callable | None,
+    "prepare": PrepareFn | None, "step": Step,
 }  # fmt: skip
 # Where what is no part belongs.
 _INSTEAD = {
@@ -59,6 +62,7 @@ class _Fields(NamedTuple):
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
     optimizer: GradientTransformation
+    per_sample: PerSampleTransform | None  # of the gradients of samples, before their sum
     prepare: PrepareFn | None
     step: Step
     generator: Generator
@@ -71,9 +75,10 @@ class Parts(_Fields):
     """The parts of a run; `build` makes them of a configuration, and `train(parts=...)` runs them.
 
     `parts._replace(algorithm=...)` returns parts with another one. What depends on it is made anew
-    unless it has been replaced as well: a step depends on model_fn, algorithm, optimizer and
-    prepare; a model_fn on the model; a generator on the model and the task; a model that starts
-    from nothing on the task, whose vocabulary it has. So no part is ever of an older one.
+    unless it has been replaced as well: a step depends on model_fn, algorithm, optimizer,
+    per_sample and prepare; a model_fn on the model; a generator on the model and the task; a model
+    that starts from nothing on the task, whose vocabulary it has. So no part is ever of an older
+    one.
 
     Example:
         >>> import funcrl
@@ -142,7 +147,8 @@ def build(
         function: for errors.
         trust: run a network of one's own that the folder of a run in `config.model` names.
         given: other parts in place of those that the configuration names, by their names in
-            `Parts`: model, params, model_fn, algorithm, optimizer, prepare, step, generator.
+            `Parts`: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
+            generator.
 
     Example:
         >>> import funcrl
@@ -299,10 +305,16 @@ def _step(making: _Making) -> Step:
         making["model_fn"],
         algorithm=making["algorithm"],
         optimizer=making["optimizer"],
+        per_sample=making["per_sample"],
         prepare=making["prepare"],
         microbatch=config.microbatch,
     )
     return step if config.compile is None else compile_at_first(donate(step), config.compile)
+
+
+def _per_sample(making: _Making) -> PerSampleTransform | None:
+    max_norm = making.config.optimizer.clip_per_sample
+    return None if max_norm is None else clip_per_sample(max_norm)
 
 
 def _generator(making: _Making) -> Generator:
@@ -318,8 +330,9 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "model_fn": (("model", "lora"), _model_fn),
     "algorithm": ((), lambda making: chosen.algorithm_of(making.config)),
     "optimizer": ((), lambda making: chosen.optimizer_of(making.config)),
+    "per_sample": ((), _per_sample),
     "prepare": ((), lambda _: None),
-    "step": (("model_fn", "algorithm", "optimizer", "prepare"), _step),
+    "step": (("model_fn", "algorithm", "optimizer", "per_sample", "prepare"), _step),
     "generator": (("model", "task"), _generator),
 }
 

@@ -146,6 +146,9 @@ def estimate_memory(
     slots = min(config.slots, config.num_prompts * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
     captured = config.generator == "sampler" and config.device == "cuda" and copies and c.is_plain
+    # A compiled step finds norms and sums of per-sample gradients without making the gradients.
+    fused = config.compile is not None and config.compile.fuse == "per_sample"
+    per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
     return MemoryEstimate(
         parameters=trained + 2 * merged if merged else params,
         optimizer=2 * trained,
@@ -154,7 +157,7 @@ def estimate_memory(
         sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
         activations=rows * padded * kept_bytes + copies,
         logits=logits * c.vocab_size,
-        gradients=trained + merged,
+        gradients=trained + merged + per_sample,
         # With several updates a step, the state before the first is kept.
         next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
         checkpoint=(3 + config.max_staleness) * trained if config.checkpoint.every else 0,

@@ -60,6 +60,11 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
                 Panel("groups without a difference", ("frac_reward_zero_std",))),
     "Optimisation": (Panel("loss", ("loss",)), Panel("gradient norm", ("grad_norm",), True),
                      Panel("learning rate", ("learning_rate",), smooth=False)),
+    "Per-sample gradients": (
+        Panel("norm before clipping", ("per_sample/grad_norm/mean", "per_sample/grad_norm/max"),
+              True),
+        Panel("clipped share", ("per_sample/clipped_frac",)),
+        Panel("noise scale (samples)", ("per_sample/noise_scale",), True)),
     "Policy": (Panel("entropy (nats)", ("entropy",)), Panel("KL to the reference", ("kl",)),
                Panel("clipped share", ("clip_ratio/low_mean", "clip_ratio/high_mean"))),
     "Completions": (Panel("tokens", ("completions/mean_length", "completions/min_length",
