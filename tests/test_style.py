@@ -87,7 +87,7 @@ MADE_BY_OTHERS = {
     "models/layers.py": 1,
     "models/delta.py": 3,
     "models/recurrent.py": 2,
-    "generators/vllm/inside/unified.py": 1,
+    "generators/vllm/plugin/unified.py": 1,
 }
 
 

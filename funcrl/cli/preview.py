@@ -8,8 +8,8 @@ from torch import nn
 
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.loop.parts import memory, sources
-from funcrl.loop.parts.chosen import estimate_memory
 from funcrl.loop.parts.data import plain_task
+from funcrl.loop.parts.from_config import estimate_memory
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.shapes import is_shape
 from funcrl.run import runs

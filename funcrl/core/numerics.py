@@ -8,6 +8,8 @@ from torch import Tensor
 
 from funcrl.core.arguments import checked
 
+__all__ = ["at_least_float32", "exp_ratio", "power_of_two"]  # what users see
+
 MAX_LOG_RATIO = 20.0  # the largest logarithm of a ratio that is exponentiated
 
 

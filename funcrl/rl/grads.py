@@ -22,7 +22,7 @@ from funcrl.rl.metrics import merge
 # Gradients with a leading axis B -> the same, transformed row by row, and metrics if there are any.
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree | tuple[Tree, Metrics]]
 _NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
-_SQUARE_NORMS = "per_sample/square_norms"
+SQUARE_NORMS = "per_sample/square_norms"  # a sum that a step makes the noise scale of
 
 
 class Gradient(NamedTuple):
@@ -160,7 +160,7 @@ def clip_per_sample(max_norm: Positive) -> PerSampleTransform:
         # Multiplied in the wider dtype: a factor rounded to bfloat16 would miss the norm.
         clipped = tree.map(lambda leaf: (leaf * _along_rows(factors, leaf)).to(leaf.dtype), grads)
         metrics = Metrics(
-            sums={_SQUARE_NORMS: norms.clamp(max=max_norm).square().sum()},
+            sums={SQUARE_NORMS: norms.clamp(max=max_norm).square().sum()},
             means={
                 "per_sample/grad_norm/mean": norms.mean(),
                 "per_sample/clipped_frac": (norms > max_norm).to(norms.dtype).mean(),
@@ -213,13 +213,13 @@ def gradient_moments(
     def moments(params: TensorTree, batch: Tree) -> GradientMoments:
         def measure(grads: TensorTree) -> tuple[Tree, Metrics]:
             square_norms = per_sample_norms(grads).square().sum()
-            return grads, _NO_METRICS._replace(sums={_SQUARE_NORMS: square_norms})
+            return grads, _NO_METRICS._replace(sums={SQUARE_NORMS: square_norms})
 
         total = summed_gradient(aux_loss_fn, measure, chunk, function="gradient_moments")(
             params, batch
         )
         count = num_rows("gradient_moments", batch)
-        return GradientMoments(total.grads, total.per_sample.sums[_SQUARE_NORMS], count)
+        return GradientMoments(total.grads, total.per_sample.sums[SQUARE_NORMS], count)
 
     return moments
 
@@ -247,32 +247,9 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
     count = moments.num_samples
     if count < 2:
         raise ValueError(f"noise_scale expects the moments of at least 2 samples, got {count}.")
-    return _noise_scale(moments.sum_square_norms, tree.global_norm(moments.sum), count)
-
-
-def per_sample_metrics(gradient: Gradient, grad_norm: Tensor, count: int) -> Metrics:
-    """Return the metrics of a transform of per-sample gradients, and the noise that follows.
-
-    Args:
-        gradient: of a step.
-        grad_norm: its norm.
-        count: of the samples that it is summed over.
-    """
-    metrics = gradient.per_sample
-    sums = dict(metrics.sums)
-    square_norms = sums.pop(_SQUARE_NORMS, None)
-    if square_norms is None or count < 2:
-        return metrics._replace(sums=sums)
-    noise, signal, scale = _noise_scale(square_norms, grad_norm, count)
-    means = {**metrics.means, "per_sample/noise": noise, "per_sample/signal": signal}
-    last = {**metrics.last, "per_sample/noise_scale": scale}
-    return metrics._replace(sums=sums, means=means, last=last)
-
-
-def _noise_scale(sum_square_norms: Tensor, norm_of_sum: Tensor, count: int) -> NoiseScale:
-    square_of_sum = norm_of_sum.square()
-    noise = (sum_square_norms - square_of_sum / count) / (count - 1)
-    signal = (square_of_sum - sum_square_norms) / (count * (count - 1))
+    square_of_sum = tree.global_norm(moments.sum).square()
+    noise = (moments.sum_square_norms - square_of_sum / count) / (count - 1)
+    signal = (square_of_sum - moments.sum_square_norms) / (count * (count - 1))
     infinite = torch.full_like(noise, float("inf"))
     return NoiseScale(noise, signal, torch.where(signal > 0, noise / signal, infinite))
 

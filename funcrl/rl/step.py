@@ -141,7 +141,7 @@ def _report(found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: An
     num_tokens = batch.mask.sum()
     num_nonfinite = (~batch.behavior_logprobs.isfinite()).sum()
     of_tokens = token_means(found.metrics, num_tokens)
-    of_samples = grads.per_sample_metrics(found, grad_norm, len(batch.mask))
+    of_samples = _of_samples(found.per_sample, grad_norm, len(batch.mask))
     last = {"num_skipped_updates": opt_state.num_skipped} | of_samples.last
     learning_rate = optim.current_learning_rate(opt_state)
     if not isinstance(learning_rate, tuple):
@@ -154,6 +154,24 @@ def _report(found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: An
         maxes={"grad_norm": grad_norm} | of_tokens.maxes | of_samples.maxes,
         last=last,
     )
+
+
+def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int) -> Metrics:
+    """Return the metrics of a transform of per-sample gradients, with the noise that follows.
+
+    Args:
+        metrics: of the transform.
+        grad_norm: of the sum.
+        count: of the samples.
+    """
+    sums = dict(metrics.sums)
+    square_norms = sums.pop(grads.SQUARE_NORMS, None)
+    if square_norms is None or count < 2:
+        return metrics._replace(sums=sums)
+    found = grads.noise_scale(grads.GradientMoments(grad_norm, square_norms, count))
+    noise = {"per_sample/noise": found.noise, "per_sample/signal": found.signal}
+    last = {**metrics.last, "per_sample/noise_scale": found.scale}
+    return metrics._replace(sums=sums, means={**metrics.means, **noise}, last=last)
 
 
 def _scoring(model_fn: ModelFn) -> ModelFn:

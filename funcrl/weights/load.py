@@ -14,8 +14,8 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.weights.fused_tensors import FusedTensor, fused_tensors_of
 from funcrl.weights.gguf import gguf_config, read_gguf
-from funcrl.weights.held import Held, held_by
 from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.safetensors import NAMES, read_safetensors
 from funcrl.weights.sources import PYPI, find
@@ -139,7 +139,9 @@ def _is_model(folder: Path) -> bool:
     return (folder / CONFIG).exists() and (weights or not list(folder.glob("*.gguf")))
 
 
-def _find_parameters(path: Path) -> tuple[TransformerConfig, list[tuple[Held, Stored]], bool]:
+def _find_parameters(
+    path: Path,
+) -> tuple[TransformerConfig, list[tuple[FusedTensor, Stored]], bool]:
     """Return the shape, the tensors with its parameters, and if rotation pairs neighbours there."""
     path = find_model(path)
     if path.is_dir():
@@ -162,7 +164,7 @@ def _find_parameters(path: Path) -> tuple[TransformerConfig, list[tuple[Held, St
     )
 
 
-def _from_folder(path: Path) -> tuple[TransformerConfig, list[tuple[Held, Stored]]]:
+def _from_folder(path: Path) -> tuple[TransformerConfig, list[tuple[FusedTensor, Stored]]]:
     described = read_json("load_params", path / CONFIG, LONGEST_HEADER)
     config = from_hugging_face(described, str(path / CONFIG))
     found = _of_text(_stored_in(path), described, path)
@@ -235,7 +237,7 @@ def _read(file: Path) -> dict[str, Stored]:
 
 def _with_parameters(
     config: TransformerConfig, found: Mapping[str, Stored], vocabulary: str, path: Path
-) -> list[tuple[Held, Stored]]:
+) -> list[tuple[FusedTensor, Stored]]:
     """Return the tensors that hold the parameters; all must be there, and nothing else."""
     left, tensors = dict(found), []
     for held, shape in _expected(config, vocabulary):
@@ -259,7 +261,9 @@ def _with_parameters(
     return tensors
 
 
-def _expected(config: TransformerConfig, vocabulary: str) -> Iterator[tuple[Held, tuple[int, ...]]]:
+def _expected(
+    config: TransformerConfig, vocabulary: str
+) -> Iterator[tuple[FusedTensor, tuple[int, ...]]]:
     """Yield the tensors that hold a network's parameters, and their shapes.
 
     Only one layer of each kind is made, whatever number the description has: the file holds the
@@ -279,5 +283,5 @@ def _expected(config: TransformerConfig, vocabulary: str) -> Iterator[tuple[Held
         for layer, kind in enumerate(config.kinds)
     )
     for leaves in chain([outside], blocks):
-        for held in held_by(leaves, config, vocabulary):
+        for held in fused_tensors_of(leaves, config, vocabulary):
             yield held, tuple(held.join([leaves[part] for part in held.parts]).shape)

@@ -16,8 +16,8 @@ from funcrl.core.files import read_json, sync
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import is_of_transformers
+from funcrl.weights.fused_tensors import as_stored
 from funcrl.weights.gguf_write import GGUF_DTYPES, gguf_architecture, write_gguf
-from funcrl.weights.held import as_stored
 from funcrl.weights.hugging_face import (
     from_hugging_face,
     same_module,
@@ -74,7 +74,7 @@ def save_params(
         files = _files_beside(source, ends, special_tokens(source, ends))
         _check_same_module(path, model)
         module: Any = bind(model, dict(params))
-        with draft_of(path) as draft:
+        with atomic_folder(path) as draft:
             module.save_pretrained(draft, max_shard_size=max_shard_bytes)
             _write_files(draft, files)
         return path
@@ -95,7 +95,7 @@ def save_params(
         return path
     files = _files_beside(source, ends, special_tokens(source, ends))
     _check_same_network(path, config)
-    with draft_of(path) as draft:
+    with atomic_folder(path) as draft:
         _write_weights(draft, as_stored(params, config), max_shard_bytes)
         _write_files(draft, {**files, CONFIG: json_bytes(hf_config)})
     return path
@@ -199,7 +199,7 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a folder for a model, which becomes that of `path` at the end, unless one raises.
 
     It lies inside, as `path` may be where a disk is mounted, and files move within one disk only.

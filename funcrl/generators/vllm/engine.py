@@ -25,9 +25,9 @@ from funcrl.generators.contracts import Pushed, State, pushed
 from funcrl.generators.prompts import Prompts, sample_seeds
 from funcrl.generators.stops import has_stop_string
 from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
-from funcrl.generators.vllm.inside.exact import unpack_score
-from funcrl.generators.vllm.inside.native import write_params
-from funcrl.generators.vllm.inside.unified import FuncrlForCausalLM
+from funcrl.generators.vllm.plugin.exact import unpack_score
+from funcrl.generators.vllm.plugin.native import write_params
+from funcrl.generators.vllm.plugin.unified import FuncrlForCausalLM
 from funcrl.generators.vllm.settings import (
     EngineSetup,
     allow_capture,

@@ -36,7 +36,7 @@ def _unified(shape: TransformerConfig, config: VLLMConfig) -> dict[str, Any]:
             "for their states in vLLM's cache, got some; form 'native' is vLLM's own class for "
             "Qwen3.5, and --generator sampler takes any."
         )
-    from funcrl.generators.vllm.inside.unified import overrides
+    from funcrl.generators.vllm.plugin.unified import overrides
 
     is_exact = shape.numerics == "exact"
     if is_exact:

@@ -13,7 +13,7 @@ from funcrl.generators.contracts import Lifecycle
 from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.memory import cache_bytes
 from funcrl.models import TransformerConfig
-from funcrl.weights.held import as_stored
+from funcrl.weights.fused_tensors import as_stored
 
 # The first and the last minor version of 0.x that were run; 0.24 is CUDA's for torch 2.11, 0.32 and
 # 0.33 are the CPU's and CUDA's for torch 2.13 and 2.14.

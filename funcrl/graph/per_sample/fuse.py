@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 from funcrl.core.arguments import checked
 from funcrl.graph.edit import Writer, as_module, copied, hoist, shape_of
 from funcrl.graph.per_sample import recognise
+from funcrl.graph.per_sample.canonical import normalise
 from funcrl.graph.per_sample.outer import write_norm, write_sum
 from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
-from funcrl.graph.per_sample.spelling import spell
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def _blocked(
 
 def _use(node: Node, symbols: dict[Node, Symbol]) -> _Use | None:
     """Return the use that a node makes of a per-sample gradient, None if it is another one."""
-    value, spelled = node.meta.get("val"), spell(node)
+    value, spelled = node.meta.get("val"), normalise(node)
     if not isinstance(value, Tensor) or spelled is None or spelled.kind not in ("sum", "norm"):
         return None
     source, axes, keep = spelled.operands

@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 
 from funcrl.graph.edit import Writer, arguments, shape_of
 from funcrl.graph.nodes import origin_of
+from funcrl.graph.per_sample.canonical import Kind, normalise
 from funcrl.graph.per_sample.outer import OneHot, Outer, on_dense, width
-from funcrl.graph.per_sample.spelling import Kind, spell
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def symbols(graph: Graph) -> Symbols:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        spelled = spell(node)
+        spelled = normalise(node)
         rule = _RULES.get(spelled.kind) if spelled is not None else None
         if spelled is not None and rule is not None:
             roots = {root for read in node.all_input_nodes for root in roots_of(found.get(read))}
@@ -132,7 +132,7 @@ def _product(at: _Place, first: Node, second: Node) -> Symbol | None:
             return _times(at.write, symbol, matrix, on_left) if allowed else None
     if shape_of(at.node).ndim != 3:
         return None
-    swapped = spell(first)
+    swapped = normalise(first)
     if swapped is not None and swapped.kind == "swap":
         left = swapped.operands[0]
     else:

@@ -23,8 +23,8 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop.parts import chosen, data, network, sources
-from funcrl.loop.parts.network import check_network
+from funcrl.loop.parts import data, from_config, network, sources
+from funcrl.loop.parts.network import check_model
 from funcrl.models.logits import vocab_size_of
 from funcrl.models.lora import Lora
 from funcrl.models.shapes import is_shape
@@ -197,7 +197,7 @@ def _made(
         new.add(name)
     _check_vocabulary(function, config, parts["model"], parts["task"])
     if "model" in new and "model_fn" not in given:
-        check_network(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
+        check_model(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
     if "task" in new and parts["source"].run is not None:
         sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
     return Parts(config=config, replaced=frozenset(given), **parts)
@@ -226,7 +226,7 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
         if name in given and not (name == "params" and given[name] == ()):
             check_value(function, name, kind, given[name])
     if "generator" in given:
-        chosen.check_generator(function, "generator to be", given["generator"])
+        from_config.check_generator(function, "generator to be", given["generator"])
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
     if "step" in given and config.compile is not None:
@@ -318,7 +318,7 @@ def _per_sample(making: _Making) -> PerSampleTransform | None:
 
 
 def _generator(making: _Making) -> Generator:
-    return chosen.generator_of(making.function, making.config, making["model"], making["task"])
+    return from_config.generator_of(making.function, making.config, making["model"], making["task"])
 
 
 # Each part, those before it that it is made of, and what makes it.
@@ -328,8 +328,8 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "params": ((), lambda _: ()),
     "lora": (("model", "params"), _adapters),
     "model_fn": (("model", "lora"), _model_fn),
-    "algorithm": ((), lambda making: chosen.algorithm_of(making.config)),
-    "optimizer": ((), lambda making: chosen.optimizer_of(making.config)),
+    "algorithm": ((), lambda making: from_config.algorithm_of(making.config)),
+    "optimizer": ((), lambda making: from_config.optimizer_of(making.config)),
     "per_sample": ((), _per_sample),
     "prepare": ((), lambda _: None),
     "step": (("model_fn", "algorithm", "optimizer", "per_sample", "prepare"), _step),

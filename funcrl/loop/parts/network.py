@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from funcrl.config import TrainConfig
 from funcrl.core.rows import over_rows
 from funcrl.core.types import ModelFn, Params, Sample
-from funcrl.loop.parts import chosen
+from funcrl.loop.parts import from_config
 from funcrl.models import Recurrent, Transformer
 from funcrl.models.logits import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.logprobs import logprob_fn
@@ -15,7 +15,7 @@ from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.tasks.rewards.failures import describe_error, is_of_user
 
 
-def check_network(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
+def check_model(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
     """Raise if a network, as it is, does not give causal logits of the task's tokens.
 
     Args:
@@ -79,7 +79,7 @@ def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> Mode
         model,
         config.sampling.temperature or 1.0,
         chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
-        dtype=chosen.compute_dtype(config),
+        dtype=from_config.compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
     )

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from funcrl.core import numerics
 from funcrl.core.arguments import checked
-from funcrl.ops.streams import complete_conv, conv_reads, last_tokens
+from funcrl.ops.sequence_args import complete_conv, conv_reads, last_tokens
 
 
 @checked

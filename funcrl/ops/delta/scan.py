@@ -23,7 +23,7 @@ from funcrl.ops.exact.delta import (
     recurrent_scan,
     scan_of,
 )
-from funcrl.ops.streams import as_samples, complete_scan, flat, token_major
+from funcrl.ops.sequence_args import as_samples, complete_scan, flat, token_major
 
 Shape: TypeAlias = Sequence[int]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.core.custom_op import differentiable, operator
 from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.sums import halving_sum
-from funcrl.ops.streams import as_samples, complete_scan, flat, token_major
+from funcrl.ops.sequence_args import as_samples, complete_scan, flat, token_major
 
 Shape: TypeAlias = Sequence[int]
 Pair: TypeAlias = tuple[Tensor, Tensor]

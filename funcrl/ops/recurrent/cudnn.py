@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrl.core.custom_op import differentiable, operator
 from funcrl.ops.recurrent.contract import Cell
 from funcrl.ops.recurrent.params import Layer
-from funcrl.ops.streams import flat
+from funcrl.ops.sequence_args import flat
 
 aten = torch.ops.aten
 _MODES = {"lstm": 2, "gru": 3}  # as cuDNN and torch count them

@@ -17,7 +17,7 @@ from funcrl.core.custom_op import differentiable, each_sample, leading, only_row
 from funcrl.ops.recurrent import gru, lstm
 from funcrl.ops.recurrent.contract import Cell, Precision, ScanKernels, steps_of_piece
 from funcrl.ops.recurrent.passes import Saved, backward_pass, forward_pass, sequences_of
-from funcrl.ops.streams import flat
+from funcrl.ops.sequence_args import flat
 
 
 def kernels_of(cell: str, backend: str, precision: str) -> ScanKernels:

@@ -9,7 +9,7 @@ from torch import Tensor
 from funcrl.core import numerics
 from funcrl.ops.recurrent.contract import ScanKernels, steps_of_piece
 from funcrl.ops.recurrent.gru import of_hidden
-from funcrl.ops.streams import flat
+from funcrl.ops.sequence_args import flat
 
 
 class Sequences(NamedTuple):

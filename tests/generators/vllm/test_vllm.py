@@ -23,13 +23,13 @@ import funcrl
 from funcrl.config import Sampling, TrainConfig, VLLMCompileConfig, VLLMConfig, from_plain
 from funcrl.generators import VLLM, State
 from funcrl.generators.vllm.failures import check_probe
-from funcrl.generators.vllm.inside.native import fused_name
 from funcrl.generators.vllm.memory import cache_bytes, samples_at_a_time
+from funcrl.generators.vllm.plugin.native import fused_name
 from funcrl.generators.vllm.settings import architectures, compile_arguments, supported
 from funcrl.loop.parity import ParityConfig, compare
 from funcrl.loop.rollouts.draw import Completed, to_rollout
 from funcrl.tasks import Prompt
-from funcrl.weights.held import as_stored
+from funcrl.weights.fused_tensors import as_stored
 
 VARIANTS = [
     ("native", "llama", "float32", "auto"),

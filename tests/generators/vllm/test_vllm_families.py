@@ -8,10 +8,10 @@ from engines import PROMPTS, SHAPES, bound_of, largest, make, needs_vllm, rows_o
 
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.generators import VLLM
-from funcrl.generators.vllm.inside.native import fused_name
 from funcrl.generators.vllm.memory import cache_limits, samples_at_a_time
+from funcrl.generators.vllm.plugin.native import fused_name
 from funcrl.models import Transformer, TransformerConfig, shape
-from funcrl.weights.held import as_stored
+from funcrl.weights.fused_tensors import as_stored
 
 VARIANTS = [
     ("native", "gemma3", "float32"), ("unified", "gemma3", "float32"),

@@ -58,7 +58,7 @@ from funcrl.generators.vllm.server.transport import (
     unpack,
 )
 from funcrl.loop.parity import compare
-from funcrl.weights.held import as_stored
+from funcrl.weights.fused_tensors import as_stored
 
 ROOT = Path(__file__).parents[3]
 # On a GPU vLLM's attention does not multiply float32 in float32.

@@ -12,7 +12,7 @@ from kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, interpreting, kernel_ca
 import funcrl
 from funcrl.ops import gated_delta_scan
 from funcrl.ops.delta.chunked import Tokens
-from funcrl.ops.streams import last_tokens
+from funcrl.ops.sequence_args import last_tokens
 
 # The samples, heads, tokens and widths of keys and values.
 cpu = implementations("funcrl.ops.exact")

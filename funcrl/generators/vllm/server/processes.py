@@ -28,7 +28,7 @@ _CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
 _LAST_SECONDS = 10  # that a server has to end in, before it is killed
 _PULSE_SECONDS, _PULSE_LIMIT = 5, 60  # between two looks at whether it lives; for one of them
 # What vLLM looks for in each of its processes, and how to see what it will find.
-_PLUGIN = "funcrl.generators.vllm.inside.plugin:register"
+_PLUGIN = "funcrl.generators.vllm.plugin.entry:register"
 _FIND_PLUGINS = """
 from importlib.metadata import entry_points
 print(*(each.value for each in entry_points(group="vllm.general_plugins")), sep="\\n")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funcrl.core.process import ExplainedMemoryError
 from funcrl.core.types import Params
-from funcrl.generators.vllm.inside.native import fused_name
+from funcrl.generators.vllm.plugin.native import fused_name
 
 BUCKET_BYTES = 256 << 20
 RUN_VARIABLE = "FUNCRL_RUN"  # of the environment of a server: the name of its run

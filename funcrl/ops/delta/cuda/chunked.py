@@ -17,7 +17,7 @@ from funcrl.ops.delta.cuda.solve import (
     solve_kernel,
 )
 from funcrl.ops.exact.cuda.layout import STRICT, fresh
-from funcrl.ops.streams import token_major
+from funcrl.ops.sequence_args import token_major
 
 # What a program holds: rows of keys, filled up with zeros, and columns of a state by the bytes of a
 # value's number. Triton 3.6 made an illegal access of 32 columns in half precision, so that there

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from funcrl.ops.exact.cuda.layout import STRICT, fresh
-from funcrl.ops.streams import tokens_since
+from funcrl.ops.sequence_args import tokens_since
 
 _ROWS, _BLOCK = 8, 256  # tokens and channels of a program
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from funcrl.ops.delta.chunked import Tokens
 from funcrl.ops.delta.cuda import chunked as in_chunks
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, fresh, power_of_two
-from funcrl.ops.streams import token_major
+from funcrl.ops.sequence_args import token_major
 
 _COLUMNS = 32  # of a state, that a program holds
 _CHUNK = 64  # tokens, in the backward pass

@@ -11,7 +11,7 @@ from funcrl.models import TransformerConfig
 from funcrl.weights.names import translate
 
 
-class Held(NamedTuple):
+class FusedTensor(NamedTuple):
     """A tensor of a folder and the parameters that it holds."""
 
     name: str  # of the tensor
@@ -20,9 +20,9 @@ class Held(NamedTuple):
     split: Callable[[Tensor], Sequence[Tensor]]  # the parameters of the tensor
 
 
-def held_by(
+def fused_tensors_of(
     names: Iterable[str], config: TransformerConfig, vocabulary: str = "hugging_face"
-) -> list[Held]:
+) -> list[FusedTensor]:
     """Return the tensors that hold parameters.
 
     Args:
@@ -40,11 +40,11 @@ def as_stored(params: Mapping[str, Tensor], config: TransformerConfig) -> Params
     """Return the tensors of a Hugging Face folder, by their names, that hold parameters."""
     return {
         held.name: held.join([params[part] for part in held.parts])
-        for held in held_by(params, config)
+        for held in fused_tensors_of(params, config)
     }
 
 
-def _held(name: str, parts: Sequence[str], config: TransformerConfig) -> Held:
+def _held(name: str, parts: Sequence[str], config: TransformerConfig) -> FusedTensor:
     if len(parts) > 1:
         rows = config.head_width
 
@@ -55,9 +55,11 @@ def _held(name: str, parts: Sequence[str], config: TransformerConfig) -> Held:
             heads = tensor.unflatten(0, (-1, len(parts), rows))
             return [part.flatten(0, 1) for part in heads.unbind(1)]
 
-        return Held(name, tuple(sorted(parts, reverse=True)), join, split)  # q, then its gate
+        return FusedTensor(
+            name, tuple(sorted(parts, reverse=True)), join, split
+        )  # q, then its gate
     if parts[0].endswith("delta.conv"):  # with an axis for the one channel that each filter reads
-        return Held(
+        return FusedTensor(
             name, tuple(parts), lambda leaves: leaves[0].unsqueeze(1), lambda t: [t.squeeze(1)]
         )
-    return Held(name, tuple(parts), lambda leaves: leaves[0], lambda tensor: [tensor])
+    return FusedTensor(name, tuple(parts), lambda leaves: leaves[0], lambda tensor: [tensor])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from funcrl.generators.vllm.inside.attention import CachedAttention, FuncrlBackend
+from funcrl.generators.vllm.plugin.attention import CachedAttention, FuncrlBackend
 from funcrl.ops.exact import EXACT_FORWARD
 from funcrl.ops.exact.paged import attend_paged
 

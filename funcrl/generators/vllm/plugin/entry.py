@@ -26,10 +26,10 @@ def register() -> None:
     register_config_parser("funcrl")(Parser)
     register_model_loader("funcrl")(Loader)
     if NAME not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(NAME, f"funcrl.generators.vllm.inside.unified:{NAME}")
+        ModelRegistry.register_model(NAME, f"funcrl.generators.vllm.plugin.unified:{NAME}")
     with suppress(ValueError):  # known already: vLLM may load a plugin several times
         WeightTransferEngineFactory.register_engine(
-            "funcrl", "funcrl.generators.vllm.inside.receiver", "Receiver"
+            "funcrl", "funcrl.generators.vllm.plugin.receiver", "Receiver"
         )
 
 

@@ -41,7 +41,7 @@ class Spelled(NamedTuple):
     operands: tuple[Any, ...]
 
 
-def spell(node: Node) -> Spelled | None:
+def normalise(node: Node) -> Spelled | None:
     """Return the one spelling of an operation, None if it has none."""
     read = _SPELLINGS.get(node.target) if node.op == "call_function" else None
     return read(node) if read is not None and node.all_input_nodes else None
