@@ -107,8 +107,8 @@ class OptimizerConfig(CheckedFields):
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
     clip_per_sample: Positive | None = None
-    """The gradient of each sample is scaled down to this norm before they are summed; its metrics
-    are per_sample/*. It needs one sample a row."""
+    """The gradient of each sample is scaled down to this norm before they are summed; inf measures
+    them alone. Its metrics are per_sample/*, and it needs one sample a row."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rewrites that every traced graph gets: nothing in place, nothing unused, no view twice a turn."""
+"""Rewrites that every traced graph gets: nothing in place, nothing unused, no view made twice."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def clean(module: GraphModule) -> GraphModule:
     views: dict[tuple[Any, str, int], Node] = {}
     for node in module.graph.nodes:
         if is_view(node):
-            key = (node.target, f"{node.args} {node.kwargs}", origin_of(node).turn)
+            key = (node.target, f"{node.args} {node.kwargs}", origin_of(node).microbatch)
             first = views.setdefault(key, node)
             (source,) = node.all_input_nodes
             node.replace_all_uses_with(source if _same(node, source) else first)

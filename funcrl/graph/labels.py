@@ -27,7 +27,7 @@ _CONSTANTS = {
 class Label(NamedTuple):
     """The nodes of one label can be compiled together."""
 
-    turn: int
+    microbatch: int
     phase: str
     layer: str
 
@@ -44,7 +44,7 @@ def find_labels(graph: fx.Graph) -> dict[Node, Label]:
 def _label(node: Node, labels: Mapping[Node, Label]) -> Label:
     origin = origin_of(node)
     if is_gathering(node):
-        return Label(origin.turn, GATHERED, "")
+        return Label(origin.microbatch, GATHERED, "")
     reads = [source_of(read) for read in node.all_input_nodes]
     if len(reads) == 1 and reads[0] in labels:
         alone = labels[reads[0]]
@@ -52,7 +52,7 @@ def _label(node: Node, labels: Mapping[Node, Label]) -> Label:
         norm = origin.phase == "optimizer" and alone.phase == "backward"
         if norm or node.target is operator.getitem:
             return alone
-    return Label(origin.turn, origin.phase, origin.layer)
+    return Label(origin.microbatch, origin.phase, origin.layer)
 
 
 def is_gathering(node: Node) -> bool:
@@ -152,11 +152,11 @@ def _in_turn(
     """Return the nodes in order, those that wait for nothing, as a cast, before a first reader."""
     place = {node: number for number, node in enumerate(graph.nodes)}
 
-    def turn(node: Node) -> tuple[int, int]:
+    def order(node: Node) -> tuple[int, int]:
         first = min((place[reader] for reader in followers[node]), default=place[node])
         return (place[node], 1) if waits[node] else (first, 0)
 
-    return sorted(waits, key=turn)
+    return sorted(waits, key=order)
 
 
 def _waits(labels: Mapping[Node, Label]) -> dict[Node, set[Node]]:

@@ -15,7 +15,7 @@ class Origin(NamedTuple):
     """The part of a step that a node belongs to; a field is empty where nothing was recorded."""
 
     phase: Phase  # "optimizer" is all that follows a backward pass
-    turn: int = 0  # how many backward passes ended before: the number of the micro-batch
+    microbatch: int = 0  # how many backward passes ended before: the number of the micro-batch
     layer: str = ""  # such as "blocks.3": the path of the outermost module that has a number
     module: str = ""  # the path of the module, such as "blocks.3.attention.q"
     forward: str = ""  # on a backward node, the name of the node that it differentiates

@@ -117,7 +117,7 @@ def _analyse(gm: fx.GraphModule) -> _Step:
         )
     origins = {node: origin_of(node) for node in gm.graph.nodes if node.op == "call_function"}
     layers = {
-        node: (origin.turn, origin.layer)
+        node: (origin.microbatch, origin.layer)
         for node, origin in origins.items()
         if origin.layer and node not in late
     }
@@ -199,12 +199,12 @@ def _rewrite(step: _Step, tagged: Collection[fx.Node]) -> fx.GraphModule:
     graph.set_codegen(step.gm.graph._codegen)  # the trees that it takes and returns
     first: dict[fx.Node, fx.Node] = {}
     second: dict[fx.Node, fx.Node] = {}
-    turn = 0
+    microbatch = 0
     for node in step.gm.graph.nodes:
         if node not in step.late:
-            if origin_of(node).turn > turn:
+            if origin_of(node).microbatch > microbatch:
                 # The next micro-batch has begun: nothing is to wait for its backward pass.
-                turn, second = origin_of(node).turn, {}
+                microbatch, second = origin_of(node).microbatch, {}
             first[node] = graph.node_copy(node, first.__getitem__)
             continue
         latest = ChainMap(second, first)

@@ -105,8 +105,8 @@ class _Recorder(TorchDispatchMode):
         self._stack: list[str] = []
         self._forward: dict[int, Node] = {}  # by autograd's sequence number
         self._numbers: dict[int, int] = {}  # of each thread: the last sequence number
-        self._turn = 0
-        self._last_backward: Node | None = None  # in this turn
+        self._microbatch = 0
+        self._last_backward: Node | None = None  # of this micro-batch
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -164,28 +164,29 @@ class _Recorder(TorchDispatchMode):
             if added:
                 self._mark_seed(added[0])
                 self._last_backward = added[-1]
-            return Origin("backward", self._turn, forward=forward.name if forward else "")
+            return Origin("backward", self._microbatch, forward=forward.name if forward else "")
         for node in reversed(added):
             # One record may be of several operations, such as a view and a product: the product
             # says more.
             if number not in self._forward or is_view(self._forward[number]):
                 self._forward[number] = node
         if recorded and self._last_backward is not None:
-            self._begin_turn(self._last_backward)
+            self._begin_microbatch(self._last_backward)
         phase: Phase = "forward" if self._last_backward is None else "optimizer"
-        return Origin(phase, self._turn, module=self._stack[-1] if self._stack else "")
+        return Origin(phase, self._microbatch, module=self._stack[-1] if self._stack else "")
 
     def _mark_seed(self, first: Node) -> None:
         """Mark the seed of a backward pass: the node just before the first one, which reads it."""
         if self._last_backward is None and first.prev in first.all_input_nodes:
-            set_origin(first.prev, Origin("backward", self._turn, is_seed=True))
+            set_origin(first.prev, Origin("backward", self._microbatch, is_seed=True))
 
-    def _begin_turn(self, last_backward: Node) -> None:
-        """Begin the next turn, with what has been prepared for it since the last backward pass."""
-        self._turn, self._last_backward = self._turn + 1, None
+    def _begin_microbatch(self, last_backward: Node) -> None:
+        """Begin the next micro-batch, with all that came after the last backward pass."""
+        self._microbatch, self._last_backward = self._microbatch + 1, None
         for node in nodes_after(last_backward):
             if not any(is_late(read) for read in node.all_input_nodes):
-                set_origin(node, origin_of(node)._replace(phase="forward", turn=self._turn))
+                origin = origin_of(node)._replace(phase="forward", microbatch=self._microbatch)
+                set_origin(node, origin)
 
 
 def _input_paths(args: tuple[Any, ...]) -> list[str]:

@@ -42,17 +42,17 @@ def test_each_micro_batch_is_a_turn_with_every_layer_forward_and_backward(name, 
     turns, _ = OPTIONS[name]
     found = origins(traced(name, chunk))
     for phase in ("forward", "backward"):
-        places = {(each.turn, each.layer) for each in found.values() if each.phase == phase}
+        places = {(each.microbatch, each.layer) for each in found.values() if each.phase == phase}
         assert places == {
             (turn, layer) for turn in range(turns) for layer in ("", "blocks.0", "blocks.1")
         }
-    seeds = [each.turn for each in found.values() if each.is_seed]
+    seeds = [each.microbatch for each in found.values() if each.is_seed]
     assert seeds == list(range(turns))
     for node, each in found.items():
         reads = [origin_of(read) for read in node.all_input_nodes]
         if each.phase == "forward":
             assert not any(is_late(read) for read in node.all_input_nodes)
-        assert all(read.turn <= each.turn for read in reads), node
+        assert all(read.microbatch <= each.microbatch for read in reads), node
         if each.phase == "optimizer" and any(read.path for read in reads):
             layers = {read.layer for read in reads} - {""}
             assert layers in ({each.layer}, set()), node
@@ -71,7 +71,7 @@ def test_a_second_gradient_of_a_function_without_modules_is_a_second_turn():
         return [torch.func.grad(lambda w, row=row: (w * row).sin().sum())(weight) for row in rows]
 
     graph = funcrl.trace(fn, torch.ones(3), list(torch.ones(2, 3)))
-    turns = [(each.phase, each.turn) for each in origins(graph).values()]
+    turns = [(each.phase, each.microbatch) for each in origins(graph).values()]
     assert turns == sorted(turns, key=lambda each: each[1])
     assert {("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)} <= set(turns)
 

@@ -1,4 +1,4 @@
-"""Attention whose rows stand alone: query t sees the keys from first[t] to last[t].
+"""Batch-invariant attention: query t sees the keys from first[t] to last[t].
 
 Keys are taken in blocks that are counted from first[t], so that a sample has the same bits in a row
 of its own, in a packed row, in a piece of a prompt, and token by token on a cache. Before them it

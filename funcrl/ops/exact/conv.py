@@ -1,4 +1,4 @@
-"""The short causal convolution of a gated delta layer, whose tokens stand alone."""
+"""The short causal convolution of a gated delta layer, batch-invariant."""
 
 from collections.abc import Sequence
 from typing import Any

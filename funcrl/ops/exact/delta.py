@@ -1,4 +1,4 @@
-"""The gated delta rule from token to token, as an operator whose rows stand alone."""
+"""The gated delta rule from token to token, exact (batch-invariant)."""
 
 import math
 from collections.abc import Callable, Sequence

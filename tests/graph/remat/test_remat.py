@@ -153,7 +153,9 @@ def test_a_value_is_computed_again_once_just_before_it_is_read(flats):
 def forward_layers(gm):
     """The layers of the forward pass, each micro-batch's own."""
     origins = [origin_of(node) for node in gm.graph.nodes if node.op == "call_function"]
-    return {(each.turn, each.layer) for each in origins if each.phase == "forward" and each.layer}
+    return {
+        (each.microbatch, each.layer) for each in origins if each.phase == "forward" and each.layer
+    }
 
 
 KINDS = {

@@ -1,4 +1,4 @@
-"""Products whose rows stand alone: a Triton kernel, and cuBLAS where it has the kernel's bits.
+"""Batch-invariant products: a Triton kernel, and cuBLAS where it has the kernel's bits.
 
 Nothing promises that the two agree: each shape is compared once, on random numbers, before a faster
 way is used for it. A shape first met while a CUDA graph is captured is left to the kernel.
