@@ -114,7 +114,7 @@ def _decode(config: NumericsBenchConfig, case: Case) -> Callable[[], Any]:
 
         def extend() -> Any:
             with torch.inference_mode():
-                return cache.extend(tokens, positions, config.length - 1)
+                return cache.decode(tokens, positions, config.length - 1)
 
         return _captured(extend) if config.device == "cuda" else extend
 

@@ -15,15 +15,15 @@ from funcrl.ops.arithmetic import log_softmax
 
 
 class Decoder(Protocol):
-    """A network with its parameters, and what it keeps of the samples under way, a row each."""
+    """A network with its parameters, and what it keeps of each sample in a slot, a row each."""
 
-    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Fill rows with n prompts, each `group` times; return logits [n * group, V]."""
 
-    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add a token at its position to each of the first rows; return logits [rows, V]."""
 
-    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+    def evict(self, rows: list[int], samples: list[Drawn]) -> None:
         """Take note that the samples of some rows have ended; others will have these rows."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:
@@ -89,7 +89,7 @@ class Batch:
         """Run prompts once, share what they leave with their samples; logits of each sample."""
         group, device = self.sampling.num_samples, self.tokens.device
         prompts = [self.request.prompts[index] for index in indices]
-        logits = self.decoder.enter(prompts, rows, group)
+        logits = self.decoder.prefill(prompts, rows, group)
         # One before the place of the first drawn token: `_draw` adds 1.
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         self.positions[rows] = last.repeat_interleave(group)
@@ -101,7 +101,7 @@ class Batch:
 
     def _decode(self, rows: slice) -> Tensor:
         longest = max(each.length(self.request) for each in self._samples(rows)) - 1
-        return self.decoder.extend(self.tokens[rows], self.positions[rows], longest)
+        return self.decoder.decode(self.tokens[rows], self.positions[rows], longest)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         """Draw the next token of the samples in some slots."""
@@ -119,7 +119,7 @@ class Batch:
         flags += [each.end(self.request) for each in samples[rows]]
         ended = [slot for slot, end in enumerate(flags) if end]
         if ended:
-            self.decoder.leave(ended, [samples[slot] for slot in ended])
+            self.decoder.evict(ended, [samples[slot] for slot in ended])
             self._move(self.schedule.evict(flags), samples)
 
     def _move(self, moves: Moves, samples: Sequence[Drawn]) -> None:

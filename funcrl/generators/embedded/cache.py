@@ -36,18 +36,18 @@ class CachedTransformer:
         self._model = model
         self._cache = empty_cache(model, rows, places, model.norm.weight)
 
-    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Run the prompts once, and share what they leave with their samples."""
         tokens, lengths = padded_prompts(prompts, self._model.norm.weight.device)
         prefix = prefill(self._model, tokens, lengths)
         write_prefix(self._cache, prefix, rows, group)
         return prefix.logits.repeat_interleave(group, dim=0)
 
-    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Run one more token of each sample."""
         return extend(self._model, self._cache, tokens, positions, longest)
 
-    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+    def evict(self, rows: list[int], samples: list[Drawn]) -> None:
         """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:

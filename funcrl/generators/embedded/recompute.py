@@ -104,20 +104,20 @@ class Recomputed:
 
         self._logits = over_rows("Recompute", last_logits)
 
-    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Keep the prompts' tokens for each sample, and compute what follows each prompt."""
         tokens, lengths = padded_prompts(prompts, self._tokens.device)
         self._tokens[rows, : tokens.shape[1]] = tokens.repeat_interleave(group, dim=0)
         return self._last(tokens, lengths - 1).repeat_interleave(group, dim=0)
 
-    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Keep one more token of each sample, and compute what follows it."""
         rows = self._tokens[: len(tokens)]
         rows.scatter_(1, positions[:, None], tokens[:, None])
         width = min(math.ceil((longest + 1) / _BUCKET) * _BUCKET, rows.shape[1])
         return self._last(rows[:, :width], positions)
 
-    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+    def evict(self, rows: list[int], samples: list[Drawn]) -> None:
         """Keep nothing of samples that have ended."""
 
     def move(self, to: list[int], origin: list[int], places: slice) -> None:

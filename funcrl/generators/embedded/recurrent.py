@@ -111,8 +111,8 @@ class RecurrentDraw:
         states = before.take([each.row for each in found])
 
         def open_decoder(rows: int, _places: int) -> RecurrentDecoder:
-            entering = Entering(prompts, hashes, unread, states)
-            return RecurrentDecoder(self._model, entering, kept, rows)
+            contexts = PromptStates(prompts, hashes, unread, states)
+            return RecurrentDecoder(self._model, contexts, kept, rows)
 
         leaf = self._model.embed.weight
         seeds, lengths = seeds_of(hashes, group, request.seed), [len(new) for new in unread]
@@ -124,7 +124,7 @@ class RecurrentDraw:
         return completions(drawn, leaf)
 
 
-class Entering(NamedTuple):
+class PromptStates(NamedTuple):
     """N prompts, the hash of each, those of its tokens that are to be read, the states before."""
 
     prompts: Prompts
@@ -138,28 +138,28 @@ class RecurrentDecoder:
 
     Args:
         model: bound to its parameters.
-        entering: the prompts, which enter in their order.
+        contexts: the prompts, which are admitted in their order.
         kept: where the states of samples that end are put.
         rows: the largest number of samples at a time.
     """
 
-    def __init__(self, model: Recurrent, entering: Entering, kept: States, rows: int) -> None:
-        self._model, self._entering, self._kept = model, entering, kept
-        self._entered = 0
+    def __init__(self, model: Recurrent, contexts: PromptStates, kept: States, rows: int) -> None:
+        self._model, self._contexts, self._kept = model, contexts, kept
+        self._num_read = 0
         zero = model.zero_state()
         self._states = tree.map(lambda leaf: leaf.expand(rows, -1, -1).clone(), zero)
 
-    def enter(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: slice, group: int) -> Tensor:
         """Read what is new of the prompts, and share the states that they leave."""
-        places = slice(self._entered, self._entered + len(prompts))
-        self._entered = places.stop
-        before = take(self._entering.states, places)
-        states = read_on(self._model, self._entering.unread[places], before)
+        places = slice(self._num_read, self._num_read + len(prompts))
+        self._num_read = places.stop
+        before = take(self._contexts.states, places)
+        states = read_on(self._model, self._contexts.unread[places], before)
         shared = tree.map(lambda leaf: leaf.repeat_interleave(group, dim=0), states)
         write(self._states, rows, shared)
         return self._model.next_logits(shared)
 
-    def extend(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Read one more token of each sample."""
         del positions, longest
         rows = slice(len(tokens))
@@ -167,9 +167,9 @@ class RecurrentDecoder:
         write(self._states, rows, states)
         return self._model.next_logits(states)
 
-    def leave(self, rows: list[int], samples: list[Drawn]) -> None:
+    def evict(self, rows: list[int], samples: list[Drawn]) -> None:
         """Keep the states of samples that have ended: their last tokens have not been read."""
-        prompts, hashes = self._entering.prompts, self._entering.hashes
+        prompts, hashes = self._contexts.prompts, self._contexts.hashes
         read = [each.tokens[:-1] for each in samples]
         pairs = list(zip(samples, read, strict=True))
         self._kept.add(

@@ -78,7 +78,8 @@ class Sampler(EmbeddedGenerator):
         model: a `funcrl.models.Transformer`, whose samples have a cache of keys and values, or a
             `funcrl.models.Recurrent`, whose samples carry a state.
         decode: from tokens to text, for stop strings.
-        slots: samples drawn at a time; finished ones leave at once and waiting prompts enter.
+        slots: samples drawn at a time, by continuous batching: a finished one is evicted at once,
+            and waiting prompts are admitted.
         dtype: to compute in; that of the parameters when left out.
 
     A push is a reference: parameters that are written into afterwards are read again.

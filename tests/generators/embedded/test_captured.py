@@ -86,13 +86,13 @@ def captured(monkeypatch):
 def steps(monkeypatch):
     """The number of samples of each step of captured samplers."""
     counts = []
-    plain = Program.step
+    plain = Program.decode
 
     def counted(self, count, sampling):
         counts.append(count)
         plain(self, count, sampling)
 
-    monkeypatch.setattr(Program, "step", counted)
+    monkeypatch.setattr(Program, "decode", counted)
     return counts
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from funcrl.generators.embedded.captured.extend import SCRAP, SIZE
 from funcrl.generators.embedded.captured.host import HostCopy, StopStrings, copy_to_host
 from funcrl.generators.embedded.captured.memory import Pages, limit_of, num_pages
-from funcrl.generators.embedded.captured.program import Entering, Program
+from funcrl.generators.embedded.captured.program import Admitted, Program
 from funcrl.generators.embedded.drawn import Request
 from funcrl.generators.embedded.schedule import Schedule
 from funcrl.generators.prompts import pad_prompts, sample_seeds
@@ -64,9 +64,9 @@ class CapturedBatch:
         while (admitted := self.schedule.admit())[0]:
             prompts, rows = admitted
             entry = self._entry(prompts, self.schedule.running[rows])
-            self.program.enter(rows.start, entry, self.sampling, self.request.max_tokens)
+            self.program.prefill(rows.start, entry, self.sampling, self.request.max_tokens)
 
-    def _entry(self, indices: list[int], samples: list[Running]) -> Entering:
+    def _entry(self, indices: list[int], samples: list[Running]) -> Admitted:
         """Return what the program has to know of prompts that enter, and of their samples."""
         prompts = [self.request.prompts[prompt] for prompt in indices]
         group = self.sampling.num_samples
@@ -77,7 +77,7 @@ class CapturedBatch:
                 first, *others = samples[index * group : (index + 1) * group]
                 copies += [(first.table[page], other.table[page]) for other in others]
         width = max(len(each.table) for each in samples)
-        return Entering(
+        return Admitted(
             prompts=pad_prompts(prompts, max(map(len, prompts))),
             lengths=[len(prompt) for prompt in prompts],
             seeds=[self.seeds[each.sample] for each in samples],
@@ -93,7 +93,7 @@ class CapturedBatch:
         steps = min(_BURST, max(each.left for each in running))
         self._share()
         for _ in range(steps):
-            self.program.step(len(running), self.sampling)
+            self.program.decode(len(running), self.sampling)
         for each in running:
             each.left -= steps
         window = 0 if self.stop_strings is None else _BURST + 1

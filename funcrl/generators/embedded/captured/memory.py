@@ -13,7 +13,7 @@ from funcrl.generators.embedded.drawn import Request
 class Sizes(NamedTuple):
     """The sizes of a program's memory."""
 
-    slots: int  # samples under way at a time
+    slots: int  # samples drawn at a time
     samples: int
     pages: int
     width: int  # pages of one sample
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the sizes that a request needs: its largest prompts may all be under way at once."""
+    """Return the sizes that a request needs: its largest prompts may all be drawn at once."""
     group = request.sampling.num_samples
     samples = group * len(request.prompts)
     slots = min(max(request.slots, group), samples)

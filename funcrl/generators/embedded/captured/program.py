@@ -28,8 +28,8 @@ from funcrl.models import Transformer
 from funcrl.ops.exact.paged import Sharing
 
 
-class Entering(NamedTuple):
-    """Prompts that enter, as numbers of the host; each has as many samples as any other."""
+class Admitted(NamedTuple):
+    """Admitted prompts, as numbers of the host; each has as many samples as any other."""
 
     prompts: list[list[int]]  # padded on the right
     lengths: list[int]
@@ -41,7 +41,7 @@ class Entering(NamedTuple):
 
 
 class Program:
-    """The samples under way in the first slots, their keys and values, and all results.
+    """The samples in the first slots, their keys and values, and all results.
 
     Its tensors stay where they are, because graphs read and write them. Nothing here waits for a
     GPU, but a draw with top-p.
@@ -64,26 +64,26 @@ class Program:
         self._slots.positions.fill_(-1)
         self.results.tokens.fill_(-1)
 
-    def enter(self, start: int, entering: Entering, sampling: Sampling, most: int) -> None:
+    def prefill(self, start: int, admitted: Admitted, sampling: Sampling, most: int) -> None:
         """Run prompts once, and draw the first token of their samples.
 
         Args:
             start: the first of the slots that the samples take.
-            entering: the prompts.
+            admitted: the prompts.
             sampling: how to draw.
             most: the largest number of tokens of a sample.
         """
         send = partial(send_to, device=self._cache.device)
-        rows = slice(start, start + len(entering.seeds))
-        group = len(entering.seeds) // len(entering.prompts)
-        lengths = send(entering.lengths)
+        rows = slice(start, start + len(admitted.seeds))
+        group = len(admitted.seeds) // len(admitted.prompts)
+        lengths = send(admitted.lengths)
         slots = self._slots.part(rows)
-        slots.uniforms[:, :most] = rng.uniform(send(entering.seeds), most)
-        columns = send([entering.limits, entering.owners])
+        slots.uniforms[:, :most] = rng.uniform(send(admitted.seeds), most)
+        columns = send([admitted.limits, admitted.owners])
         slots.limits.copy_(columns[0])
         slots.owners.copy_(columns[1])
         slots.counts.zero_()
-        tables = send(entering.tables)
+        tables = send(admitted.tables)
         slots.tables[:, : tables.shape[1]] = tables
         slots.shared.copy_((lengths // SIZE).repeat_interleave(group))
         # One before the place of the first drawn token: `append_token` moves on.
@@ -91,14 +91,14 @@ class Program:
         logits = prefill_paged(
             self._network,
             self._cache,
-            send(entering.prompts),
+            send(admitted.prompts),
             lengths,
             tables[::group],
-            send([*entering.copies]).view(-1, 2).T,
+            send([*admitted.copies]).view(-1, 2).T,
         )
         self._append_token(rows, logits.repeat_interleave(group, dim=0), sampling)
 
-    def step(self, count: int, sampling: Sampling) -> None:
+    def decode(self, count: int, sampling: Sampling) -> None:
         """Extend the samples in the first `count` slots by a token each."""
         size, group = bucket(count, self.sizes.slots), sampling.num_samples
         rows = slice(size)
