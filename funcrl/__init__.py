@@ -8,6 +8,7 @@ state, metrics = step(state, batch)
 from funcrl import config, generators, graph, models, ops, optim, tasks, weights
 from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, numerics, rng, tree, types
+from funcrl.core.process import VERSION
 from funcrl.core.types import (
     Algorithm,
     Batch,
@@ -20,21 +21,18 @@ from funcrl.core.types import (
     TokenScores,
     TrainState,
 )
-from funcrl.core.version import VERSION
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
-from funcrl.loop import rollouts
+from funcrl.loop import memory, rollouts
+from funcrl.loop.build import build
 from funcrl.loop.evaluate import evaluate
-from funcrl.loop.export import export
-from funcrl.loop.load_run import LoadedRun, load_run
+from funcrl.loop.export import LoadedRun, export, load_run
 from funcrl.loop.parity import parity
-from funcrl.loop.parts import memory
-from funcrl.loop.parts.build import build
 from funcrl.loop.train import train
 from funcrl.loop.warm_start import warm_start
 from funcrl.models import init_params
 from funcrl.models.functional import functional
+from funcrl.models.initial import Lora, lora
 from funcrl.models.logprobs import logprob_fn, score, token_scores
-from funcrl.models.lora import Lora, lora
 from funcrl.rl import (
     advantages,
     aggregation,
@@ -65,8 +63,14 @@ from funcrl.rl.prepare import recenter, top_entropy
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore, save
-from funcrl.run.memory import MemoryStats, memory_stats, reset_peak
-from funcrl.run.memory_profile import MemoryBlock, MemoryProfile, memory_profile
+from funcrl.run.memory import (
+    MemoryBlock,
+    MemoryProfile,
+    MemoryStats,
+    memory_profile,
+    memory_stats,
+    reset_peak,
+)
 from funcrl.weights import load_params, save_params
 
 __version__ = VERSION

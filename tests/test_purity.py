@@ -40,13 +40,13 @@ from funcrl import (
     weights,
 )
 from funcrl.config import TrainConfig
-from funcrl.core import arrays, rows
+from funcrl.core import rows
 from funcrl.generators import stops
 from funcrl.loop.parity import ParityConfig
 from funcrl.models.functional import bind
 
 # Modules that are not public, but as pure.
-INNER = {"arrays": arrays, "rows": rows, "stops": stops}
+INNER = {"arrays": tree, "rows": rows, "stops": stops}
 
 torch.manual_seed(0)  # the inputs below
 CASE = random_case(1)
@@ -500,8 +500,8 @@ TABLE_OF_CALLS = {
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),
-    "arrays.to_array": (lambda x: arrays.to_array(x).tolist(), (T[0],)),
-    "arrays.to_tensor": (lambda x: arrays.to_tensor(arrays.to_array(x), x), (T[0],)),
+    "arrays.to_array": (lambda x: tree.to_array(x).tolist(), (T[0],)),
+    "arrays.to_tensor": (lambda x: tree.to_tensor(tree.to_array(x), x), (T[0],)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

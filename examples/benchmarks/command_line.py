@@ -19,7 +19,7 @@ from benchmarks.table import format_columns, format_rows
 from benchmarks.vllm import VLLMBenchConfig, bench_vllm
 from funcrl.cli import read_train_config
 from funcrl.core.process import ExplainedMemoryError
-from funcrl.core.terminal import print_safely
+from funcrl.core.text import print_safely
 
 
 class Benchmark(NamedTuple):

@@ -15,7 +15,7 @@ from funcrl import rng
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
-from funcrl.loop.parts.memory import num_params
+from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params
 from funcrl.ops import NATIVE
 from funcrl.weights import translate

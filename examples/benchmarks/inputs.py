@@ -16,14 +16,13 @@ from benchmarks.table import Row
 from funcrl import CompileConfig, grpo, logprob_fn, policy_loss, rng, tree
 from funcrl.core.arguments import Count, CountOrAll, Fraction, Natural, check_fields
 from funcrl.core.types import Batch, Metrics, ModelFn, Params, Rows, Tree
-from funcrl.graph.recompute import RematName
-from funcrl.loop.parts.memory import num_params
+from funcrl.graph.remat import RematName
+from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.ops.attention import attend_prompts
-from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
-from funcrl.rl.grads import Gradient, PerSampleTransform
+from funcrl.rl.grads import AuxLossFn, Gradient, PerSampleTransform
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
 Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]

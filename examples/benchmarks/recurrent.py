@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.measure import Variants, held_bytes, measure
 from benchmarks.scans import PARTS, Case, Part, RecurrentBenchConfig, Way, make_case
 from benchmarks.table import Row, compare, format_rows, write_rows
-from funcrl.graph.compile.capture import capture
+from funcrl.graph.capture import capture
 
 
 class Refused(NamedTuple):

@@ -28,8 +28,8 @@ from funcrl.cli.suggest import close, did_you_mean
 from funcrl.cli.training import base_config, run_train
 from funcrl.config import EvalConfig, TrainConfig
 from funcrl.core.files import brief
-from funcrl.core.terminal import print_safely
-from funcrl.core.version import VERSION
+from funcrl.core.process import VERSION
+from funcrl.core.text import print_safely
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity

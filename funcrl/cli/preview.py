@@ -7,15 +7,14 @@ import yaml
 from torch import nn
 
 from funcrl.config import TrainConfig, read_config, to_plain
-from funcrl.loop.parts import memory, sources
-from funcrl.loop.parts.data import plain_task
-from funcrl.loop.parts.from_config import estimate_memory
+from funcrl.loop import memory, sources
+from funcrl.loop.data import plain_task
+from funcrl.loop.from_config import estimate_memory
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.shapes import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
-from funcrl.weights.downloads import PACKAGES
-from funcrl.weights.sources import cached
+from funcrl.weights.sources import PACKAGES, cached
 
 
 def list_models() -> str:

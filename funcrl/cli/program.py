@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from funcrl.cli.command_line import UsageError
 from funcrl.cli.commands import run_command
 from funcrl.core.process import ExplainedMemoryError, is_out_of_memory
-from funcrl.core.terminal import print_safely, safe_warnings
+from funcrl.core.text import print_safely, safe_warnings
 from funcrl.generators import EngineError
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run.checkpoint import CheckpointError
-from funcrl.tasks.rewards.failures import describe_error, is_of_user
+from funcrl.tasks.reward_calls import describe_error, is_of_user
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
 _EXPECTED = (

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 from funcrl.cli.command_line import Line, StartConfig, with_values
 from funcrl.cli.preview import describe_run
 from funcrl.config import TrainConfig, read_config
-from funcrl.core.terminal import print_safely
+from funcrl.core.text import print_safely
 from funcrl.loop.opening import with_folder
-from funcrl.loop.parts.sources import defaults
+from funcrl.loop.sources import defaults
 from funcrl.loop.train import train as run_training
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, interval_of
-from funcrl.run.changes import check_options_kept
+from funcrl.run.folder import check_options_kept
 from funcrl.run.trust import CODE_OPTIONS, check_file
 from funcrl.run.views import view_for
 

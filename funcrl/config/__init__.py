@@ -1,15 +1,21 @@
 """Configuration: frozen dataclasses that refuse bad values, and YAML to and from them."""
 
-from funcrl.config.changes import MAY_CHANGE, Change, changed_options
-from funcrl.config.evaluation import EvalConfig
 from funcrl.config.generation import (
     CompileConfig,
+    EvalConfig,
     Sampling,
     ServerConfig,
     VLLMCompileConfig,
     VLLMConfig,
 )
-from funcrl.config.plain import from_plain, read_config, to_plain
+from funcrl.config.plain import (
+    MAY_CHANGE,
+    Change,
+    changed_options,
+    from_plain,
+    read_config,
+    to_plain,
+)
 from funcrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,

@@ -1,7 +1,7 @@
 """Generators: from prompts to samples, by one interface: push, generate, score, close."""
 
 from funcrl.config import Sampling
-from funcrl.generators.contracts import Generator, State
+from funcrl.generators.contract import Generator, State
 from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.embedded.hugging_face import HuggingFace
 from funcrl.generators.embedded.recompute import Recompute

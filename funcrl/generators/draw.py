@@ -10,7 +10,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 from funcrl.ops.arithmetic import log_softmax as native_log_softmax
-from funcrl.ops.exact.logits import scores_impl
+from funcrl.ops.exact.scores import scores_impl
 
 LogSoftmaxFn: TypeAlias = Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
 
@@ -113,7 +113,7 @@ def draw_tokens(
         for token in sampling.stop_tokens:  # a list of them would be copied to a GPU each time
             allowed[:, token].masked_fill_(early, -torch.inf)
     if _has_kernel(allowed, sampling):
-        from funcrl.ops.exact.cuda import logits as on_gpu  # needs triton
+        from funcrl.ops.exact.cuda import scores as on_gpu  # needs triton
 
         tokens, chosen = on_gpu.draw(allowed, uniform, sampling.temperature)
         if allowed is logits and sampling.temperature == 1:

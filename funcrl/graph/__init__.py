@@ -1,12 +1,11 @@
 """The graph: a whole step as one flat program, passes that rewrite it, and its compilation."""
 
-from funcrl.graph.compile.compilation import compile_at_first, compile_step, step_graph
-from funcrl.graph.compile.fences import add_fences
+from funcrl.graph.compilation import compile_at_first, compile_step, step_graph
 from funcrl.graph.donation import donate
-from funcrl.graph.liveness import live_bytes, predict_peak
+from funcrl.graph.lowering import add_fences
 from funcrl.graph.per_sample.fuse import fuse_per_sample
-from funcrl.graph.recompute import recomputed_cost, remat
 from funcrl.graph.regions import split_repeated
+from funcrl.graph.remat import live_bytes, predict_peak, recomputed_cost, remat
 from funcrl.graph.tracing import trace
 
 __all__ = [

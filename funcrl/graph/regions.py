@@ -18,8 +18,7 @@ from torch.fx.node import map_arg
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import writes, written_by
-from funcrl.graph.labels import GATHERED, Label, find_labels, is_free, runs_of, source_of
-from funcrl.graph.nodes import draws
+from funcrl.graph.nodes import GATHERED, Label, draws, find_labels, is_free, runs_of, source_of
 
 
 class _Piece(NamedTuple):

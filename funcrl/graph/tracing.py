@@ -1,5 +1,6 @@
-"""A pure function as one flat graph of aten operations, each with its origin (`origin.py`)."""
+"""A pure function as one flat graph of aten operations, each with its origin, cleaned of writes."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
-from funcrl.core.unbatched import reads_a_value
-from funcrl.graph.aliases import is_view, sharing_places, written_inputs
-from funcrl.graph.cleaning import clean, look_through
+from funcrl.core.rows import reads_a_value
+from funcrl.graph.aliases import is_view, looks_alike, sharing_places, written_inputs
 from funcrl.graph.edit import nodes_after
+from funcrl.graph.in_place import without_writes
 from funcrl.graph.nodes import (
     Origin,
     Phase,
@@ -28,10 +29,70 @@ from funcrl.graph.nodes import (
     recorded_origin,
     set_origin,
 )
-from funcrl.graph.pause import without_collection
 from funcrl.graph.repeats import Repeats
 
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Run a block, or a function that this decorates, without a search for reference cycles.
+
+    A step's graph is a million objects, all of them alive: Python would look through them again
+    and again, for a quarter of the time that a trace takes, and free nothing. Python has one such
+    search for the whole process: other threads go without it meanwhile.
+
+    Example:
+        >>> import gc
+        >>> from funcrl.graph.pause import without_collection
+        >>> with without_collection():
+        ...     paused = gc.isenabled()
+        >>> paused, gc.isenabled()
+        (False, True)
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 aten = torch.ops.aten
+
+
+def clean(module: GraphModule) -> GraphModule:
+    """Return the traced graph without in-place operations, dead nodes and needless views.
+
+    A copy into an input stays: it is what the function does to its arguments. A view is not kept
+    from one micro-batch to the next, with what it looks at.
+    """
+    module = without_writes(module)
+    views: dict[tuple[Any, str, int], Node] = {}
+    for node in module.graph.nodes:
+        if is_view(node):
+            key = (node.target, f"{node.args} {node.kwargs}", origin_of(node).microbatch)
+            first = views.setdefault(key, node)
+            (source,) = node.all_input_nodes
+            node.replace_all_uses_with(source if _same(node, source) else first)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def look_through(node: Node) -> Node:
+    """Return the node that a chain of views and casts starts from."""
+    while (is_view(node) or node.target is aten._to_copy.default) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _same(node: Node, source: Node) -> bool:
+    """Return whether a view has the shape, strides and dtype of its source."""
+    new, old = node.meta.get("val"), source.meta.get("val")
+    return isinstance(new, Tensor) and isinstance(old, Tensor) and looks_alike(new, old)
+
+
 # Asked for thousands of times.
 _NO_NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: lambda tensor: tensor.device,

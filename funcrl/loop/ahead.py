@@ -14,8 +14,8 @@ from torch import Tensor
 from funcrl.config import TrainConfig
 from funcrl.core import tree
 from funcrl.core.types import Params
-from funcrl.loop.parts.build import Parts
-from funcrl.loop.rollouts.step import Policy, Rolled, roll
+from funcrl.loop.build import Parts
+from funcrl.loop.rollouts.draw import Policy, Rolled, roll
 from funcrl.run.record import Record
 
 _Result = TypeVar("_Result")

@@ -1,22 +1,118 @@
-"""Writes the model that a run has trained."""
+"""Loads what a run has trained, and writes it as a model."""
 
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json, read_text
-from funcrl.core.terminal import Note, warn_safely
-from funcrl.loop.parts import sources
+from funcrl.core.text import Note, warn_safely
+from funcrl.core.types import Params, TrainState
+from funcrl.loop import sources
+from funcrl.loop.build import Parts, trained_like
+from funcrl.loop.data import check_data, task_of
 from funcrl.models import Transformer
 from funcrl.models.logits import is_of_transformers
-from funcrl.run import runs
+from funcrl.run import report, runs
+from funcrl.run.accuracy import held_out
+from funcrl.run.trust import check_run
 from funcrl.tasks import check_task, is_built_in, load, load_tokenizer
-from funcrl.tasks.contracts import TaskLike
+from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import save_params
 from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
+
+
+class Trained(NamedTuple):
+    """The result of a run."""
+
+    state: TrainState
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
+    run_dir: Path  # the run's folder
+
+    def __repr__(self) -> str:
+        lines = [f"Trained({len(self.history) - 1} steps in {self.run_dir})"]
+        evaluated = [found for row in self.history if (found := held_out(row)) is not None]
+        rewards = [("reward", row.get("reward", math.nan)) for row in self.history]
+        for kind, named in (("held-out ", evaluated), ("", rewards)):
+            values = [(label, value) for label, value in named if math.isfinite(value)]
+            if values:
+                label, last = values[-1]
+                lines.append(f"  {kind}{label} {values[0][1]:.3g} -> {last:.3g}")
+        return "\n".join([*lines, f"  state: {self.state}"])
+
+    def _repr_html_(self) -> str:
+        """Return the run's curves and completions, which a notebook shows in place of the text."""
+        return report.to_frame(self.run_dir)
+
+
+class LoadedRun(NamedTuple):
+    """What a run has trained, and on what."""
+
+    model: nn.Module
+    params: Params  # those of the newest checkpoint, adapters merged
+    task: Task
+
+
+@checked
+def load_run(
+    folder: Path | str,
+    task: TaskLike | None = None,
+    *,
+    parts: Parts | None = None,
+    device: sources.Device = "cpu",
+    trust: bool = False,
+    note: Note = warn_safely,
+) -> LoadedRun:
+    """Return the model, the parameters and the task of a run.
+
+    Args:
+        folder: the run's.
+        task: that the run was given as an object.
+        parts: that the run was given, with objects among them, its task too.
+        device: of the parameters.
+        trust: run the code that the run names, such as a task of one's own, even if this account
+            has not run it before or it has changed (docs/security.md).
+        note: is called with lines about the code that is run.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.config import EvaluationConfig, TrainConfig, WarmStartConfig
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "run"
+        >>> config = TrainConfig(
+        ...     run_dir=folder, steps=1, num_prompts=2, num_generations=2,
+        ...     warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=0))
+        >>> state = funcrl.train(config).state
+        >>> model, params, task = funcrl.load_run(folder)
+        >>> params["norm.weight"].equal(state.params["norm.weight"]), task.name
+        (True, 'sum_digits')
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("load_run expects device cpu where torch sees no GPU, got cuda.")
+    run = Path(folder)
+    if parts is not None:
+        _, trained = sources.trained_params(run, trained_like(parts))
+        return LoadedRun(parts.model, parts.policy(trained), parts.task)
+    options = sources.options_of_run("load_run", "folder", run)
+    given = set() if task is None else {"task"}
+    runs.check_given("load_run", run, {"task", *sources.parts_of_network(options)} - given)
+    for line in check_run("load_run", options, run, given, trust):
+        note(line)
+    tokenizer = None
+    if task is None:
+        check_data("load_run", options.task, run)
+        tokenizer = sources.tokenizer_of("load_run", options)
+    loaded = task_of("load_run", options, tokenizer, task)
+    model = sources.network_of_run("load_run", run, task, trust, loaded.tokenizer)
+    _, params = sources.params_of_run("load_run", run, model, device)
+    return LoadedRun(model, params, loaded)
+
 
 _OWN = (runs.CHECKPOINTS, runs.REFERENCE, runs.TOKENIZER)  # folders of a run that only it writes to
 _MOST_BYTES = 1 << 28  # of a file of a tokenizer

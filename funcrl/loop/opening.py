@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 from funcrl.config import TrainConfig
 from funcrl.core.process import refuse_ranks
-from funcrl.core.terminal import Note
-from funcrl.loop.parts.build import REPLACEABLE, Parts
-from funcrl.loop.parts.data import check_data, data_facts
-from funcrl.loop.parts.sources import options_of_run, parts_of_network
+from funcrl.core.text import Note
+from funcrl.loop.build import REPLACEABLE, Parts
+from funcrl.loop.data import check_data, data_facts
+from funcrl.loop.sources import options_of_run, parts_of_network
 from funcrl.run import runs
-from funcrl.run.changes import check_options_kept
-from funcrl.run.folder import free_folder, missing_folders, open_folder, remove_empty
+from funcrl.run.folder import (
+    check_options_kept,
+    free_folder,
+    missing_folders,
+    open_folder,
+    remove_empty,
+)
 from funcrl.run.trust import check_run, named_code, remember
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import TaskLike

@@ -6,11 +6,10 @@ import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core.types import Batch, PackedBatch, Rows
-from funcrl.loop.parts.build import Parts, trained_like
-from funcrl.loop.parts.memory import LONGEST
+from funcrl.loop.build import Parts, trained_like
+from funcrl.loop.memory import LONGEST
 from funcrl.models import Transformer
-from funcrl.models.logprobs import score
-from funcrl.models.packed_rows import reading_segments
+from funcrl.models.logprobs import reading_segments, score
 from funcrl.rl.batching import sampled_tokens
 from funcrl.rl.mixing import mixing_parts
 from funcrl.rl.packing import pack_batch, pack_batch_groups

@@ -16,15 +16,22 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
+from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.export import Trained
 from funcrl.loop.opening import facts_of, open_run, with_folder
 from funcrl.loop.pack import check_packing, to_rows
-from funcrl.loop.parts.build import Parts, build, empty_state, first_params
-from funcrl.loop.parts.sources import tokenizer_place
-from funcrl.loop.rollouts.draw import complete
+from funcrl.loop.rollouts.draw import (
+    EVALUATION,
+    ORDER,
+    WARM_START,
+    Rolled,
+    complete,
+    grade_in_run,
+    left_out,
+)
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record
-from funcrl.loop.rollouts.step import EVALUATION, ORDER, WARM_START, Rolled, grade_in_run, left_out
-from funcrl.loop.trained import Trained
+from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products

@@ -15,7 +15,7 @@ from funcrl.rl.batching import collate, pad_rows
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
-from funcrl.tasks.rewards.calls import RewardLimits
+from funcrl.tasks.reward_calls import RewardLimits
 
 
 @checked

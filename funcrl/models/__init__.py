@@ -1,14 +1,23 @@
 """The network definition, and parameters for it."""
 
 from funcrl.models.config import LARGEST, TransformerConfig
-from funcrl.models.delta import GatedDelta, Memory, Past, RecurFn, recur_causal, recur_segments
 from funcrl.models.initial import init_params
-from funcrl.models.layers import MLP, Attention, Linear
+from funcrl.models.layers import (
+    MLP,
+    Attention,
+    GatedDelta,
+    Linear,
+    Memory,
+    Past,
+    RecurFn,
+    recur_causal,
+    recur_segments,
+)
 from funcrl.models.logits import LogitsFn, logits_fn
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.shapes import RECURRENT_SHAPES, SHAPES, shape
 from funcrl.models.transformer import HeadFn, LayerFn, Transformer
-from funcrl.ops.rotary import rotary_angles, rotary_factors, rotate
+from funcrl.ops.arithmetic import rotary_angles, rotary_factors, rotate
 
 __all__ = [
     "LARGEST",

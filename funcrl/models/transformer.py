@@ -16,8 +16,16 @@ from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.models.config import Kind, TransformerConfig
-from funcrl.models.delta import GatedDelta, RecurFn, recur_causal
-from funcrl.models.layers import MLP, Attention, Linear, add_and_norm, stream_norm
+from funcrl.models.layers import (
+    MLP,
+    Attention,
+    GatedDelta,
+    Linear,
+    RecurFn,
+    add_and_norm,
+    recur_causal,
+    stream_norm,
+)
 from funcrl.ops import AttendFn, Ops, choose_ops
 from funcrl.ops.arithmetic import cap_logits
 

@@ -7,10 +7,9 @@ from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import AttendFn, AttendSegmentsFn, GatedDeltaFn, LinearFn, Ops, Weights
 from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
 from funcrl.ops.exact import EXACT
-from funcrl.ops.flash import attend_flash
-from funcrl.ops.flash_segments import attend_flash_segments
+from funcrl.ops.flash import attend_flash, attend_flash_segments
+from funcrl.ops.logits import entropy
 from funcrl.ops.recurrent import gru_scan, lstm_scan
-from funcrl.ops.scores import entropy
 
 __all__ = [
     "EXACT",

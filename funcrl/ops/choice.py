@@ -7,7 +7,7 @@ from torch import nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.ops import arithmetic, attention, rotary
+from funcrl.ops import arithmetic, attention
 from funcrl.ops.attention import attend_causal, attend_segments
 from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import Ops
@@ -24,8 +24,8 @@ NATIVE = Ops(
     swiglu=arithmetic.swiglu,
     geglu=arithmetic.geglu,
     sigmoid_gate=arithmetic.sigmoid_gate,
-    rotation=rotary.rotation,
-    rotate=rotary.rotate_heads,
+    rotation=arithmetic.rotation,
+    rotate=arithmetic.rotate_heads,
     norm_rotate=None,
     short_conv=short_conv,
     delta_gates=delta_gates,

@@ -32,14 +32,17 @@ from funcrl.optim.optimizers import (
     sgd,
     trace,
 )
-from funcrl.optim.rates import (
+from funcrl.optim.schedules import (
     ScaleByLearningRateState,
     ScaleByScheduleState,
+    constant,
+    cosine,
     current_learning_rate,
+    linear,
     scale_by_learning_rate,
+    warmup,
     with_learning_rate,
 )
-from funcrl.optim.schedules import constant, cosine, linear, warmup
 
 __all__ = [
     "EmptyState",

@@ -19,7 +19,7 @@ from funcrl.core.arguments import (
 )
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import add_decayed_weights, chain, zero_count
-from funcrl.optim.rates import LearningRate, scale_by_learning_rate
+from funcrl.optim.schedules import LearningRate, scale_by_learning_rate
 
 # How slowly a running mean forgets.
 Decay: TypeAlias = Annotated[

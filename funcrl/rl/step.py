@@ -25,8 +25,7 @@ from funcrl.core.types import (
     TrainState,
     Tree,
 )
-from funcrl.models.logprobs import score
-from funcrl.models.packed_rows import reading_segments
+from funcrl.models.logprobs import reading_segments, score
 from funcrl.optim.writes import refuse_writes
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo

@@ -1,9 +1,13 @@
 """What the rows of metrics.jsonl say of held-out prompts: an accuracy, or the mean of a reward."""
 
+import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from funcrl.core.intervals import wilson
+from funcrl.core.numerics import wilson
+from funcrl.core.text import escaped
+from funcrl.run.runs import Row
 
 _REWARDS = "eval/rewards/"
 
@@ -52,3 +56,66 @@ def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
     if accuracy is None or count is None or not (0 <= accuracy <= 1 and count >= 1):
         return None
     return wilson(accuracy, count)
+
+
+LABEL = 24  # characters of a reward's own name
+_SHOWN = {
+    "reward": "reward", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl",
+    "grad_norm": "grad norm",
+}  # fmt: skip
+
+
+def shown_numbers(row: Row, evaluated: tuple[str, float] | None) -> list[tuple[str, float | None]]:
+    """Return labels and values of a row, what it was evaluated by after the reward.
+
+    Args:
+        row: of metrics.jsonl.
+        evaluated: the name and the value of `held_out`, perhaps of an earlier row.
+    """
+    found: list[tuple[str, float | None]] = [
+        (label, row[name]) for name, label in _SHOWN.items() if name in row
+    ]
+    after_reward = 1 if "reward" in row else 0
+    return found[:after_reward] + ([] if evaluated is None else [evaluated]) + found[after_reward:]
+
+
+class Pace:
+    """Measures the time of steps, and estimates the time left."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self._done, self._first = total, done, done
+        self._started = time.monotonic()
+
+    def tick(self, row: Row) -> None:
+        """Note that a step is done."""
+        self._done = int(row["step"])
+
+    def left(self) -> str:
+        """Return the time left, as far as the steps so far tell."""
+        steps = self._done - self._first
+        if steps < 3:  # the first ones compile, or fill caches
+            return "?"
+        each = (time.monotonic() - self._started) / steps
+        seconds = round(each * (self.total - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def short(value: Any) -> str:
+    """Return a number in a few characters."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def remark(row: Row) -> str:
+    """Return why a step has not changed the policy; "" where it has."""
+    equal = row.get("frac_reward_zero_std") == 1 and row.get("num_tokens") == 0
+    return "no update: the rewards of each group are equal" if equal else ""
+
+
+def visible(text: str, room: int) -> str:
+    """Return text with control characters escaped, of at most `room` characters."""
+    shown = escaped(text)
+    return shown if len(shown) <= room else shown[: room - 1] + "…"

@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.files import brief
-from funcrl.core.terminal import Note
+from funcrl.core.text import Note
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.accuracy import score_of
-from funcrl.run.changes import changes_since, describe_changes, write_changes
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, restore_newest, save
-from funcrl.run.folder import Claim, Traces, environment, refuse_links, sweep, write_facts
+from funcrl.run.folder import (
+    Claim,
+    Traces,
+    changes_since,
+    describe_changes,
+    environment,
+    refuse_links,
+    sweep,
+    write_changes,
+    write_facts,
+)
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View

@@ -28,8 +28,8 @@ from funcrl.tasks.load import (
     load_rewards,
     source_file,
 )
-from funcrl.tasks.rewards.calls import RewardLimits
-from funcrl.tasks.rows.task import from_rows
+from funcrl.tasks.reward_calls import RewardLimits
+from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
 
 __all__ = [

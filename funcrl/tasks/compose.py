@@ -10,9 +10,15 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.tasks.adapt import changed, check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
-from funcrl.tasks.rewards.calls import RewardLimits, run_calls
-from funcrl.tasks.rewards.functions import calls_of, columns_of, form_of, rewards_of_calls
-from funcrl.tasks.rewards.own import own_calls, own_rewards
+from funcrl.tasks.reward_calls import RewardLimits, run_calls
+from funcrl.tasks.rewards import (
+    calls_of,
+    columns_of,
+    form_of,
+    own_calls,
+    own_rewards,
+    rewards_of_calls,
+)
 
 RewardFn: TypeAlias = Callable[[Prompt, Any], float]  # (prompt, completion) -> reward
 _LIMITS = RewardLimits()

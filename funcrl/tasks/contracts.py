@@ -5,7 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from funcrl.tasks.rewards.calls import RewardLimits, run_calls
+from funcrl.tasks.reward_calls import RewardLimits, run_calls
 
 # What rewards a completion: numbers by name, or one, which has the name of the task's accuracy.
 Reward: TypeAlias = Mapping[str, float] | float

@@ -16,8 +16,8 @@ from funcrl.tasks.builtin.sum_digits import SumDigits
 from funcrl.tasks.compose import with_rewards
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.named import arguments_taken, import_named, named_file
-from funcrl.tasks.rows.reading import SUFFIXES, read_table
-from funcrl.tasks.rows.task import HELD_OUT, rows_task
+from funcrl.tasks.read_rows import SUFFIXES, read_table
+from funcrl.tasks.rows import HELD_OUT, rows_task
 from funcrl.tasks.tokenizers import ByteTokenizer
 from funcrl.weights import sources
 

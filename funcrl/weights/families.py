@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.core.files import brief
 from funcrl.models import TransformerConfig
-from funcrl.weights.metadata import Metadata
+from funcrl.weights.tensors import Metadata
 
 # A number that a description may have.
 Place: TypeAlias = tuple[Metadata, str]

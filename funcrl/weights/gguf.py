@@ -16,9 +16,8 @@ import numpy
 
 from funcrl.core.files import brief, open_file
 from funcrl.models import TransformerConfig
-from funcrl.weights.metadata import Metadata
 from funcrl.weights.quantized import STORAGES
-from funcrl.weights.tensors import Stored, check_entry, check_number
+from funcrl.weights.tensors import Metadata, Stored, check_entry, check_number
 
 _Named: TypeAlias = tuple[str, Any, tuple[int, int]]  # a name, what it has, and its bytes
 

@@ -11,7 +11,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import brief
 from funcrl.models import TransformerConfig
 from funcrl.weights.families import FAMILIES, Family
-from funcrl.weights.metadata import Metadata
+from funcrl.weights.tensors import Metadata
 
 # Fields of `TransformerConfig` and their names.
 _SIZES = {

@@ -14,9 +14,9 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.weights.fused_tensors import FusedTensor, fused_tensors_of
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import family_in, from_hugging_face
+from funcrl.weights.names import FusedTensor, fused_tensors_of
 from funcrl.weights.safetensors import NAMES, read_safetensors
 from funcrl.weights.sources import PYPI, find
 from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes

@@ -22,7 +22,6 @@ from funcrl import config, runs
 from funcrl.cli import commands, main
 from funcrl.cli.command_line import StartConfig, options_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
-from funcrl.core import terminal
 from funcrl.generators.vllm.failures import out_of_memory
 
 SMALL = [
@@ -408,4 +407,4 @@ def test_a_tasks_text_does_not_drive_the_terminal(tmp_path, capsys, prompts, opt
     assert ended == code, err
     assert r"\x1b]0;owned\x07" in out + err
     for text in (out, err):
-        assert terminal.printable(text) == text
+        assert text.printable(text) == text

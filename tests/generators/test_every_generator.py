@@ -9,7 +9,7 @@ from cases import tiny_model
 
 import funcrl
 from funcrl.generators import VLLM, HuggingFace, Recompute, Sampler, State
-from funcrl.generators.contracts import Engine, Lifecycle, pushed
+from funcrl.generators.contract import Engine, Lifecycle, pushed
 from funcrl.generators.embedded.engine import EmbeddedGenerator
 
 METHODS = {"push", "generate", "score", "sleep", "close", "state", "pushed"}

@@ -8,7 +8,7 @@ from cases import tiny_batch, tiny_model
 
 import funcrl
 from funcrl import optim
-from funcrl.graph.compile.lowering import select_for_scatter
+from funcrl.graph.lowering import select_for_scatter
 from funcrl.graph.nodes import Origin, is_late, layer_of, origin_of
 
 OPTIONS = {

@@ -78,7 +78,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def check(folder: Path, whole: Path) -> None:
     """Raise unless a fork that was killed ended as the whole one."""
     parts = funcrl.build(FORK)
-    like = funcrl.loop.parts.build.empty_state(parts)
+    like = funcrl.loop.build.empty_state(parts)
     found, expected = (funcrl.restore(each / runs.CHECKPOINTS, like)[0] for each in (folder, whole))
     assert equal(found, expected)
     assert rows(folder) == rows(whole)

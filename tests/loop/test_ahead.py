@@ -225,7 +225,7 @@ def test_an_error_is_raised_at_its_step_and_the_run_goes_on_from_there(tmp_path,
     config = small(tmp_path / "run", steps=6, max_staleness=2, checkpoint=CheckpointConfig(every=9))
     notes, task = [], Failing()
     # sys.exit of a task is an error like any other
-    expected = funcrl.tasks.guard.TaskError if kind is SystemExit else kind
+    expected = funcrl.tasks.adapt.TaskError if kind is SystemExit else kind
     with pytest.raises(expected, match="in the fourth rollout") as raised:
         funcrl.train(config, task=task, view=Notes(notes))
     told = [*notes, *getattr(raised.value, "__notes__", [])]

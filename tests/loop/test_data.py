@@ -53,7 +53,7 @@ def train(capsys, *args):
 
 
 def state_of(run, parts):
-    return funcrl.restore(run / "checkpoints", like=funcrl.loop.parts.build.empty_state(parts))[0]
+    return funcrl.restore(run / "checkpoints", like=funcrl.loop.build.empty_state(parts))[0]
 
 
 def untimed(run):

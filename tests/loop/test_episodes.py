@@ -430,7 +430,7 @@ def test_a_run_trains_adapters_and_evaluates_what_they_come_to(tmp_path):
     assert all(name.rpartition(".")[2].startswith("lora_") for name in trained.state.params)
     parts = funcrl.build(config)
     policy = parts.policy(trained.state.params)
-    base = funcrl.loop.parts.build.first_params(funcrl.build(calculator_run(None)))
+    base = funcrl.loop.build.first_params(funcrl.build(calculator_run(None)))
     moved = {name for name, leaf in policy.items() if not torch.equal(leaf, base[name])}
     assert moved == {name for name, leaf in base.items() if leaf.ndim == 2 and "blocks" in name}
     result = funcrl.evaluate(

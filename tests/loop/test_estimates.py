@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from funcrl.loop.estimates import interval, majority, pass_at
+from funcrl.loop.evaluate import interval, majority, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6])

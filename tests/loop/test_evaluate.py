@@ -14,8 +14,7 @@ import funcrl
 from funcrl import cli, runs
 from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.core.types import Samples
-from funcrl.loop.estimates import interval, majority, pass_at
-from funcrl.loop.evaluate import format_evaluation
+from funcrl.loop.evaluate import format_evaluation, interval, majority, pass_at
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, SumDigits
 

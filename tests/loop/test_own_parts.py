@@ -256,12 +256,12 @@ def test_a_run_is_a_model(tmp_path):
     model, params, task = funcrl.load_run(config.run_dir)
     assert equal(params, first.state.params)
     assert (type(model).__name__, task.name) == ("Transformer", "sum_digits")
-    options = funcrl.loop.parts.sources.defaults(str(config.run_dir))
+    options = funcrl.loop.sources.defaults(str(config.run_dir))
     assert (options.warm_start.steps, options.model) == (0, str(config.run_dir))
     second = replace(config, model=str(config.run_dir), run_dir=tmp_path / "second",
                      warm_start=options.warm_start)  # fmt: skip
     parts = funcrl.build(second)
-    assert equal(funcrl.loop.parts.build.first_params(parts), params)
+    assert equal(funcrl.loop.build.first_params(parts), params)
     funcrl.train(second)
     third = EvalConfig(model=str(second.run_dir), num_prompts=3)
     assert (
@@ -367,7 +367,7 @@ def test_weights_that_a_file_draws_are_of_the_seed(tmp_path):
     )
     config = replace(SMALL, model=f"{tmp_path / 'net.py'}:policy")
     first, same, other = (
-        funcrl.loop.parts.build.first_params(funcrl.build(each))
+        funcrl.loop.build.first_params(funcrl.build(each))
         for each in (config, config, replace(config, seed=1))
     )
     assert equal(first, same)
@@ -389,4 +389,4 @@ def test_a_network_that_asks_for_the_tokenizer_is_loaded_with_its_task(tmp_path)
     with pytest.raises(ValueError, match="export expects --model .* without a tokenizer"):
         funcrl.export(config.run_dir, tmp_path / "out")
     again = replace(config, model=str(config.run_dir), run_dir=tmp_path / "next")
-    assert equal(funcrl.loop.parts.build.first_params(funcrl.build(again)), trained.state.params)
+    assert equal(funcrl.loop.build.first_params(funcrl.build(again)), trained.state.params)

@@ -7,7 +7,7 @@ from test_train import assert_kills_end_in_the_same_bits
 
 import funcrl
 from funcrl.config import CompileConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
-from funcrl.loop.parts.sources import Source, network_of
+from funcrl.loop.sources import Source, network_of
 
 
 def small(run_dir, **options):

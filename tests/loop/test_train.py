@@ -29,7 +29,7 @@ from funcrl.config import (
 )
 from funcrl.config.sections import ALGORITHMS
 from funcrl.generators import Sampler
-from funcrl.loop.parts.build import empty_state
+from funcrl.loop.build import empty_state
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run.record import Record
 from funcrl.run.views import SilentView

@@ -6,7 +6,7 @@ import funcrl
 from funcrl.config import WarmStartConfig
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Calculator, SumDigits
-from funcrl.tasks.guard import TaskError
+from funcrl.tasks.adapt import TaskError
 
 
 def warm_start(task):

@@ -12,7 +12,7 @@ from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConf
 from funcrl.core.types import Sample
 from funcrl.models import Recurrent, RecurrentConfig
 from funcrl.ops import gru_scan, lstm_scan
-from funcrl.ops.recurrent import arithmetic
+from funcrl.ops.recurrent import contract
 
 CELLS = ("lstm", "gru")
 SCANS = {"lstm": lstm_scan, "gru": gru_scan}
@@ -70,9 +70,9 @@ def test_a_sequence_has_its_bits_in_any_batch_row_and_part(cell, width, layers):
 def test_an_activation_has_one_value_wherever_a_number_stands():
     x = 4 * torch.randn(301, generator=torch.Generator().manual_seed(0))
     operations = [
-        arithmetic.EXACT.sigmoid_,
+        contract.EXACT.sigmoid_,
         torch.Tensor.tanh_,
-        lambda x: arithmetic.EXACT.addcmul(x, x + 0.7, x),
+        lambda x: contract.EXACT.addcmul(x, x + 0.7, x),
     ]
     for operation in operations:
         alone = torch.stack([operation(each.clone()) for each in x])

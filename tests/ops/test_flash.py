@@ -13,7 +13,7 @@ from benchmarks import step as bench_step
 from benchmarks.inputs import StepBenchConfig, make_case
 from funcrl import config, grads, tree
 from funcrl.graph import nodes as nodes_
-from funcrl.loop.parts import build
+from funcrl.loop import build
 from funcrl.ops import attend_causal, attend_flash, flash
 
 aten = torch.ops.aten

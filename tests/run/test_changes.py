@@ -21,9 +21,9 @@ from funcrl.config import (
     WarmStartConfig,
     changed_options,
 )
-from funcrl.core import version
+from funcrl.core import process
 from funcrl.run import report
-from funcrl.run.changes import describe_changes
+from funcrl.run.folder import describe_changes
 from funcrl.run.report.completions import change_rows
 from funcrl.run.views import SilentView
 
@@ -178,6 +178,6 @@ def test_a_fork_that_cannot_begin_leaves_nothing(parent, tmp_path):
 def test_the_environment_names_funcrl_and_its_commit(parent, tmp_path, monkeypatch):
     facts = json.loads((parent / runs.ENVIRONMENT).read_text())
     assert facts["funcrl"] == funcrl.__version__
-    assert facts.get("commit") == version.commit()
+    assert facts.get("commit") == process.commit()
     monkeypatch.setenv("PATH", str(tmp_path))  # where no git is
-    assert version.commit() is None
+    assert process.commit() is None

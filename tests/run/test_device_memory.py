@@ -7,7 +7,7 @@ import torch
 
 import funcrl
 from funcrl import memory_profile, memory_stats, reset_peak
-from funcrl.run.memory_profile import MemoryProfiler
+from funcrl.run.memory import MemoryProfiler
 
 KB = 1000
 HAS_GPU = torch.cuda.is_available()

@@ -19,11 +19,10 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.loop.trained import Trained
+from funcrl.loop.export import Trained
 from funcrl.run import report
-from funcrl.run.notebook import NotebookView, in_notebook
 from funcrl.run.runs import Completion
-from funcrl.run.views import PlainView, view_for
+from funcrl.run.views import NotebookView, PlainView, in_notebook, view_for
 
 OPTIONS = {
     "steps": 2, "num_prompts": 2, "num_generations": 2, "warm_start": WarmStartConfig(steps=0),

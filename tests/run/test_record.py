@@ -8,7 +8,7 @@ from cases import equal
 
 import funcrl
 from funcrl import cli, config, runs
-from funcrl.loop.parts.build import empty_state
+from funcrl.loop.build import empty_state
 
 OPTIONS = [
     "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "0", "--steps", "5",

@@ -9,10 +9,10 @@ from pages import without_own_scripts
 
 import funcrl
 from funcrl import config
+from funcrl.loop.build import empty_state, trained_like
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import export
-from funcrl.loop.parts.build import empty_state, trained_like
-from funcrl.loop.parts.sources import trained_params
+from funcrl.loop.sources import trained_params
 from funcrl.run import report
 
 ROWS = [{"step": step, "reward": step / 4, "step_time": 0.5} for step in range(4)]

@@ -114,7 +114,7 @@ def test_python_asks_too(stranger, tmp_path):
         funcrl.evaluate(EvalConfig(run=stranger.run))
     _, params = funcrl.load_params(funcrl.export(stranger.run, tmp_path / "model"))
     state, _ = funcrl.restore(
-        stranger.run / runs.CHECKPOINTS, funcrl.loop.parts.build.empty_state(funcrl.build(
+        stranger.run / runs.CHECKPOINTS, funcrl.loop.build.empty_state(funcrl.build(
             TrainConfig(steps=config.steps, warm_start=config.warm_start))),
     )  # fmt: skip
     assert all(torch.equal(params[name], leaf) for name, leaf in state.params.items())

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from funcrl import runs
 from funcrl.core import files
-from funcrl.core.terminal import print_safely, printable, safe_warnings, warn_safely
+from funcrl.core.text import print_safely, printable, safe_warnings, warn_safely
 from funcrl.run import trackers, views
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import tracker

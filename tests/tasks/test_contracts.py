@@ -8,7 +8,7 @@ import pytest
 import funcrl
 from funcrl.tasks import Calculator, CharTokenizer, Environment, Prompt, SumDigits, Task, Tokenizer
 from funcrl.tasks import check_task as checked_task
-from funcrl.tasks.guard import guard
+from funcrl.tasks.adapt import guard
 
 DEFAULTS = {"accuracy": "correct", "reward_weights": {}, "stop": (), "max_turns": 1}
 

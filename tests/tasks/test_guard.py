@@ -13,7 +13,7 @@ import funcrl
 from funcrl import cli, config, rollouts, runs
 from funcrl.config import Sampling
 from funcrl.loop.rollouts.grade import RewardError
-from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, guard
+from funcrl.tasks import Calculator, CharTokenizer, Prompt, SumDigits, adapt
 
 
 def leave():
@@ -64,7 +64,7 @@ def test_an_environment_that_calls_sys_exit_fails_its_episodes(tmp_path, method)
 def test_a_task_that_calls_sys_exit_elsewhere_is_an_error(tmp_path, method):
     task = SumDigits()
     setattr(task, method, lambda *_: sys.exit(0))
-    with pytest.raises(guard.TaskError, match=r"'sum_digits' called sys.exit\(0\) in " + method):
+    with pytest.raises(adapt.TaskError, match=r"'sum_digits' called sys.exit\(0\) in " + method):
         funcrl.train(small(tmp_path / "run"), task=task)
 
 
@@ -83,7 +83,7 @@ def test_decode_that_fails_names_the_tasks_tokenizer(tmp_path, error, stop):
     task = SumDigits()
     task.tokenizer = Undecodable("0123456789+=", error)
     sampling = Sampling(max_tokens=3, stop=stop)
-    with pytest.raises(guard.TaskError, match="tokenizer of the task 'sum_digits' raised.*decode"):
+    with pytest.raises(adapt.TaskError, match="tokenizer of the task 'sum_digits' raised.*decode"):
         funcrl.train(small(tmp_path / "run", sampling=sampling), task=task)
 
 

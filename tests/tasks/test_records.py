@@ -6,8 +6,8 @@ import pytest
 
 from funcrl.tasks import Prompt
 from funcrl.tasks.builtin.generated import check_apart, is_held_out
-from funcrl.tasks.rows.reading import read_records
-from funcrl.tasks.rows.task import epochs, spread
+from funcrl.tasks.read_rows import read_records
+from funcrl.tasks.rows import epochs, spread
 
 PROBLEMS = [Prompt(text) for text in "abcde"]
 

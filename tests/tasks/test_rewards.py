@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 from funcrl import rollouts
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
-from funcrl.tasks.guard import guard
+from funcrl.tasks.adapt import guard
 
 ROWS = [{"prompt": f"{n}?", "answer": n, "level": n % 2} for n in range(4)]
 PROMPTS = [Prompt(row["prompt"], str(row["answer"]), row) for row in ROWS]

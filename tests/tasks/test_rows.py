@@ -8,7 +8,7 @@ import pytest
 
 import funcrl
 from funcrl.tasks import ByteTokenizer, CharTokenizer, from_rows, load
-from funcrl.tasks.rows.task import hold_out
+from funcrl.tasks.rows import hold_out
 
 ROWS = [
     {"prompt": "1+1=", "answer": 2, "level": 1},

@@ -8,8 +8,7 @@ import zipfile
 
 import pytest
 
-from funcrl.weights.downloads import PACKAGES
-from funcrl.weights.sources import cached, find
+from funcrl.weights.sources import PACKAGES, cached, find
 
 
 def unpacked(cache, name="tiny-1", content="numbers"):

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from funcrl.core import rng
+from funcrl.generators.contract import Prompts, sample_seeds
 from funcrl.generators.draw import LogSoftmaxFn, draw_tokens
-from funcrl.generators.embedded.drawn import Drawn, Request, append_tokens, new_samples
-from funcrl.generators.embedded.schedule import Moves, Schedule
-from funcrl.generators.prompts import Prompts, sample_seeds
+from funcrl.generators.embedded.schedule import (
+    Drawn,
+    Moves,
+    Request,
+    Schedule,
+    append_tokens,
+    new_samples,
+)
 from funcrl.ops.arithmetic import log_softmax
 
 

@@ -8,9 +8,8 @@ import torch
 from funcrl.config import Sampling
 from funcrl.core import checks, tree
 from funcrl.core.types import ModelFn, Params, Sample, Samples
-from funcrl.generators.contracts import Lifecycle, Pushed, State, pushed
-from funcrl.generators.embedded.drawn import Completions, Request
-from funcrl.generators.prompts import Prompts, check_prompts
+from funcrl.generators.contract import Lifecycle, Prompts, Pushed, State, check_prompts, pushed
+from funcrl.generators.embedded.schedule import Completions, Request
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.logprobs import score
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from funcrl.core import rng
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
+from funcrl.generators.contract import sample_seeds
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.drawn import (
+from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.schedule import (
     Completions,
     Drawn,
     Request,
@@ -18,8 +20,6 @@ from funcrl.generators.embedded.drawn import (
     completions,
     new_samples,
 )
-from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
-from funcrl.generators.prompts import sample_seeds
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import (

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from funcrl.core import tree
+from funcrl.generators.contract import Hash, Prompts, hashed, pad_prompts, seeds_of
 from funcrl.generators.embedded.batch import Batch
-from funcrl.generators.embedded.drawn import Completions, Drawn, Request, completions
-from funcrl.generators.prompts import Hash, Prompts, hashed, pad_prompts, seeds_of
+from funcrl.generators.embedded.schedule import Completions, Drawn, Request, completions
 from funcrl.models import Recurrent, RecurrentState
 
 # Last tokens of a sequence that are compared first: most lengths are then not tried in full.

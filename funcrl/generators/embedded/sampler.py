@@ -9,10 +9,10 @@ from torch import nn
 from funcrl.config import Sampling
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Samples
+from funcrl.generators.contract import Prompts
 from funcrl.generators.embedded.batch import Batch
-from funcrl.generators.embedded.cache import CachedTransformer
+from funcrl.generators.embedded.cache import CachedTransformer, pack_weights
 from funcrl.generators.embedded.captured.sampler import Captured, is_captured
-from funcrl.generators.embedded.drawn import Completions, Request, completions
 from funcrl.generators.embedded.engine import (
     DrawFn,
     EmbeddedGenerator,
@@ -21,8 +21,7 @@ from funcrl.generators.embedded.engine import (
     cast,
 )
 from funcrl.generators.embedded.recurrent import RecurrentDraw
-from funcrl.generators.packed import pack_weights
-from funcrl.generators.prompts import Prompts
+from funcrl.generators.embedded.schedule import Completions, Request, completions
 from funcrl.generators.stops import DecodeFn
 from funcrl.models import Recurrent, Transformer
 from funcrl.models.functional import bind, check_params

@@ -21,11 +21,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from funcrl.config import Sampling
 from funcrl.core import tree
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Pushed, State, pushed
-from funcrl.generators.prompts import Prompts, sample_seeds
+from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_seeds
 from funcrl.generators.stops import has_stop_string
-from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
-from funcrl.generators.vllm.plugin.exact import unpack_score
+from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
+from funcrl.generators.vllm.plugin.attention import unpack_score
 from funcrl.generators.vllm.plugin.native import write_params
 from funcrl.generators.vllm.plugin.unified import FuncrlForCausalLM
 from funcrl.generators.vllm.settings import (

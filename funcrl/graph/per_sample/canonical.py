@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch.fx import Node
 
-from funcrl.graph.cleaning import look_through
 from funcrl.graph.edit import arguments, shape_of
+from funcrl.graph.tracing import look_through
 
 aten = torch.ops.aten
 _ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}

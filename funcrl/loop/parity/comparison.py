@@ -22,7 +22,7 @@ from funcrl.loop.parity.sides import (
     tokens_fn,
 )
 from funcrl.loop.parity.trainer import one_by_one, trainer_ways
-from funcrl.loop.parts.sources import find_weights
+from funcrl.loop.sources import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.logprobs import logprob_fn, score
 from funcrl.models.shapes import is_shape

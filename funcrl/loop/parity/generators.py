@@ -9,8 +9,13 @@ from torch import Tensor
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.core.types import Params
 from funcrl.generators import VLLM
-from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
-from funcrl.generators.packed import pack_weights
+from funcrl.generators.embedded.cache import (
+    empty_cache,
+    extend,
+    pack_weights,
+    prefill,
+    write_prefix,
+)
 from funcrl.loop.parity.results import ParityRow
 from funcrl.loop.parity.sides import LOGPROBS, Part, Side, Way, difference
 from funcrl.models import Transformer

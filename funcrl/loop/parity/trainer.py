@@ -22,7 +22,7 @@ from funcrl.core.types import (
     Step,
     TrainState,
 )
-from funcrl.graph.compile.compilation import compile_step
+from funcrl.graph.compilation import compile_step
 from funcrl.graph.tracing import trace
 from funcrl.loop.parity.sides import LOGPROBS, Part, Side, TokensFn, Way, of_samples, tokens_fn
 from funcrl.models import Transformer

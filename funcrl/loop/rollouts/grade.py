@@ -12,9 +12,8 @@ from funcrl.loop.episodes import Failure
 from funcrl.rl import rewards
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
-from funcrl.tasks.rewards.calls import NOT_CAUGHT, RewardLimits
-from funcrl.tasks.rewards.failures import describe_error, shorten
-from funcrl.tasks.rewards.own import rewards_of
+from funcrl.tasks.reward_calls import NOT_CAUGHT, RewardLimits, describe_error, shorten
+from funcrl.tasks.rewards import rewards_of
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max

@@ -9,19 +9,7 @@ from typing import Any
 
 from funcrl.ops import arithmetic
 from funcrl.ops.contract import Ops
-from funcrl.ops.exact import (
-    attention,
-    conv,
-    delta,
-    delta_gates,
-    embedding,
-    gate,
-    linear,
-    norm,
-    norm_rotate,
-    rotary,
-    scores,
-)
+from funcrl.ops.exact import attention, conv, delta, embedding, gate, linear, norm, rotary, scores
 
 EXACT = Ops(
     embed=embedding.embed,
@@ -34,9 +22,9 @@ EXACT = Ops(
     sigmoid_gate=gate.sigmoid_gate,
     rotation=rotary.rotation,
     rotate=rotary.rotate,
-    norm_rotate=norm_rotate.norm_rotate,
+    norm_rotate=rotary.norm_rotate,
     short_conv=conv.short_conv,
-    delta_gates=delta_gates.delta_gates,
+    delta_gates=delta.delta_gates,
     gated_delta=delta.gated_delta,
     attend_causal=attention.attend_causal,
     attend_segments=attention.attend_segments,
@@ -59,9 +47,9 @@ EXACT_FORWARD = EXACT._replace(
     sigmoid_gate=gate.sigmoid_gate_forward,
     rotation=rotary.rotation_forward,
     rotate=rotary.rotate_forward,
-    norm_rotate=norm_rotate.norm_rotate_forward,
+    norm_rotate=rotary.norm_rotate_forward,
     short_conv=conv.short_conv_forward,
-    delta_gates=delta_gates.delta_gates_forward,
+    delta_gates=delta.delta_gates_forward,
     gated_delta=delta.gated_delta_forward,
     attend_causal=attention.attend_causal_forward,
 )

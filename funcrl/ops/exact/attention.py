@@ -26,11 +26,12 @@ from funcrl.ops.exact.segments import (
     as_batch,
     clear,
     common_first,
+    exp_or_zero,
+    key_sums,
     mask_of,
     spans_of_rows,
     split_segments,
 )
-from funcrl.ops.exact.sums import exp_or_zero, key_sums
 
 
 def _attended(

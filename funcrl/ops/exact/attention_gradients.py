@@ -16,11 +16,12 @@ from funcrl.ops.exact.segments import (
     as_batch,
     clear,
     common_first,
+    exp_or_zero,
     mask_of,
+    row_sums,
     spans_of_rows,
     split_segments,
 )
-from funcrl.ops.exact.sums import exp_or_zero, row_sums
 
 Triple = tuple[Tensor, Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcrl.core.custom_op import as_rows, differentiable, operator
 from funcrl.core.numerics import at_least_float32
 from funcrl.ops.exact.device import per_device
-from funcrl.ops.exact.sums import row_groups
+from funcrl.ops.exact.segments import row_groups
 
 Pair = tuple[Tensor, Tensor]
 

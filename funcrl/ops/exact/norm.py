@@ -9,7 +9,7 @@ from torch import Tensor
 from funcrl.core.custom_op import as_rows, differentiable, operator
 from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.exact.device import per_device
-from funcrl.ops.exact.sums import row_sums
+from funcrl.ops.exact.segments import row_sums
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]

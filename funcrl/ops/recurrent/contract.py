@@ -1,32 +1,15 @@
-"""What a recurrent layer computes with: the kernels of one cell for a few steps in a row.
+"""What a recurrent layer computes with: a cell's kernels for some steps, and their arithmetic."""
 
-The operator of a layer (`layer.py`) cuts a sequence into pieces of k steps, and calls these on one
-piece after the other. Inside a piece the steps are the first axis: a tensor is [k, N, ...] for N
-sequences. One that a kernel is given may be a view with any strides of the first two axes, such as
-some steps of [N, T, H]; its last axis is contiguous. What an argument calls "written" is allocated
-by the caller.
-
-| cell | G, width of `pre` | `gates`, 4 H wide | C, width of a cell state | `grads`, 4 H wide |
-|---|---|---|---|---|
-| lstm | 4 H: i f g o | i f g o after sigmoid, sigmoid, tanh, sigmoid | H | of `pre` |
-| gru | 3 H: r z n | r z n after sigmoid (r z), tanh; m = W_hn h + b_hn | 0 | of `pre`, then of m |
-
-With `pre` = x W_ih^T + b_ih + b_hh (gru: without b_hn, which is `bias_n`), and h the state before
-a step, which is zero if a new episode begins at it:
-
-    lstm: i f g o = pre + W_hh h;  c' = f c + i g;  h' = o tanh(c')
-    gru:  r z = pre + W_h(r,z) h;  n = tanh(pre + r m);  h' = n + z (h - n)
-
-`pre`, `gates`, `grads`, h and the outputs have the dtype of x. Cell states and their gradients have
-at least float32, and so has the gradient of h that goes from one piece to the one before it.
-"""
-
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from funcrl.core.numerics import at_least_float32
 from funcrl.ops.contract import LinearFn
+from funcrl.ops.exact import linear
 
 Cell = Literal["lstm", "gru"]
 Precision = Literal["ieee", "tf32"]
@@ -129,3 +112,69 @@ def unless_reset(state: Tensor, resets: Tensor | None, step: int) -> Tensor:
 def steps_of_piece(num_sequences: int) -> int:
     """Return k, how many steps a piece has: the same whatever is recomputed."""
     return min(max(16384 // max(num_sequences, 1), 4), 64)
+
+
+class Arithmetic(NamedTuple):
+    """The operations of a step that torch may compute in more than one way."""
+
+    linear: LinearFn
+    # (y, x, W) -> y + x W^T, in at least float32
+    add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sigmoid_: Callable[[Tensor], Tensor]  # in place
+    addcmul: Callable[..., Tensor]  # (x, y, z, out=None) -> x + y z
+
+
+def _add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.addmm(y, x, weight.mT).to(at_least_float32(y.dtype))
+
+
+def _exact_add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return linear.linear_impl(x, weight, None).to(at_least_float32(y.dtype)).add_(y)
+
+
+def _exact_sigmoid_(x: Tensor) -> Tensor:
+    return x.neg_().exp_().add_(1).reciprocal_()
+
+
+def _exact_addcmul(x: Tensor, y: Tensor, z: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return torch.add(x, y * z, out=out)
+
+
+NATIVE = Arithmetic(
+    linear=torch.nn.functional.linear,
+    add_linear=_add_linear,
+    sigmoid_=torch.Tensor.sigmoid_,
+    addcmul=torch.addcmul,
+)
+EXACT = Arithmetic(
+    linear=linear.linear_impl,
+    add_linear=_exact_add_linear,
+    sigmoid_=_exact_sigmoid_,
+    addcmul=_exact_addcmul,
+)
+
+
+def kernels_by_backend(
+    forward: Callable[..., Tensor], replay: Callable[..., Tensor], backward: BackwardFn
+) -> dict[str, ScanKernels]:
+    """Return a cell's kernels for the backends "op" and "exact".
+
+    Args:
+        forward: a `ForwardFn` with an `Arithmetic` before its other arguments.
+        replay: a `ReplayFn` with one.
+        backward: of both, in torch's order of summation.
+    """
+    return {
+        name: ScanKernels(
+            partial(_project, arithmetic),
+            partial(forward, arithmetic),
+            partial(replay, arithmetic),
+            backward,
+        )
+        for name, arithmetic in (("op", NATIVE), ("exact", EXACT))
+    }
+
+
+def _project(arithmetic: Arithmetic, x: Tensor, weight_ih: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W_ih^T and the bias, [k, N, G]."""
+    return arithmetic.linear(x.flatten(0, 1), weight_ih, bias).unflatten(0, x.shape[:2])

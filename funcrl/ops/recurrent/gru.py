@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.ops.recurrent.arithmetic import Arithmetic, kernels_by_backend
-from funcrl.ops.recurrent.contract import unless_reset
+from funcrl.ops.recurrent.contract import Arithmetic, kernels_by_backend, unless_reset
 
 aten = torch.ops.aten
 

@@ -7,8 +7,7 @@ the forward pass wherever the caller keeps what they are computed from.
 import torch
 from torch import Tensor
 
-from funcrl.ops.recurrent.arithmetic import Arithmetic, kernels_by_backend
-from funcrl.ops.recurrent.contract import unless_reset
+from funcrl.ops.recurrent.contract import Arithmetic, kernels_by_backend, unless_reset
 
 aten = torch.ops.aten
 

@@ -1,21 +1,120 @@
-"""Writes the page: one HTML file that needs no other, for light and dark, wide and narrow."""
+"""The curves of a page: a picture of each panel, with its values for the pointer to find."""
 
 import base64
 import hashlib
 import html
+import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from funcrl.core.files import whole_file
 from funcrl.run.accuracy import reward_of
-from funcrl.run.report import completions, curves
-from funcrl.run.report.completions import COLUMNS, change_rows
-from funcrl.run.report.markup import Code, plain, strip, table, text
-from funcrl.run.report.plots import Run, held_out_rewards, intervals, series, warm_start
+from funcrl.run.report import completions
+from funcrl.run.report.completions import (
+    COLUMNS,
+    Code,
+    change_rows,
+    data,
+    plain,
+    strip,
+    table,
+    text,
+)
+from funcrl.run.report.plots import (
+    AFTER_WARM_START,
+    BOX,
+    MOST_LINES,
+    MOST_OTHERS,
+    OTHERS,
+    Drawn,
+    Panel,
+    Run,
+    constants,
+    draw,
+    draw_one,
+    groups,
+    held_out_rewards,
+    intervals,
+    rewards,
+    series,
+    shown,
+    warm_start,
+)
 from funcrl.run.report.run import read_run
 from funcrl.run.runs import CONFIG, ENVIRONMENT
+
+_MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
+_FEWEST_POINTS = 50  # of a line
+
+SavePicture = Callable[[str, bytes], None]
+
+
+def section(runs: Sequence[Run], save: SavePicture | None = None, only: Sequence[str] = ()) -> str:
+    """Return groups of curves.
+
+    Args:
+        runs: one, or several to compare.
+        save: called with the name of a picture's file and its content, for each group.
+        only: the groups to draw, all when left out.
+    """
+    found = groups(runs)
+    found = {group: panels for group, panels in found.items() if not only or group in only}
+    if not found:
+        return "<h2>Curves</h2><p>No step has been logged yet.</p>"
+    drawn = {group: panels[:MOST_OTHERS] if group == OTHERS else panels
+             for group, panels in found.items()}  # fmt: skip
+    num_lines = sum(len(panel.names) for panels in drawn.values() for panel in panels)
+    most = max(_MOST_POINTS // max(num_lines * len(runs), 1), _FEWEST_POINTS)
+    parts: list[str] = []
+    values: list[dict[str, Any]] = []
+    for group, panels in drawn.items():
+        name = group.lower().replace(" ", "_")
+        if save is not None:
+            png = io.BytesIO()
+            # A picture of many panels side by side would be too wide to read.
+            draw(panels[:4], runs).savefig(png, format="png", dpi=150)
+            save(f"{name}.png", png.getvalue())
+        figures = []
+        for number, panel in enumerate(panels):
+            one = draw_one(panel, runs, f"{name}_{number}", most)
+            figures.append(f'<figure data-panel="{len(values)}">{one.svg}</figure>')
+            values.append(_for_the_pointer(one, runs))
+        parts += [f"<h2>{group}</h2>", f'<div class="curves">{"".join(figures)}</div>']
+    parts += [f"<p>{line}</p>" for line in _remarks(runs, found)]
+    return "\n".join([*parts, data("curves-data", values)])
+
+
+def _for_the_pointer(drawn: Drawn, runs: Sequence[Run]) -> dict[str, Any]:
+    zero = AFTER_WARM_START if any(warm_start(run) for run in runs) else ""
+    return {
+        "box": BOX,
+        "x": list(drawn.horizontal),
+        "zero": zero,
+        "lines": [{"label": label, "color": color, "steps": steps, "values": values}
+                  for label, color, steps, values in drawn.lines],
+    }  # fmt: skip
+
+
+def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[str]:
+    """Return sentences about what is not drawn of groups, and how the rest is."""
+    lines, num_others = [], len(found.get(OTHERS, ()))
+    for run in runs:
+        count = len(rewards(run.metrics))
+        if count > MOST_LINES and "Rewards" in found:
+            lines.append(f"{MOST_LINES} of the {count} rewards of {text(run.name)} are drawn.")
+    if num_others > MOST_OTHERS:
+        lines.append(f"{MOST_OTHERS} of the {num_others} other metrics are drawn.")
+    if still := constants(runs):
+        listed = [f"{shown(name)} {plain(value)}" for name, value in still.items()][:MOST_LINES]
+        lines.append(f"Never changed: {text(', '.join(listed))}.")
+    if any(map(intervals, runs)) and "Learning curve" in found:
+        lines.append("The band around the accuracy is its 95% interval (Wilson's).")
+    lines.append("Faint lines are the steps; strong ones their exponential moving average over "
+                 "about ten. Point at a curve for its values.")  # fmt: skip
+    return lines
+
 
 _HERE = Path(__file__).parent
 _MAIN = ("Learning curve", "Policy")  # groups of curves
@@ -32,7 +131,7 @@ def write_report(run: str | Path) -> Path:
     parts = [
         f"<h1>{text(read.name)}</h1><p>{text(subject)}</p>",
         strip(headline(read)), _warm_start(read),
-        curves.section([read], _saver(run / "plots")),
+        section([read], _saver(run / "plots")),
         "<h2>Completions</h2>", completions.section(read),
         "<h2>Time</h2>", _timings(read),
         *(["<h2>Changes</h2>", table(COLUMNS, changes)] if changes else []),
@@ -62,7 +161,7 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
     parts = [
         f"<h1>{len(read)} runs compared</h1>",
         "<h2>Numbers</h2>", table(["run", *columns], cells),
-        curves.section(read, _saver(out / "plots")),
+        section(read, _saver(out / "plots")),
         "<h2>Options that differ</h2>",
         table(["option", *(run.name for run in read)], different) if different
         else "<p>None: the configurations are equal.</p>",
@@ -119,7 +218,7 @@ def to_frame(run: str | Path) -> str:
     read = read_run(Path(run))
     parts = [
         strip(headline(read)), _warm_start(read),
-        curves.section([read], only=_MAIN), completions.section(read),
+        section([read], only=_MAIN), completions.section(read),
     ]  # fmt: skip
     page = html.escape(_page(read.name, parts))
     size = 'style="width: 100%; height: 36rem; border: 0"'
@@ -146,7 +245,7 @@ def _page(title: str, parts: Sequence[str]) -> str:
     return "\n".join([head, *parts, f"<script>{script}</script></body></html>"])
 
 
-def _saver(folder: Path) -> curves.SavePicture:
+def _saver(folder: Path) -> SavePicture:
     """Return what saves a picture in a folder, which is made if it is missing."""
     folder = _plots_folder(folder)
     return lambda name, content: _save(folder / name, content)

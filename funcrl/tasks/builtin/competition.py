@@ -8,7 +8,7 @@ from funcrl.tasks.answers import boxed_answer, number_of
 from funcrl.tasks.builtin.generated import RecordedTask
 from funcrl.tasks.builtin.judge import Judge
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.rows.reading import read_records
+from funcrl.tasks.read_rows import read_records
 
 _INSTRUCTION = "\nThink step by step. Put the final answer, and nothing else, in \\boxed{}."
 

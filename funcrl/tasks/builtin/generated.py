@@ -5,7 +5,7 @@ from typing import Any
 
 from funcrl.core import rng
 from funcrl.tasks.contracts import Prompt, Task, Tokenizer
-from funcrl.tasks.rows.task import epochs, spread
+from funcrl.tasks.rows import epochs, spread
 
 
 class RecordedTask(Task):

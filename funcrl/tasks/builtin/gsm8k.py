@@ -7,7 +7,7 @@ from pathlib import Path
 from funcrl.tasks.answers import boxed_answer, marked_answer, number_of, same_number
 from funcrl.tasks.builtin.generated import RecordedTask
 from funcrl.tasks.contracts import Prompt, Tokenizer
-from funcrl.tasks.rows.reading import read_records
+from funcrl.tasks.read_rows import read_records
 
 _INSTRUCTION = "\nThink step by step. End with '#### ' and the answer, a number and nothing else."
 

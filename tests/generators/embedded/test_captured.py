@@ -12,28 +12,30 @@ import funcrl
 from funcrl.generators import Sampler, Sampling, sample
 from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded import sampler as choice
-from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
+from funcrl.generators.embedded.cache import (
+    empty_cache,
+    extend,
+    pack_weights,
+    prefill,
+    write_prefix,
+)
 from funcrl.generators.embedded.captured import sampler as kept
 from funcrl.generators.embedded.captured.batch import CapturedBatch
-from funcrl.generators.embedded.captured.extend import (
+from funcrl.generators.embedded.captured.pages import (
     SIZE,
-    empty_pages,
-    extend_paged,
-    prefill_paged,
-)
-from funcrl.generators.embedded.captured.graphs import Graphs
-from funcrl.generators.embedded.captured.memory import (
     Pages,
     Sizes,
     append_token,
+    empty_pages,
     empty_results,
     empty_slots,
+    extend_paged,
     num_pages,
+    prefill_paged,
     sizes_of,
 )
-from funcrl.generators.embedded.captured.program import Program, bucket
-from funcrl.generators.embedded.drawn import Request
-from funcrl.generators.packed import pack_weights
+from funcrl.generators.embedded.captured.program import Graphs, Program, bucket
+from funcrl.generators.embedded.schedule import Request
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops.exact.paged import Sharing

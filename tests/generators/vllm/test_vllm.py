@@ -29,7 +29,7 @@ from funcrl.generators.vllm.settings import architectures, compile_arguments, su
 from funcrl.loop.parity import ParityConfig, compare
 from funcrl.loop.rollouts.draw import Completed, to_rollout
 from funcrl.tasks import Prompt
-from funcrl.weights.fused_tensors import as_stored
+from funcrl.weights.names import as_stored
 
 VARIANTS = [
     ("native", "llama", "float32", "auto"),

@@ -229,7 +229,7 @@ def test_what_would_change_bits_is_refused():
 
 def test_places_of_tokens_and_of_padding():
     """A prompt of 3, its end after 5 others, one decoded token, and two rows of padding."""
-    from funcrl.generators.vllm.plugin.exact import token_places
+    from funcrl.generators.vllm.plugin.attention import token_places
 
     starts = torch.tensor([0, 3, 5, 6, 6], dtype=torch.int32)
     lengths = torch.tensor([3, 7, 9, 0], dtype=torch.int32)
@@ -240,7 +240,7 @@ def test_places_of_tokens_and_of_padding():
 
 
 def test_a_packed_score_survives_another_softmax():
-    from funcrl.generators.vllm.plugin.exact import pack_scores, unpack_score
+    from funcrl.generators.vllm.plugin.attention import pack_scores, unpack_score
 
     logits = torch.randn(50, 97) * torch.logspace(-6, 2, 50)[:, None]
     logits[0] = torch.tensor([0.0] + [-200.0] * 96)  # one token is certain
@@ -255,7 +255,7 @@ def test_the_second_runners_sampler_reports_what_it_was_given():
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-    from funcrl.generators.vllm.plugin.exact import GivenLogprobs
+    from funcrl.generators.vllm.plugin.attention import GivenLogprobs
 
     class Greedy:
         state = "vLLM's own"

@@ -11,7 +11,7 @@ from funcrl.generators import VLLM
 from funcrl.generators.vllm.memory import cache_limits, samples_at_a_time
 from funcrl.generators.vllm.plugin.native import fused_name
 from funcrl.models import Transformer, TransformerConfig, shape
-from funcrl.weights.fused_tensors import as_stored
+from funcrl.weights.names import as_stored
 
 VARIANTS = [
     ("native", "gemma3", "float32"), ("unified", "gemma3", "float32"),

@@ -38,7 +38,7 @@ import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
 from funcrl.config.generation import ServerConfig
 from funcrl.generators import VLLM, EngineError
-from funcrl.generators.vllm.completion import Completion
+from funcrl.generators.vllm.generator import Completion
 from funcrl.generators.vllm.server import transport
 from funcrl.generators.vllm.server.processes import (
     Server,
@@ -58,7 +58,7 @@ from funcrl.generators.vllm.server.transport import (
     unpack,
 )
 from funcrl.loop.parity import compare
-from funcrl.weights.fused_tensors import as_stored
+from funcrl.weights.names import as_stored
 
 ROOT = Path(__file__).parents[3]
 # On a GPU vLLM's attention does not multiply float32 in float32.

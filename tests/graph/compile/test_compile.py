@@ -11,9 +11,8 @@ from cases import equal, relative, tiny_batch, tiny_model, twice
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
-from funcrl.graph import predict_peak
-from funcrl.graph.compile import compilation
-from funcrl.graph.compile.capture import capture
+from funcrl.graph import compilation, predict_peak
+from funcrl.graph.capture import capture
 
 MODEL = tiny_model(num_layers=1)
 MODEL_FN = funcrl.logprob_fn(MODEL)

@@ -13,7 +13,7 @@ import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
 from funcrl.graph import add_fences
-from funcrl.graph.compile.compilation import _flat
+from funcrl.graph.compilation import _flat
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

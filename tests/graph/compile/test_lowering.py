@@ -7,11 +7,7 @@ import torch
 from cases import equal
 
 import funcrl
-from funcrl.graph.compile.lowering import (
-    embedding_by_kernel,
-    scalars_as_elements,
-    select_for_scatter,
-)
+from funcrl.graph.lowering import embedding_by_kernel, scalars_as_elements, select_for_scatter
 from funcrl.graph.nodes import origin_of
 
 aten = torch.ops.aten

@@ -14,9 +14,8 @@ import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
 from funcrl.graph import split_repeated
-from funcrl.graph.compile.lowering import select_for_scatter
-from funcrl.graph.labels import is_free
-from funcrl.graph.nodes import has_flops, origin_of, set_origin
+from funcrl.graph.lowering import select_for_scatter
+from funcrl.graph.nodes import has_flops, is_free, origin_of, set_origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ from graphs import flat_step_as_written, flatten_as_written
 import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl.graph.aliases import find_storages
-from funcrl.graph.liveness import live_bytes, predict_peak
+from funcrl.graph.remat import live_bytes, predict_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 UNIT = 2.0**-8  # of bfloat16: half the distance of 1 and the next number
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.recurrent.cuda import linear as products
-    from funcrl.ops.recurrent.cuda import plans
+    from funcrl.ops.recurrent.cuda import scan
+    from funcrl.ops.recurrent.cuda import scan as products
     from funcrl.ops.recurrent.cuda.scan import scan_kernels
 
 
@@ -137,9 +137,9 @@ def scanned(kernels, piece, cuts):
 def test_pieces_and_launches_do_not_change_a_bit(cell):
     """One piece, three pieces; a launch a step, a launch a piece; gates written over."""
     piece = piece_of(cell, 5, *((70, 80) if ON_GPU else (18, 20)))
-    tile = plans.Tile(16, 16, 16, 4, 2)
+    tile = scan.Tile(16, 16, 16, 4, 2)
     by_step, by_piece = (
-        scan_kernels(cell, "ieee", lambda *_, launch=launch: plans.Plan(tile, tile, launch))
+        scan_kernels(cell, "ieee", lambda *_, launch=launch: scan.Plan(tile, tile, launch))
         for launch in ("step", "piece")
     )
     expected = scanned(by_step, piece, [])

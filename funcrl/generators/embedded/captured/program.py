@@ -1,7 +1,7 @@
-"""One program: static memory of some sizes, and what runs on it."""
+"""One program: static memory of some sizes, what runs on it, and its CUDA graphs."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -11,21 +11,66 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.numerics import at_least_float32
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.captured.extend import (
+from funcrl.generators.embedded.captured.pages import (
     SIZE,
+    Sizes,
+    append_token,
     empty_pages,
+    empty_results,
+    empty_slots,
     extend_paged,
     prefill_paged,
 )
-from funcrl.generators.embedded.captured.graphs import Graphs
-from funcrl.generators.embedded.captured.memory import (
-    Sizes,
-    append_token,
-    empty_results,
-    empty_slots,
-)
+from funcrl.graph.capture import recording
 from funcrl.models import Transformer
 from funcrl.ops.exact.paged import Sharing
+
+# A graph holds some memory of its own; those of samplings long past are let go.
+_MOST = 256
+
+
+class Graphs:
+    """Runs functions by name: on a GPU the first run is captured, and later ones are replays.
+
+    On other devices a function is called each time. A function must read and write tensors that
+    stay where they are, and no value on the host. All graphs share the memory in between, so they
+    are replayed one after the other, on one stream at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def run(self, name: Hashable, function: Callable[[], object]) -> None:
+        """Run a function, which is the same each time that it has this name."""
+        if name in self._graphs:
+            self._graphs[name].replay()
+            return
+        # The first run is an ordinary one: it compiles kernels and chooses products, which a
+        # capture cannot, and a capture itself computes nothing.
+        function()
+        if self._device.type == "cuda":
+            if len(self._graphs) == _MOST:
+                self.clear()
+            self._graphs[name] = self._capture(function)
+
+    def clear(self) -> None:
+        """Forget all functions, and free what their graphs hold."""
+        self._graphs.clear()
+
+    def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        pool = next((each.pool() for each in self._graphs.values()), None)
+        stream = _stream_of(self._device)
+        with recording(graph, pool, stream):
+            function()
+        return graph
+
+
+@lru_cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream to capture on, always the same: libraries keep memory for each they meet."""
+    return torch.cuda.Stream(device)
 
 
 class Admitted(NamedTuple):

@@ -14,10 +14,9 @@ from vllm.model_executor.layers.attention import Attention
 from funcrl.config import Sampling
 from funcrl.core.types import Params
 from funcrl.generators.draw import sampling_logprobs
-from funcrl.generators.packed import pack_weights
-from funcrl.generators.vllm.plugin.attention import FuncrlBackend
+from funcrl.generators.embedded.cache import pack_weights
+from funcrl.generators.vllm.plugin.attention import ExactBackend, FuncrlBackend, pack_scores
 from funcrl.generators.vllm.plugin.entry import NAME, register
-from funcrl.generators.vllm.plugin.exact import ExactBackend, pack_scores
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind
 from funcrl.ops import AttendFn
@@ -88,7 +87,7 @@ class FuncrlForCausalLM(nn.Module):
     def get_model_state_cls(self) -> type[Any]:
         """Return what vLLM's second runner, on a GPU, holds of a model besides."""
         if self.body.skeleton.ops.exact:
-            from funcrl.generators.vllm.plugin.exact import ExactState
+            from funcrl.generators.vllm.plugin.attention import ExactState
 
             return ExactState
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState

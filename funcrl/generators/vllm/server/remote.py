@@ -11,10 +11,9 @@ import torch
 from funcrl.config import Sampling
 from funcrl.config.generation import ServerConfig
 from funcrl.core.types import Params, Samples
-from funcrl.generators.contracts import Pushed, State, pushed
-from funcrl.generators.prompts import Prompts, sample_seeds
+from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_seeds
 from funcrl.generators.stops import DecodeFn, has_stop_string
-from funcrl.generators.vllm.completion import Completion, check_logprobs, to_samples
+from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.memory import samples_at_a_time
 from funcrl.generators.vllm.server.processes import ServerError, Servers
 from funcrl.generators.vllm.server.transport import (

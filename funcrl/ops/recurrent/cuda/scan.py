@@ -1,21 +1,137 @@
-"""The launches of the kernels on one piece of a sequence, as `recurrent/kernels.py` wants them."""
+"""How the work of a scan is cut: tiles, and the steps that one launch of a kernel computes."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from funcrl.ops.exact.cuda.layout import STRICT, fresh
 from funcrl.ops.recurrent.contract import Cell, Precision, ScanKernels
-from funcrl.ops.recurrent.cuda import linear
 from funcrl.ops.recurrent.cuda.pieces import (
     backward_kernel,
     forward_kernel,
     replay_kernel,
     state_gradient_kernel,
 )
-from funcrl.ops.recurrent.cuda.plans import Launch, PlanFn, plan_of
+
+
+class Tile(NamedTuple):
+    """Sequences, numbers of a state and inner numbers of a program, and its resources."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    def grid(self, num_rows: int, width: int) -> tuple[int, int]:
+        """Return the number of tiles of rows and of columns."""
+        return -(-num_rows // self.rows), -(-width // self.columns)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """What a kernel calls BM, BH and BK."""
+        return self[:3]
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """The options of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages, **STRICT}
+
+
+class Plan(NamedTuple):
+    """How a scan is cut; a replay has the tile of `forward`, so that it has its bits.
+
+    With `launch="step"` a launch is one step, and each tile has a program. With "piece" a program
+    computes all columns of its rows for all steps of a piece: then no step waits for a launch.
+    """
+
+    forward: Tile
+    backward: Tile
+    launch: Literal["step", "piece"]
+
+    def launches(self, tile: Tile, rows: int, width: int, steps: int) -> list["Launch"]:
+        """Return the launches of `steps` steps, in order."""
+        grid = tile.grid(rows, width)
+        if self.launch == "piece":
+            return [Launch((grid[0], 1), 0, steps)]
+        return [Launch(grid, step, step + 1) for step in range(steps)]
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel, which computes the steps first..last."""
+
+    grid: tuple[int, int]
+    first: int
+    last: int
+
+
+# (a tensor [N, H] of the inputs' dtype, precision) -> Plan
+PlanFn: TypeAlias = Callable[[Tensor, Precision], Plan]
+
+# The fastest on an H200 with a state of 256: of 4096 sequences, and of few.
+_HALF = Plan(Tile(64, 64, 64, 8, 3), Tile(64, 64, 64, 8, 3), "step")
+_HALF_OF_FEW = Plan(Tile(16, 32, 128, 4, 3), Tile(16, 32, 128, 4, 3), "step")
+_TF32 = Plan(Tile(128, 64, 32, 8, 3), Tile(64, 64, 64, 8, 3), "step")
+_TF32_OF_FEW = Plan(Tile(16, 32, 64, 4, 3), Tile(16, 32, 64, 4, 3), "step")
+_IEEE = Plan(Tile(64, 64, 32, 4, 2), Tile(64, 32, 32, 4, 3), "step")
+_IEEE_OF_FEW = Plan(Tile(16, 32, 64, 4, 3), Tile(16, 32, 64, 4, 3), "step")
+_FEW = 512  # sequences
+
+
+def plan_of(state: Tensor, precision: Precision) -> Plan:
+    """Return a plan for a state [N, H], which depends on N, the dtype and the precision."""
+    few = len(state) <= _FEW
+    if state.dtype != torch.float32:
+        return _HALF_OF_FEW if few else _HALF
+    if precision == "tf32":
+        return _TF32_OF_FEW if few else _TF32
+    return _IEEE_OF_FEW if few else _IEEE
+
+
+_TILE = Tile(128, 128, 32, 8, 3)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
+    """Return rows W^T + bias [M, G], of rows [M, D] and a weight [G, D]."""
+    out, weight = fresh(rows, len(rows), len(weight)), weight.contiguous()
+    linear_kernel[_TILE.grid(*out.shape)](
+        rows, weight, weight if bias is None else bias, out, len(rows), rows.stride(0),
+        *weight.shape, *_TILE.size, bias is not None, **_TILE.resources,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, weight, bias, out, M, x_row, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write x W^T + bias [M, N]; `weight` is [N, K]."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    x_at = x + rows[:, None] * x_row + inner[None, :]
+    w_at = weight + columns[None, :] * K + inner[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        left_seen, right_seen = (rows < M)[:, None], (columns < N)[None, :]
+        if K % BK != 0:
+            left_seen = left_seen & (k + inner < K)[None, :]
+            right_seen = right_seen & (k + inner < K)[:, None]
+        left = tl.load(x_at, mask=left_seen, other=0.0)
+        right = tl.load(w_at, mask=right_seen, other=0.0)
+        total = tl.dot(left, right, total, input_precision="tf32")
+        x_at += BK
+        w_at += BK
+    if BIAS:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    seen = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], total, mask=seen)
+
 
 # What Triton calls a precision. Three products of tf32 have the errors of one in float32.
 _PRODUCTS: dict[Precision, str] = {"ieee": "tf32x3", "tf32": "tf32"}
@@ -118,7 +234,7 @@ def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) ->
         return grad_h0, carry if cell == "lstm" else grad_c.clone()
 
     found = ScanKernels(_project, forward, replay, backward)
-    return found._replace(linear=linear.linear) if precision == "tf32" else found
+    return found._replace(linear=linear) if precision == "tf32" else found
 
 
 def _project(x: Tensor, weight_ih: Tensor, bias: Tensor | None, /) -> Source:

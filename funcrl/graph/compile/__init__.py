@@ -1,1 +1,0 @@
-"""A graph as a program: Inductor, CUDA graphs, and what keeps their order."""

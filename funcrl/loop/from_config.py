@@ -1,0 +1,320 @@
+"""The network, the algorithm, the optimizer and the generator that a configuration names."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcrl import optim
+from funcrl.config import AlgorithmConfig, TrainConfig
+from funcrl.config.sections import GENERATORS, is_own
+from funcrl.core.rows import over_rows
+from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
+from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
+from funcrl.loop import memory
+from funcrl.models import Recurrent, Transformer
+from funcrl.models.logits import LogitsFn, forward_takes, is_of_transformers, logits_fn
+from funcrl.models.logprobs import logprob_fn
+from funcrl.models.transformer import has_delta
+from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
+from funcrl.rl import algorithms, ratios
+from funcrl.tasks.contracts import Task
+from funcrl.tasks.named import arguments_taken, call_with_known, import_named
+from funcrl.tasks.reward_calls import describe_error, is_of_user
+
+
+def check_model(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
+    """Raise if a network, as it is, does not give causal logits of the task's tokens.
+
+    Args:
+        function: whose error it would be.
+        config: that names the network.
+        model: the network; a `Transformer` and one without weights are not looked at.
+        vocab_size: of the task.
+    """
+    params: Params = dict(model.named_parameters())
+    if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
+        return
+    what, kind = f"{function} expects --model {config.model}", type(model).__name__
+    device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
+    tokens = torch.tensor([0, vocab_size - 1], device=device)  # the first and the last
+    logits, sample = logits_fn(model), Sample(tokens, torch.arange(2, device=device))
+    with torch.no_grad():
+        found = _logits_of_two(f"{what} to give logits", kind, logits, params, sample, vocab_size)
+        other = logits(params, sample._replace(tokens=tokens[:1].expand(2)))
+        if not torch.allclose(found[0], other[0], rtol=1e-3, atol=1e-5):
+            raise ValueError(
+                f"{what} to be causal, so that the logits at a token depend on it and on those "
+                f"before it, got {kind}, whose logits at the first of 2 tokens change with the "
+                f"second; does its attention have a causal mask?"
+            )
+        if not is_of_transformers(model):  # its generator need not batch it by vmap
+            _check_rows(function, logits, params, sample)
+
+
+def _logits_of_two(
+    what: str, kind: str, logits: LogitsFn, params: Params, sample: Sample, vocab_size: int
+) -> Tensor:
+    what = (
+        f"{what} [T, at least {vocab_size}] of the tokens [T] of one sample, without a batch axis"
+    )
+    try:
+        found = logits(params, sample)
+    except Exception as error:
+        of_torch = isinstance(error, IndexError | RuntimeError | AttributeError)
+        if not of_torch and not is_of_user(error):  # funcrl's own says what is wrong
+            raise
+        raise ValueError(f"{what}. {describe_error(kind, error)}.") from error
+    got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(got, list) or len(got) != 2 or got[0] != 2 or got[1] < vocab_size:
+        raise ValueError(f"{what}, got {got} of 2 tokens.")
+    return found
+
+
+def _check_rows(function: str, logits: LogitsFn, params: Params, sample: Sample) -> None:
+    """Raise if vmap cannot run the network over rows of samples."""
+    rows = Sample(sample.tokens[None], sample.positions[None])
+    try:
+        over_rows(function, logits)(params, rows)
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from error
+
+
+def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
+    """Return the scores of a network's own parameters, as the configuration computes them."""
+    _check_packing(function, config, model)
+    return logprob_fn(
+        model,
+        config.sampling.temperature or 1.0,
+        chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
+        dtype=compute_dtype(config),
+        attend=_attend(function, config, model),
+        attend_segments=attend_flash_segments if config.attend == "flash" else None,
+    )
+
+
+def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
+    """Raise if samples of a packed row would see each other."""
+    carries = forward_takes(model, "resets") or has_delta(model)
+    if config.packing != "none" and not (carries or forward_takes(model, "attend")):
+        raise ValueError(
+            f"{function} expects --packing none for a network whose forward takes neither attend= "
+            f"nor resets=, and would let samples of a row see each other, got {config.packing} for "
+            f"{type(model).__name__}."
+        )
+    if config.packing == "prefixes" and carries:
+        raise ValueError(
+            f"{function} expects --packing none or samples for a network that carries a state, "
+            f"which does not fork behind a shared prompt, got prefixes for {type(model).__name__}."
+        )
+
+
+def _attend(function: str, config: TrainConfig, model: nn.Module) -> AttendFn | None:
+    """Return how heads attend; None is the network's own way."""
+    if config.attend == "native":
+        return None
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"{function} expects --attend native for a network of one's own, which attends in its "
+            f"own way, got flash for {type(model).__name__}."
+        )
+    width = model.config.head_width
+    if config.device == "cuda" and width % 8:
+        raise ValueError(
+            f"{function} expects --attend native for heads that are no multiple of 8 wide, on "
+            f"cuda, got flash for heads of {width}."
+        )
+    return attend_flash
+
+
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """Return the algorithm that a configuration names, with its numbers."""
+    options, importance = config.algorithm, config.importance_cap
+    tunables: dict[str, Any] = {
+        "kl": options.kl,
+        "kl_estimator": options.kl_estimator,
+        "entropy": options.entropy,
+        "correction": None if importance is None else ratios.truncated(importance),
+    }
+    of_some: dict[str, Any] = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
+    tunables |= {name: value for name, value in of_some.items() if value is not None}
+    if not is_own(options.name):
+        if options.name == "dr_grpo":
+            tunables["length"] = config.sampling.max_tokens
+        made: Algorithm = getattr(algorithms, options.name)(**tunables)
+        return made
+    # Only what was asked for is refused, not what is left out.
+    given = options.max_importance
+    refusable: dict[str, Any] = {
+        "kl": options.kl,
+        "entropy": options.entropy,
+        "max-importance": given,
+    }
+    refusable |= {name.replace("_", "-"): value for name, value in of_some.items()}
+    left_out = AlgorithmConfig()
+    for name in ("kl", "entropy"):
+        if refusable[name] == getattr(left_out, name):
+            refusable[name] = None
+    taken = {"max-importance": "correction"}
+    return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
+
+
+def optimizer_of(config: TrainConfig) -> GradientTransformation:
+    """Return the optimizer that a configuration names, after clipping to a global norm."""
+    options = config.optimizer
+    rate = _schedule(config)
+    if is_own(options.name):
+        known = {"learning_rate": rate, "weight_decay": options.weight_decay}
+        refusable = {"weight-decay": options.weight_decay}
+        made = _own("optimizer", options.name, known, refusable, {}, GradientTransformation)
+    elif options.name == "muon":
+        made = optim.chain(
+            optim.masked(optim.muon(rate, weight_decay=options.weight_decay), _is_muons),
+            optim.masked(
+                optim.adamw(rate, weight_decay=options.weight_decay),
+                lambda path, leaf: not _is_muons(path, leaf),
+            ),
+        )
+    elif options.name == "sgd":
+        made = optim.sgd(rate, weight_decay=options.weight_decay)
+    else:
+        made = optim.adamw(rate, weight_decay=options.weight_decay)
+    return optim.chain(optim.clip_by_global_norm(options.max_grad_norm), made)
+
+
+def _is_muons(path: str, leaf: Tensor) -> bool:
+    """Return whether Muon updates a parameter: a matrix, but none of the vocabulary, and none
+    whose rows are the weights of a convolution."""
+    others = ("embed", "lm_head", "wte", "wpe", "delta.conv")
+    return leaf.ndim == 2 and not any(part in path for part in others)
+
+
+def _schedule(config: TrainConfig) -> Any:
+    """Return the learning rate as a function of the number of updates."""
+    options = config.optimizer
+    falling = max(config.num_updates - options.warmup, 1)
+    schedules = {
+        "constant": optim.constant(options.learning_rate),
+        "linear": optim.linear(options.learning_rate, 0.0, falling),
+        "cosine": optim.cosine(options.learning_rate, 0.0, falling),
+    }
+    rate = schedules[options.schedule]
+    return optim.warmup(options.warmup, rate) if options.warmup else rate
+
+
+def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Task) -> Generator:
+    """Return the generator that a configuration names, for a network and the task's texts."""
+    decode, dtype = task.tokenizer.decode, compute_dtype(config)
+    given: dict[str, Any] = {"decode": decode, "slots": config.slots, "dtype": dtype}
+    if config.generator not in GENERATORS:
+        made = import_named("--generator", config.generator)
+        found = call_with_known("--generator", config.generator, made, model=model, **given)
+        return check_generator(function, f"--generator {config.generator} to make", found)
+    if config.generator == "sampler":
+        return _embedded(model)(model, **given)
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"{function} expects --generator sampler for a network that is no Transformer, which "
+            f"vLLM does not know, got vllm for {type(model).__name__}."
+        )
+    # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
+    engine = config.vllm
+    if config.sampling.temperature != 1:
+        engine = replace(engine, logprobs="sampling")
+    beside = 0
+    if config.device == "cuda" and not engine.cache_bytes:
+        needs = estimate_memory(config, model, task)
+        # An engine that sleeps lends its memory to the update.
+        beside = needs.state + (0 if engine.sleep else needs.training)
+    return VLLM(
+        model, config=engine, dtype=dtype or torch.float32, decode=decode, trainer_bytes=beside
+    )
+
+
+def _embedded(model: nn.Module) -> Any:
+    """Return the generator in this process that draws from a network."""
+    if isinstance(model, Transformer | Recurrent):
+        return Sampler
+    cached = is_of_transformers(model) and forward_takes(model, "past_key_values")
+    return HuggingFace if cached else Recompute
+
+
+def check_generator(function: str, what: str, found: Any) -> Generator:
+    """Return an object that generates; raise in the name of `function` if it lacks a member.
+
+    Args:
+        function: for errors.
+        what: what it is, up to the words "a funcrl.generators.Generator".
+        found: any object.
+    """
+    for member in ("push", "generate", "close", "context_length"):
+        if not hasattr(found, member):
+            raise ValueError(
+                f"{function} expects {what} a funcrl.generators.Generator, got "
+                f"{type(found).__name__} without {member}."
+            )
+    generator: Generator = found
+    return generator
+
+
+def compute_dtype(config: TrainConfig) -> torch.dtype | None:
+    """Return the dtype to compute in, None for that of the parameters."""
+    return None if config.dtype == "float32" else getattr(torch, config.dtype)
+
+
+def estimate_memory(config: TrainConfig, model: Transformer, task: Task) -> memory.MemoryEstimate:
+    """Return the memory that training will need, if the first prompts are as long as any.
+
+    Args:
+        config: the run's.
+        model: what is trained.
+        task: what it is trained on.
+    """
+    prompts = task.prompts(config.seed, 0, config.num_prompts)
+    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
+    return memory.estimate_memory(config, model.config, longest, task.max_turns)
+
+
+def _own(
+    part: str,
+    name: str,
+    known: Mapping[str, Any],
+    refusable: Mapping[str, Any],
+    taken: Mapping[str, str],
+    kind: type[Any],
+) -> Any:
+    """Return the part that a user's function makes of the known arguments that it takes, or is.
+
+    Args:
+        part: "algorithm" or "optimizer".
+        name: file.py:name.
+        known: argument -> value.
+        refusable: option -> value; an error where it is set and the function does not take it.
+        taken: option -> the argument that it is, where that has another name.
+        kind: of what is wanted.
+    """
+    found = import_named(f"--{part}.name", name)
+    takes = arguments_taken(found, known) if callable(found) else []
+    unset = {}
+    for option, value in refusable.items():
+        argument, flag = taken.get(option, option.replace("-", "_")), f"--{part}.{option}"
+        if value and argument not in takes:
+            cleared = f"{flag} 0" if option in ("kl", "entropy", "weight-decay") else f"no {flag}"
+            raise ValueError(
+                f"train expects {cleared} for {name}, which takes no {argument}, got {value}."
+            )
+        if argument not in known:
+            unset[argument] = flag
+    made = (
+        found
+        if isinstance(found, kind)
+        else call_with_known(f"--{part}.name", name, found, unset, **known)
+    )
+    if not isinstance(made, kind):
+        raise ValueError(
+            f"train expects --{part}.name {name} to name a function that returns a "
+            f"{kind.__name__}, or one, got {type(made).__name__}."
+        )
+    return made
