@@ -16,7 +16,7 @@ from test_purity import TABLE_OF_CALLS, TRAIN
 import funcrl
 from funcrl import tree
 from funcrl.config import AlgorithmConfig, LoraConfig, Sampling
-from funcrl.weights.quantized import STORAGES
+from funcrl.weights.gguf import STORAGES
 
 # The meta device stands for any other: nothing can be read from a tensor that is made there.
 DEFAULTS = [

@@ -41,12 +41,12 @@ from funcrl import (
 )
 from funcrl.config import TrainConfig
 from funcrl.core import rows
-from funcrl.generators import stops
+from funcrl.generators import draw
 from funcrl.loop.parity import ParityConfig
 from funcrl.models.functional import bind
 
 # Modules that are not public, but as pure.
-INNER = {"arrays": tree, "rows": rows, "stops": stops}
+INNER = {"arrays": tree, "rows": rows, "stops": draw}
 
 torch.manual_seed(0)  # the inputs below
 CASE = random_case(1)
@@ -354,9 +354,9 @@ TABLE_OF_CALLS = {
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
     "optim.cosine": (optim.cosine(1.0, 0.0, 5), (COUNT,)),
     "optim.warmup": (optim.warmup(5, then=optim.constant(1.0)), (COUNT,)),
-    "stops.cut_at_stop": (lambda: stops.cut_at_stop([65, 66], STOPPING, spell), ()),
-    "stops.find_stop": (lambda: stops.find_stop("AB", 1, ("B",)), ()),
-    "stops.has_stop_string": (lambda: stops.has_stop_string([65, 66], STOPPING, spell), ()),
+    "stops.cut_at_stop": (lambda: draw.cut_at_stop([65, 66], STOPPING, spell), ()),
+    "stops.find_stop": (lambda: draw.find_stop("AB", 1, ("B",)), ()),
+    "stops.has_stop_string": (lambda: draw.has_stop_string([65, 66], STOPPING, spell), ()),
     "rng.fold_in": (rng.fold_in, (COUNT, 3)),
     "rng.generator": (
         lambda seed: torch.rand(

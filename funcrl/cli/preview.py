@@ -11,7 +11,7 @@ from funcrl.loop import memory, sources
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import estimate_memory
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
-from funcrl.models.shapes import is_shape
+from funcrl.models.initial import is_shape
 from funcrl.run import runs
 from funcrl.run.trust import named_code
 from funcrl.weights.sources import PACKAGES, cached

@@ -4,8 +4,10 @@ A tracer and a compiler see each operator as one opaque node, so that neither ca
 of additions. Under `vmap` the batch becomes one more leading axis of the rows.
 """
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -234,3 +236,29 @@ def each_sample(
         return torch.stack(calls), 0
     found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
     return found, (0,) * len(found)
+
+
+Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+
+
+def per_device(on_cpu: Implementation) -> Implementation:
+    """Return the implementation on the device of the first argument: this function on a CPU.
+
+    On a GPU it is the function of the same name and signature in the file of the same name in
+    `cuda/`, which is imported when it is first called, as it needs triton.
+    """
+    package, _, file = on_cpu.__module__.rpartition(".")
+
+    @functools.cache
+    def on_gpu() -> Callable[..., Any]:
+        twin: Callable[..., Any] = getattr(
+            importlib.import_module(f"{package}.cuda.{file}"), on_cpu.__name__
+        )
+        return twin
+
+    @functools.wraps(on_cpu)
+    def call(first: Tensor, *others: Any, **options: Any) -> Any:
+        implementation = on_gpu() if first.device.type == "cuda" else on_cpu
+        return implementation(first, *others, **options)
+
+    return cast(Implementation, call)

@@ -42,7 +42,7 @@ def without_collection() -> Iterator[None]:
 
     Example:
         >>> import gc
-        >>> from funcrl.graph.pause import without_collection
+        >>> from funcrl.graph.tracing import without_collection
         >>> with without_collection():
         ...     paused = gc.isenabled()
         >>> paused, gc.isenabled()

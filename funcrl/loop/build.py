@@ -25,9 +25,8 @@ from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources
 from funcrl.loop.from_config import check_model
-from funcrl.models.initial import Lora
+from funcrl.models.initial import Lora, is_shape
 from funcrl.models.logits import vocab_size_of
-from funcrl.models.shapes import is_shape
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard

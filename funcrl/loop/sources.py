@@ -21,9 +21,8 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.initial import Lora, lora
+from funcrl.models.initial import Lora, is_shape, lora
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.shapes import is_shape
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field

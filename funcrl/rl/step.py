@@ -26,7 +26,7 @@ from funcrl.core.types import (
     Tree,
 )
 from funcrl.models.logprobs import reading_segments, score
-from funcrl.optim.writes import refuse_writes
+from funcrl.optim.base import refuse_writes
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrl.core.arguments import Fraction, checked
-from funcrl.tasks.adapt import check_task, check_tokenizer
+from funcrl.tasks.adapt import check_task, check_tokenizer, with_rewards
 from funcrl.tasks.builtin.calculator import Calculator
 from funcrl.tasks.builtin.competition import Math
 from funcrl.tasks.builtin.countdown import Countdown
@@ -13,7 +13,6 @@ from funcrl.tasks.builtin.gsm8k import Gsm8k
 from funcrl.tasks.builtin.gym import ReasoningGym
 from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.sum_digits import SumDigits
-from funcrl.tasks.compose import with_rewards
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.named import arguments_taken, import_named, named_file
 from funcrl.tasks.read_rows import SUFFIXES, read_table
@@ -178,7 +177,7 @@ def source_file(name: str) -> Path | None:
 
     Example:
         >>> from funcrl.tasks import source_file
-        >>> source_file("sum_digits"), source_file("funcrl.tasks.compose:matches").name
+        >>> source_file("sum_digits"), source_file("funcrl.tasks.adapt:matches").name
         (None, 'compose.py')
     """
     return None if is_built_in(name) else named_file("--task", name)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from funcrl.core import checks, rng
 from funcrl.core.arguments import Fraction, checked
 from funcrl.core.files import brief
-from funcrl.tasks.adapt import TokenizerStandIn, check_tokenizer
+from funcrl.tasks.adapt import TokenizerStandIn, check_tokenizer, with_rewards
 from funcrl.tasks.answers import number_of
-from funcrl.tasks.compose import with_rewards
 from funcrl.tasks.contracts import Prompt, Task, Tokenizer, TokenizerLike
 from funcrl.tasks.read_rows import Table, to_table
 from funcrl.tasks.rewards import Conversation, form_of

@@ -23,7 +23,7 @@ def engines():
     yield VLLM
     if importlib.util.find_spec("vllm") is not None:
         from funcrl.generators.vllm.engine import InProcess
-        from funcrl.generators.vllm.server.remote import Remote
+        from funcrl.generators.vllm.remote import Remote
 
         yield from (InProcess, Remote)
 

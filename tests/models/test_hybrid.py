@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 import funcrl
 from funcrl import CompileConfig, PackedBatch, ops
-from funcrl.generators.embedded.captured.sampler import is_captured
+from funcrl.generators.embedded.captured import is_captured
 from funcrl.models import Transformer, TransformerConfig, recur_causal, recur_segments
 
 TOKENS = torch.tensor([1, 5, 2, 9, 10, 3, 3])

@@ -17,7 +17,7 @@ from transformers import (
 
 import funcrl
 from funcrl import weights
-from funcrl.weights.quantized import STORAGES
+from funcrl.weights.gguf import STORAGES
 from funcrl.weights.tensors import Stored, read_tensor
 
 SHAPE = {

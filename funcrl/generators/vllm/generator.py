@@ -15,7 +15,7 @@ from funcrl.config.generation import Form
 from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Engine, Lifecycle, Prompts, Pushed, State, check_prompts
-from funcrl.generators.stops import DecodeFn
+from funcrl.generators.draw import DecodeFn
 from funcrl.generators.vllm.failures import check_finite, check_probe, died, out_of_memory
 from funcrl.generators.vllm.memory import cache_bytes, with_cache
 from funcrl.generators.vllm.settings import (
@@ -271,7 +271,7 @@ def _start(model: Transformer, setup: EngineSetup, trainer_bytes: int) -> _Start
     if not (config.form == "server" and config.server.devices):  # which share no GPU
         setup = setup._replace(config=with_cache(model, config, setup.dtype, trainer_bytes))
     if config.form == "server":
-        from funcrl.generators.vllm.server.remote import Remote
+        from funcrl.generators.vllm.remote import Remote
 
         return Remote(setup)
     from funcrl.generators.vllm.engine import InProcess

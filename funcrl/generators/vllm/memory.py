@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from funcrl.config.generation import VLLMConfig
-from funcrl.generators.vllm.server.transport import BUCKET_BYTES
+from funcrl.generators.vllm.transport import BUCKET_BYTES
 from funcrl.models import Transformer, TransformerConfig
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}

@@ -10,9 +10,9 @@ import torch
 from funcrl.config.generation import Sampling, VLLMConfig
 from funcrl.core.types import Params
 from funcrl.generators.contract import Lifecycle
-from funcrl.generators.stops import DecodeFn
+from funcrl.generators.draw import DecodeFn
 from funcrl.generators.vllm.memory import cache_bytes
-from funcrl.generators.vllm.server.processes import check_plugin
+from funcrl.generators.vllm.processes import check_plugin
 from funcrl.models import TransformerConfig
 from funcrl.weights import to_hugging_face
 from funcrl.weights.names import as_stored

@@ -24,8 +24,8 @@ from funcrl.loop.parity.sides import (
 from funcrl.loop.parity.trainer import one_by_one, trainer_ways
 from funcrl.loop.sources import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
+from funcrl.models.initial import is_shape
 from funcrl.models.logprobs import logprob_fn, score
-from funcrl.models.shapes import is_shape
 from funcrl.weights import load_params
 
 _VOCABULARY = 512  # of a shape, which has none of its own

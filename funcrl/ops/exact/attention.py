@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcrl.core.custom_op import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import Absent
 from funcrl.ops.attention import first_places, spans_of_prefixes
 from funcrl.ops.contract import AttendFn
 from funcrl.ops.exact.agreement import batched_product
 from funcrl.ops.exact.attention_gradients import attend_gradients_op
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.segments import (
     SCORES,
     as_batch,

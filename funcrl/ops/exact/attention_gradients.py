@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcrl.core.custom_op import operator
+from funcrl.core.custom_op import operator, per_device
 from funcrl.core.numerics import at_least_float32
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.segments import (
     SCORES,
     Segments,

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.linear import bias_gradient_impl
 from funcrl.ops.sequence_args import complete_conv, conv_reads, last_tokens, tokens_since
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.core.custom_op import differentiable, operator
-from funcrl.ops.exact.device import per_device
+from funcrl.core.custom_op import differentiable, operator, per_device
 from funcrl.ops.exact.linear import bias_gradient_op
 from funcrl.ops.exact.segments import halving_sum
 from funcrl.ops.sequence_args import as_samples, complete_scan, flat, token_major

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.arithmetic import embed as plain_embed
-from funcrl.ops.exact.device import per_device
 
 
 def _like(grad: Tensor, _tokens: Tensor, vocab_size: int, _blocks: int) -> Tensor:

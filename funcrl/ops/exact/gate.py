@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.segments import row_groups
 
 Pair = tuple[Tensor, Tensor]

@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.contract import Weights
 from funcrl.ops.exact.agreement import Product, multiply, multiply_into, places_agree, rows_agree
-from funcrl.ops.exact.device import per_device
 
 Shape: TypeAlias = Sequence[int]
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funcrl.core.custom_op import per_device
 from funcrl.ops.exact.attention import attend_from_zero
-from funcrl.ops.exact.device import per_device
 
 
 class Sharing(NamedTuple):

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.core.custom_op import differentiable, operator
+from funcrl.core.custom_op import differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32
 from funcrl.ops.arithmetic import rotary_angles, rotary_factors
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.norm import rms_norm_gradients_impl, rms_norm_impl
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from funcrl.core import numerics
-from funcrl.core.custom_op import as_rows, differentiable, operator
+from funcrl.core.custom_op import as_rows, differentiable, operator, per_device
 from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.ops.arithmetic import cap_gradient, cap_logits
-from funcrl.ops.exact.device import per_device
 from funcrl.ops.exact.linear import (
     add_weight_gradient_impl,
     linear,

@@ -1,4 +1,4 @@
-"""The kernels of a GRU in torch's operations, for any device (`kernels.py` says what they do).
+"""The kernels of a GRU in torch's operations, for any device (`contract.py` says what they do).
 
 A step's numbers are always computed from new, contiguous tensors, so that a replay has the bits of
 the forward pass wherever the caller keeps what they are computed from.

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funcrl
 from funcrl.generators import Sampler, Sampling, sample
 from funcrl.generators.draw import draw_tokens
+from funcrl.generators.embedded import captured as kept
 from funcrl.generators.embedded import sampler as choice
 from funcrl.generators.embedded.cache import (
     empty_cache,
@@ -19,9 +20,8 @@ from funcrl.generators.embedded.cache import (
     prefill,
     write_prefix,
 )
-from funcrl.generators.embedded.captured import sampler as kept
-from funcrl.generators.embedded.captured.batch import CapturedBatch
-from funcrl.generators.embedded.captured.pages import (
+from funcrl.generators.embedded.captured_batch import CapturedBatch
+from funcrl.generators.embedded.pages import (
     SIZE,
     Pages,
     Sizes,
@@ -34,7 +34,7 @@ from funcrl.generators.embedded.captured.pages import (
     prefill_paged,
     sizes_of,
 )
-from funcrl.generators.embedded.captured.program import Graphs, Program, bucket
+from funcrl.generators.embedded.program import Graphs, Program, bucket
 from funcrl.generators.embedded.schedule import Request
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig

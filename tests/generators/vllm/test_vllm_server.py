@@ -38,17 +38,11 @@ import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, VLLMConfig, WarmStartConfig
 from funcrl.config.generation import ServerConfig
 from funcrl.generators import VLLM, EngineError
+from funcrl.generators.vllm import transport
 from funcrl.generators.vllm.generator import Completion
-from funcrl.generators.vllm.server import transport
-from funcrl.generators.vllm.server.processes import (
-    Server,
-    ServerError,
-    Servers,
-    check_plugin,
-    flags,
-)
-from funcrl.generators.vllm.server.remote import shortened
-from funcrl.generators.vllm.server.transport import (
+from funcrl.generators.vllm.processes import Server, ServerError, Servers, check_plugin, flags
+from funcrl.generators.vllm.remote import shortened
+from funcrl.generators.vllm.transport import (
     Bucket,
     SharedMemory,
     fingerprint,
@@ -399,8 +393,8 @@ class TestEnds:
     def test_a_server_of_a_trainer_that_is_killed_ends_and_takes_its_files_along(self):
         code = """
 import os, signal
-from funcrl.generators.vllm.server.processes import Server
-from funcrl.generators.vllm.server.transport import new_run
+from funcrl.generators.vllm.processes import Server
+from funcrl.generators.vllm.transport import new_run
 server = Server({}, {}, None, new_run())
 print(server._process.pid, server.model, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import sys, torch
 from funcrl import CompileConfig
-from funcrl.graph.compile.lowering import start_workers
+from funcrl.graph.lowering import start_workers
 
 start_workers(torch.device({device!r}), CompileConfig(backend={backend!r}))
 if "torch._inductor" not in sys.modules:

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.generators.vllm.plugin.native import write_params
-from funcrl.generators.vllm.server.transport import (
+from funcrl.generators.vllm.transport import (
     RUN_VARIABLE,
     Bucket,
     fingerprint,

@@ -11,7 +11,7 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.numerics import at_least_float32
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.captured.pages import (
+from funcrl.generators.embedded.pages import (
     SIZE,
     Sizes,
     append_token,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from funcrl import ops
 from funcrl.core.types import Params
-from funcrl.generators.embedded.captured.batch import CapturedBatch
-from funcrl.generators.embedded.captured.pages import Results, sizes_of
-from funcrl.generators.embedded.captured.program import Graphs, Program, send_to
+from funcrl.generators.embedded.captured_batch import CapturedBatch
 from funcrl.generators.embedded.engine import DrawFn
+from funcrl.generators.embedded.pages import Results, sizes_of
+from funcrl.generators.embedded.program import Graphs, Program, send_to
 from funcrl.generators.embedded.schedule import Completions, Request, diverged
 from funcrl.models import MLP, Attention, Transformer, TransformerConfig
 from funcrl.models.functional import bind

@@ -12,11 +12,12 @@ from funcrl.config import Sampling
 from funcrl.config.generation import ServerConfig
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_seeds
-from funcrl.generators.stops import DecodeFn, has_stop_string
+from funcrl.generators.draw import DecodeFn, has_stop_string
 from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.memory import samples_at_a_time
-from funcrl.generators.vllm.server.processes import ServerError, Servers
-from funcrl.generators.vllm.server.transport import (
+from funcrl.generators.vllm.processes import ServerError, Servers
+from funcrl.generators.vllm.settings import EngineSetup, engine_settings, sample_fields, who_draws
+from funcrl.generators.vllm.transport import (
     Broadcast,
     Bucket,
     SharedMemory,
@@ -24,7 +25,6 @@ from funcrl.generators.vllm.server.transport import (
     pack,
     plan_buckets,
 )
-from funcrl.generators.vllm.settings import EngineSetup, engine_settings, sample_fields, who_draws
 
 
 class Link:

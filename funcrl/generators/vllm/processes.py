@@ -21,7 +21,7 @@ from typing import Any
 
 from funcrl.config.generation import ServerConfig
 from funcrl.core.process import python_command
-from funcrl.generators.vllm.server.transport import RUN_VARIABLE, new_run
+from funcrl.generators.vllm.transport import RUN_VARIABLE, new_run
 
 _LINES = 15  # of a log, that an error shows
 _CAUSE = re.compile(r"\w(Error|Exception|Interrupt): ")
@@ -273,7 +273,7 @@ def _command(
     }  # fmt: skip
     if device is not None:
         variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": device}
-    python = python_command("-m", "funcrl.generators.vllm.server.serve")
+    python = python_command("-m", "funcrl.generators.vllm.serve")
     quiet = "--disable-uvicorn-access-log"  # a line for each sample of a long run
     arguments = ["--model", folder, "--uds", address, *flags(settings), quiet]
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *python, *arguments]

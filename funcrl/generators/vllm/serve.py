@@ -1,6 +1,6 @@
 """The process of a server: vLLM's own, which ends when the trainer does, however that ends.
 
-Started by `processes` beside it as `python -m funcrl.generators.vllm.server.serve`, with the
+Started by `processes` beside it as `python -m funcrl.generators.vllm.serve`, with the
 arguments of vLLM's server, and a standard input that says which folder to leave nothing in, and
 stays open as long as the trainer lives.
 """

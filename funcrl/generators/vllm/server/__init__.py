@@ -1,1 +1,0 @@
-"""vLLM as processes of their own: starting them, asking them, sending them parameters."""
