@@ -397,7 +397,7 @@ TABLE_OF_CALLS = {
     "models.logits_fn": (
         lambda p, t: funcrl.models.logits_fn(MODEL)(p, funcrl.Sample(t, t)), (PARAMS, TOKENS)),
     "parity": (
-        lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2, rows="generator")), ()),
+        lambda: funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2)), ()),
     "save": (save_and_restore, (PARAMS,)),
     "restore": (save_and_restore, (BATCH,)),
     "train": (train_twice, ()),

@@ -178,7 +178,7 @@ def source_file(name: str) -> Path | None:
     Example:
         >>> from funcrl.tasks import source_file
         >>> source_file("sum_digits"), source_file("funcrl.tasks.adapt:matches").name
-        (None, 'compose.py')
+        (None, 'adapt.py')
     """
     return None if is_built_in(name) else named_file("--task", name)
 

@@ -139,7 +139,7 @@ OWN: dict[str, dict[str, Any]] = {
     "optim.masked": {"mask": {"a": True, "b": False}},
     "optim.freeze": {"mask": {"a": True, "b": False}},
     "optim.constant": {"value": 0.1},
-    "parity": {"config": ParityConfig(num_prompts=1, max_tokens=2, rows="generator")},
+    "parity": {"config": ParityConfig(num_prompts=1, max_tokens=2)},
     "policy_loss": {"scores": purity.ROW_SCORES},
     "models.rotate": {"x": torch.zeros(4, 6), "rotation": torch.zeros(2, 4, 6)},
     "restore": {"like": purity.MATRICES},

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import funcrl
-from funcrl.loop.parity import ParityConfig, ParityRow, format_parity
-from funcrl.loop.parity.comparison import compare_ways
-from funcrl.loop.parity.generators import sampler_ways
-from funcrl.loop.parity.sides import LOGPROBS, Way, tokens_fn
-from funcrl.loop.parity.trainer import batched, trainer_ways
+from funcrl.core.types import Rollout, Sample
+from funcrl.loop.parity import ParityConfig, ParityRow, compare_ways, format_parity
+from funcrl.loop.parity_ways import LOGPROBS, Way, sampler_ways, trainer_side
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops.exact import EXACT
 
@@ -42,9 +40,9 @@ def other_model(ops):
     return Transformer(make()[0].config, ops)
 
 
-def vmapped(model, params, tokens, size, name="other"):
-    length = tokens.shape[1]
-    return Way(name, lambda rec: batched(tokens_fn(model, rec), params, tokens, size, length))
+def trainer(model, params, tokens):
+    """The trainer's forward pass of one sample at a time as one more way."""
+    return Way("trainer", lambda recorded: trainer_side(model, params, tokens, recorded))
 
 
 @pytest.mark.slow
@@ -52,34 +50,49 @@ def vmapped(model, params, tokens, size, name="other"):
 @pytest.mark.parametrize("form", FORMS)
 def test_exact_numerics_are_equal_in_every_way(form, dtype):
     model, params, tokens = make(form, dtype)
-    ways = [
-        *trainer_ways(model, params, tokens, PROMPT, compiled=False),
-        *sampler_ways(model, params, tokens, PROMPT),
-        vmapped(model, params, tokens, 256),
-    ]
-    rows = list(compare_ways(iter(ways), model, params, tokens, bisect=True))
+    ways = [*sampler_ways(model, params, tokens, PROMPT), trainer(model, params, tokens)]
+    rows = compare_ways(ways, model, params, tokens, bisect=True)
     assert {row.name: row.different for row in rows} == {way.name: 0 for way in ways}
-    names = " ".join(row.name for row in rows)
-    assert all(f"batch of {size}" in names for size in (1, 5, 7, 64)), names
     assert all(row.equal and row.tokens >= 20 and not row.first_difference for row in rows)
+    expected = torch.stack([part.values for part in trainer_side(model, params, tokens)[LOGPROBS]])
+    assert torch.equal(batched(model, params, tokens, 64), expected)  # padded to 64 tokens
+    for rows_of_samples in (1, 2, 7, 64):  # batches of other sizes
+        filled = tokens[torch.arange(rows_of_samples) % len(tokens)]
+        found = batched(model, params, filled, tokens.shape[1])
+        assert torch.equal(found[: len(tokens)], expected[:rows_of_samples])
+    for pack in (funcrl.pack, funcrl.pack_groups):
+        for sample, found in packed(model, params, tokens, pack).items():
+            assert torch.equal(found, expected[sample, -len(found) :]), pack
 
 
-@pytest.mark.slow
-def test_the_compiled_step_of_exact_numerics_is_equal():
-    model, params, tokens = make("qwen2", layers=1)
-    ways = trainer_ways(model, params, tokens, PROMPT, compiled=True)
-    compiled = [way for way in ways if "compiled" in way.name]
-    rows = list(compare_ways(iter(compiled), model, params, tokens))
-    assert [(row.name, row.different) for row in rows] == [
-        ("trainer, step compiled, aot_eager", 0),
-        ("trainer, step compiled, inductor", 0),
-    ]
+def batched(model, params, tokens, length):
+    """The log-probabilities of a batch that is padded to a length."""
+    padded = torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]))
+    positions = torch.arange(length).expand_as(padded)
+    scores = funcrl.score(funcrl.logprob_fn(model), params, Sample(padded, positions))
+    return scores.logprobs[:, 1 : tokens.shape[1]]
+
+
+def packed(model, params, tokens, pack):
+    """The log-probabilities of the drawn tokens of samples that lie end to end, by sample."""
+    count, length = tokens.shape
+    drawn = (torch.arange(length) >= PROMPT).expand(count, length)
+    numbers = torch.arange(count)
+    # A token's behaviour log-probability says which sample it is of.
+    rollout = Rollout(tokens, drawn, numbers[:, None].expand(count, length).double(),
+                      torch.zeros(count), numbers, torch.zeros_like(numbers))  # fmt: skip
+    rows = pack(rollout, funcrl.grpo(), 3 * length + 5)  # a length that leaves padding
+    scored = funcrl.score(funcrl.logprob_fn(model), params, rows).logprobs
+    owner = rows.behavior_logprobs[rows.mask]
+    found = {sample: scored[rows.mask][owner == sample] for sample in range(count)}
+    assert all(len(each) == length - PROMPT for each in found.values())
+    return found
 
 
 def test_native_numerics_differ_and_the_attention_of_the_first_layer_is_named():
     model, params, tokens = make(ops="native")
     ways = sampler_ways(model, params, tokens, PROMPT)
-    rows = list(compare_ways(ways, model, params, tokens, bisect=True))
+    rows = compare_ways(ways, model, params, tokens, bisect=True)
     assert any(row.different for row in rows)
     for row in rows:
         assert row.max_abs_diff < 1e-4
@@ -94,7 +107,7 @@ def test_bisect_names_the_operation_of_the_layer_that_is_changed():
 
     model, params, tokens = make()
     changed = other_model(EXACT._replace(swiglu=swiglu))
-    (row,) = compare_ways(iter([vmapped(changed, params, tokens, 3)]), model, params, tokens, True)
+    (row,) = compare_ways([trainer(changed, params, tokens)], model, params, tokens, True)
     assert row.different == row.tokens == 100
     assert row.first_difference == "layer 1, mlp: swiglu, 105 of 105 tokens, by at most 1.0e-03"
 
@@ -119,7 +132,7 @@ def test_bisect_looks_into_the_sampler():
 
 def test_recording_changes_no_result():
     model, params, tokens = make()
-    for way in (vmapped(model, params, tokens, 5), *sampler_ways(model, params, tokens, PROMPT)):
+    for way in (trainer(model, params, tokens), *sampler_ways(model, params, tokens, PROMPT)):
         plain, recorded = way.run(False), way.run(True)
         assert list(plain) == [LOGPROBS]
         assert len(recorded) > 20
@@ -137,7 +150,7 @@ def test_a_table_and_its_limit():
         ParityRow("another", 7, 2, 3e-7, "layer 0, mlp: swiglu"),
         ParityRow("third", skipped="needs a GPU"),
     )
-    result = funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2, rows="generator"))
+    result = funcrl.parity(ParityConfig(num_prompts=1, max_tokens=2))
     assert [row.name.partition(", ")[2] for row in result.rows] == ["as drawn", "prefill", "decode"]
     result = result._replace(rows=rows)
     assert result.largest >= 3e-7

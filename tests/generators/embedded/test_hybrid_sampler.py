@@ -98,6 +98,3 @@ def test_a_parity_check_covers_the_layers_of_a_hybrid():
     result = funcrl.parity(config)
     assert result.bitwise
     assert {row.equal for row in result.rows} == {True}
-    names = [row.name for row in result.rows]
-    assert "trainer, packed rows" in names
-    assert "trainer, packed rows, prompts shared" not in names

