@@ -40,13 +40,13 @@ from funcrl import (
     weights,
 )
 from funcrl.config import TrainConfig
-from funcrl.core import rows
-from funcrl.generators import draw
+from funcrl.core import arrays, rows
+from funcrl.generators import stops
 from funcrl.loop.parity import ParityConfig
 from funcrl.models.functional import bind
 
 # Modules that are not public, but as pure.
-INNER = {"arrays": tree, "rows": rows, "stops": draw}
+INNER = {"arrays": arrays, "rows": rows, "stops": stops}
 
 torch.manual_seed(0)  # the inputs below
 CASE = random_case(1)
@@ -354,9 +354,9 @@ TABLE_OF_CALLS = {
     "optim.linear": (optim.linear(1.0, 0.0, 5), (COUNT,)),
     "optim.cosine": (optim.cosine(1.0, 0.0, 5), (COUNT,)),
     "optim.warmup": (optim.warmup(5, then=optim.constant(1.0)), (COUNT,)),
-    "stops.cut_at_stop": (lambda: draw.cut_at_stop([65, 66], STOPPING, spell), ()),
-    "stops.find_stop": (lambda: draw.find_stop("AB", 1, ("B",)), ()),
-    "stops.has_stop_string": (lambda: draw.has_stop_string([65, 66], STOPPING, spell), ()),
+    "stops.cut_at_stop": (lambda: stops.cut_at_stop([65, 66], STOPPING, spell), ()),
+    "stops.find_stop": (lambda: stops.find_stop("AB", 1, ("B",)), ()),
+    "stops.has_stop_string": (lambda: stops.has_stop_string([65, 66], STOPPING, spell), ()),
     "rng.fold_in": (rng.fold_in, (COUNT, 3)),
     "rng.generator": (
         lambda seed: torch.rand(
@@ -500,8 +500,8 @@ TABLE_OF_CALLS = {
     "graph.step_graph": stepped(
         lambda *args: graph.step_graph(*args, funcrl.CompileConfig(remat="full"))),
     "donate": stepped(lambda step, *_: funcrl.donate(step)),
-    "arrays.to_array": (lambda x: tree.to_array(x).tolist(), (T[0],)),
-    "arrays.to_tensor": (lambda x: tree.to_tensor(tree.to_array(x), x), (T[0],)),
+    "arrays.to_array": (lambda x: arrays.to_array(x).tolist(), (T[0],)),
+    "arrays.to_tensor": (lambda x: arrays.to_tensor(arrays.to_array(x), x), (T[0],)),
     "checks.check_tensor": (lambda x: checks.check_tensor("f", "x", x), (T[0],)),
     "checks.check_rank": (lambda x: checks.check_rank("f", "x", x, "T"), (T[0],)),
     "checks.check_shape": (lambda x: checks.check_shape("f", "x", x, "y", x.shape), (T[0],)),

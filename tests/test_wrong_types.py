@@ -5,7 +5,6 @@ A clear error is a TypeError or ValueError of funcrl's own that names the functi
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import io
 import pickle
@@ -26,7 +25,7 @@ from benchmarks.loop import LoopBenchConfig
 from benchmarks.scans import RecurrentBenchConfig
 from benchmarks.vllm import VLLMBenchConfig
 from funcrl import cli, config
-from funcrl.cli.command_line import UsageError, options_of, read_line
+from funcrl.cli.options import UsageError, parse
 from funcrl.loop.parity import ParityConfig
 
 EMPTY, TENSOR = {"[]", "{}"}, {"a tensor"}
@@ -177,22 +176,32 @@ def options(kind: type) -> Iterator[tuple[type, dataclasses.Field]]:
             yield kind, field
 
 
-@functools.cache
-def read(hint: Any, text: str) -> tuple[Any, str]:
+READ: dict[tuple[Any, str], tuple[Any, str]] = {}  # by annotation and text: many are alike
+
+
+def read(kind: type, field: dataclasses.Field, text: str) -> tuple[Any, str]:
     """What the parser reads, and its error instead."""
+    key = (field.type, text)
+    if key not in READ:
+        READ[key] = parsed(field.type, getattr(kind(), field.name), text)
+    return READ[key]
+
+
+def parsed(hint: Any, default: Any, text: str) -> tuple[Any, str]:
+    makes = {"default": default} if default != {} else {"default_factory": dict}
     option = dataclasses.make_dataclass(
-        "Option", [("value", hint, dataclasses.field(default=None))]
+        "Option", [("value", hint, dataclasses.field(**makes))], frozen=True
     )
     try:
-        line = read_line("train", [*options_of(option())], [f"--value={text}"])
+        (read_option,) = parse("train", [f"--value={text}"], option())
     except UsageError as error:
         return None, str(error)
-    return line.values["value"], ""
+    return read_option.value, ""
 
 
 def end(kind: type, field: dataclasses.Field, text: str) -> str:
     """ "clear" where the parser or the dataclass names the option, "silent" where both take it."""
-    value, printed = read(field.type, text)
+    value, printed = read(kind, field, text)
     if printed:
         return "clear" if "--value" in printed else "raw"
     try:

@@ -18,8 +18,8 @@ from benchmarks.step import bench_step
 from benchmarks.table import format_columns, format_rows
 from benchmarks.vllm import VLLMBenchConfig, bench_vllm
 from funcrl.cli import read_train_config
+from funcrl.core.printing import print_safely
 from funcrl.core.process import ExplainedMemoryError
-from funcrl.core.text import print_safely
 
 
 class Benchmark(NamedTuple):

@@ -21,8 +21,9 @@ from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.ops.attention import attend_prompts
+from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
-from funcrl.rl.grads import AuxLossFn, Gradient, PerSampleTransform
+from funcrl.rl.grads import Gradient, PerSampleTransform
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
 Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]

@@ -14,7 +14,8 @@ from funcrl import CompileConfig, collate, compile_step, grpo, grpo_step, tree
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params, Rollout, Step
 from funcrl.generators import Sampler, Sampling
-from funcrl.generators.embedded.cache import CachedTransformer, pack_weights
+from funcrl.generators.embedded.cache import CachedTransformer
+from funcrl.generators.packed import pack_weights
 from funcrl.models import SHAPES
 
 NumericsPart: TypeAlias = Literal["decode", "gradient", "step", "loop"]

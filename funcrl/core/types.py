@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from funcrl.core.text import described, of_fields
+from funcrl.core.printing import described, of_fields
 
 Params: TypeAlias = dict[str, Tensor]  # weights by name
 Tree: TypeAlias = Any  # a tensor, or a nest of dicts, lists and tuples of tensors

@@ -2,10 +2,11 @@
 
 from funcrl.config import Sampling
 from funcrl.generators.contract import Generator, State
-from funcrl.generators.draw import DecodeFn, draw, draw_tokens, sampling_logprobs
+from funcrl.generators.draw import draw, draw_tokens, sampling_logprobs
 from funcrl.generators.embedded.hugging_face import HuggingFace
 from funcrl.generators.embedded.recompute import Recompute
 from funcrl.generators.embedded.sampler import Sampler, sample
+from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.failures import EngineError
 from funcrl.generators.vllm.generator import VLLM
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from funcrl.config import Sampling
 from funcrl.core import checks, rng
 from funcrl.core.types import Params, Samples
-from funcrl.generators.draw import DecodeFn
+from funcrl.generators.stops import DecodeFn
 
 Prompts: TypeAlias = Sequence[Sequence[int]]  # the tokens of each
 Hash: TypeAlias = hashlib.blake2b

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
-from funcrl.core.rows import reads_a_value
+from funcrl.core.unbatched import reads_a_value
 from funcrl.graph.aliases import is_view, looks_alike, sharing_places, written_inputs
 from funcrl.graph.edit import nodes_after
 from funcrl.graph.in_place import without_writes

@@ -8,7 +8,7 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.types import Samples
 from funcrl.generators import Generator
-from funcrl.generators.draw import cut_at_stop
+from funcrl.generators.stops import cut_at_stop
 from funcrl.tasks.adapt import TaskError
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer, end_tokens
 

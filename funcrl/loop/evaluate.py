@@ -16,8 +16,7 @@ from funcrl.config import EvalConfig, Sampling, TrainConfig
 from funcrl.core import checks, rng
 from funcrl.core.arguments import checked
 from funcrl.core.files import write_whole
-from funcrl.core.numerics import wilson
-from funcrl.core.text import Note, warn_safely
+from funcrl.core.printing import Note, warn_safely
 from funcrl.loop.build import Parts, build, first_params, trained_like
 from funcrl.loop.data import check_data, is_data_of, limits_of
 from funcrl.loop.episodes import Failure
@@ -26,6 +25,7 @@ from funcrl.loop.rollouts.grade import Graded, RewardError, grade, is_accuracy, 
 from funcrl.loop.rollouts.log import to_completions
 from funcrl.loop.sources import defaults, is_run, options_of_run, parts_of_network, trained_params
 from funcrl.run import runs
+from funcrl.run.accuracy import wilson
 from funcrl.run.trust import check_run
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import Task, TaskLike

@@ -12,7 +12,7 @@ from torch import nn
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json, read_text
-from funcrl.core.text import Note, warn_safely
+from funcrl.core.printing import Note, warn_safely
 from funcrl.core.types import Params, TrainState
 from funcrl.loop import sources
 from funcrl.loop.build import Parts, trained_like

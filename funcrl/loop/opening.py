@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
+from funcrl.core.printing import Note
 from funcrl.core.process import refuse_ranks
-from funcrl.core.text import Note
 from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
 from funcrl.loop.sources import options_of_run, parts_of_network

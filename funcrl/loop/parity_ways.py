@@ -10,13 +10,8 @@ from torch import Tensor
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.core.types import Params, Sample
 from funcrl.generators import VLLM
-from funcrl.generators.embedded.cache import (
-    empty_cache,
-    extend,
-    pack_weights,
-    prefill,
-    write_prefix,
-)
+from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
+from funcrl.generators.packed import pack_weights
 from funcrl.models import Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import AttendFn, Ops

@@ -17,8 +17,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
-from funcrl.core.rows import reads_a_value, value_was_read
 from funcrl.core.types import Params
+from funcrl.core.unbatched import reads_a_value, value_was_read
 
 # torch's hooks that set a weight before each forward: their names, and their replacements.
 _HOOKS = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import NotNegative, checked
-from funcrl.core.text import remembers
+from funcrl.core.printing import remembers
 
 
 @checked

@@ -15,14 +15,8 @@ from funcrl.core import tree
 from funcrl.core.numerics import pairwise, pairwise_sum
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import ExactModelFn, Metrics, ModelFn, Params, Rows, TokenScores
-from funcrl.rl.grads import (
-    Gradient,
-    PerSampleTransform,
-    one_number,
-    reduce_rows,
-    summed_gradient,
-    value_and_grad,
-)
+from funcrl.rl.backward import one_number, reduce_rows, value_and_grad
+from funcrl.rl.grads import Gradient, PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge
 
 # (scores of one sample, the sample) -> (loss, metrics)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Finite, NotNegative, checked
-from funcrl.core.text import remembers
+from funcrl.core.printing import remembers
 from funcrl.core.types import (
     Absent,
     Algorithm,

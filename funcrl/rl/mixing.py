@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import rng
-from funcrl.core.text import described
+from funcrl.core.printing import described
 from funcrl.core.types import Algorithm, Batch, PackedBatch, TokenScores
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.losses import policy_loss

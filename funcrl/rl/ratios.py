@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import NotNegative, Positive, checked
-from funcrl.core.text import remembers
+from funcrl.core.printing import remembers
 from funcrl.core.types import Absent, CorrectionFn, Ratio, RatioFn
 
 # Whether each token has a ratio of its own, or a completion one for all.

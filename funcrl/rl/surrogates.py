@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import Fraction, NotNegative, Positive, checked
-from funcrl.core.text import remembers
+from funcrl.core.printing import remembers
 from funcrl.core.types import Surrogate, SurrogateFn
 
 

@@ -29,9 +29,9 @@ import torch
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.arrays import to_tensor
 from funcrl.core.files import read_text
-from funcrl.core.text import warn_safely
-from funcrl.core.tree import to_tensor
+from funcrl.core.printing import warn_safely
 from funcrl.core.types import Tree
 from funcrl.run.storage import (
     MANIFEST,

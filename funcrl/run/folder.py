@@ -18,8 +18,8 @@ import yaml
 from funcrl import config as configs
 from funcrl.config import Change, TrainConfig, changed_options, read_config
 from funcrl.core.files import whole_file, write_whole
+from funcrl.core.printing import escaped
 from funcrl.core.process import VERSION, commit
-from funcrl.core.text import escaped
 from funcrl.run import runs
 from funcrl.run.storage import clean_up
 

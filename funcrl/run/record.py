@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from funcrl import config as configs
 from funcrl.config import TrainConfig
 from funcrl.core.files import brief
-from funcrl.core.text import Note
+from funcrl.core.printing import Note
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.accuracy import score_of

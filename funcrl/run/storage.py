@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from funcrl.core import checks, tree
+from funcrl.core.arrays import to_array
 from funcrl.core.files import brief, sync
-from funcrl.core.tree import to_array
 from funcrl.core.types import Tree
 
 Manifest: TypeAlias = dict[str, Any]

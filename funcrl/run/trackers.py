@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from funcrl.core import checks
 from funcrl.core.files import write_whole
-from funcrl.core.text import print_safely
+from funcrl.core.printing import print_safely
 from funcrl.run.runs import Completion, Row
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]

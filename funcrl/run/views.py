@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from funcrl.core.text import print_safely, printable
+from funcrl.core.printing import print_safely, printable
 from funcrl.run.accuracy import LABEL, Pace, held_out, remark, short, shown_numbers, visible
 from funcrl.run.report.completions import text
 from funcrl.run.runs import Completion, Row

@@ -15,7 +15,7 @@ from typing import Any
 from funcrl.core.arguments import CheckedFields, Count, FinitePositive
 from funcrl.core.process import end_forked_child
 
-_FUNCRL = str(Path(__file__).parents[2]) + os.sep
+_FUNCRL = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = tuple({sysconfig.get_path(each) + os.sep for each in ("stdlib", "platstdlib")})
 _PACKAGES = ("site-packages", "dist-packages")
 _LONGEST_MESSAGE = 500  # characters

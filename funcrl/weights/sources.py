@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json
+from funcrl.core.printing import print_safely
 from funcrl.core.process import python_command
-from funcrl.core.text import print_safely
 
 
 class Known(NamedTuple):

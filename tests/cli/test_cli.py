@@ -19,9 +19,10 @@ from cases import run_command as run
 
 import funcrl
 from funcrl import config, runs
-from funcrl.cli import commands, main
-from funcrl.cli.command_line import StartConfig, options_of
+from funcrl.cli import main
+from funcrl.cli.options import StartConfig, options_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
+from funcrl.core import printing
 from funcrl.generators.vllm.failures import out_of_memory
 
 SMALL = [
@@ -214,7 +215,7 @@ def test_help_is_a_screen_for_a_beginner_and_all_of_it_has_every_option_once(cap
     code, out, _ = run(["train", "--help-all"], capsys)
     assert code == 0
     assert max(map(len, [*first.splitlines(), *out.splitlines()])) <= 100
-    listed = re.findall(r"^  --([\w.-]+)", out, re.M)
+    listed = re.findall(r"^  --([a-z][\w.-]+)", out, re.M)
     own = {field.name.replace("_", "-") for field in dataclasses.fields(StartConfig)} | {"compile"}
     whole = TrainConfig(compile=CompileConfig())
     assert sorted(listed) == sorted({*names_in(config.to_plain(whole)), *own})
@@ -306,7 +307,7 @@ def test_another_pipe_that_breaks_is_an_error_like_others(monkeypatch, tmp_path,
     def broken(config, **options):
         raise BrokenPipeError(32, "Broken pipe", "a server's socket")
 
-    monkeypatch.setattr(commands, "evaluate", broken)
+    monkeypatch.setattr("funcrl.cli.program.evaluate", broken)
     # A file, a notebook's output, which is none, and none at all, as with `>&-`.
     with (tmp_path / "out").open("w") as file:
         for out in (file, io.StringIO(), None):
@@ -407,4 +408,4 @@ def test_a_tasks_text_does_not_drive_the_terminal(tmp_path, capsys, prompts, opt
     assert ended == code, err
     assert r"\x1b]0;owned\x07" in out + err
     for text in (out, err):
-        assert text.printable(text) == text
+        assert printing.printable(text) == text

@@ -8,11 +8,11 @@ import pytest
 from cases import run_command as run
 
 import funcrl
-from funcrl.cli.command_line import (
+from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
     options_of,
-    read_line,
+    parse,
     with_compile_options,
 )
 from funcrl.cli.suggest import _KNOWN_AS
@@ -171,8 +171,8 @@ def test_what_peers_call_an_option_leads_to_one_that_there_is():
 
 @pytest.mark.parametrize("given", [["--algorithm", "dapo"], ["--algorithm=dapo"]])
 def test_a_group_that_is_given_a_value_is_given_its_name(given):
-    options = [*options_of(with_compile_options(TrainConfig()))]
-    assert read_line("train", options, given).values == {"algorithm.name": "dapo"}
+    (options,) = parse("train", given, with_compile_options(TrainConfig()))
+    assert options.algorithm.name == "dapo"
 
 
 def test_a_line_is_read_in_its_types_and_the_last_value_counts():
@@ -180,11 +180,11 @@ def test_a_line_is_read_in_its_types_and_the_last_value_counts():
             "--sampling.stop", "--reward-weights", "a", "1", "b", "-2", "--mask-truncated",
             "--vllm.no-sleep", "--microbatch", "None", "--run-dir", "x",
             "--steps", "5"]  # fmt: skip
-    assert read_line("train", [*options_of(TrainConfig())], line).values == {
-        "steps": 5, "num-prompts": 4, "sampling.stop-tokens": (1, 2), "sampling.stop": (),
-        "reward-weights": {"a": 1.0, "b": -2.0}, "mask-truncated": True, "vllm.sleep": False,
-        "microbatch": None, "run-dir": Path("x"),
-    }  # fmt: skip
+    (read,) = parse("train", line, with_compile_options(TrainConfig()))
+    assert (read.steps, read.num_prompts, read.run_dir) == (5, 4, Path("x"))
+    assert (read.sampling.stop_tokens, read.sampling.stop) == ((1, 2), ())
+    assert (read.reward_weights, read.mask_truncated) == ({"a": 1.0, "b": -2.0}, True)
+    assert (read.vllm.sleep, read.microbatch) == (False, None)
 
 
 def test_the_version_is_the_packages(capsys):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from funcrl.core import files, rows, text, tree
+from funcrl.core import arrays, files, printing, rows
 
 
 def test_an_error_leaves_the_old_file(tmp_path):
@@ -43,16 +43,16 @@ def test_values_are_shown_briefly_and_without_control_characters():
     assert files.brief("ab") == "'ab'"
     assert files.brief(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
     assert len(files.brief("x" * 1_000_000)) == 100
-    assert text.escaped("\a\n") == r"\x07\n"
-    assert text.escaped("\a\n", keep="\n") == "\\x07\n"
-    assert text.printable("a \x1b[2J") == r"a \x1b[2J"
+    assert printing.escaped("\a\n") == r"\x07\n"
+    assert printing.escaped("\a\n", keep="\n") == "\\x07\n"
+    assert printing.printable("a \x1b[2J") == r"a \x1b[2J"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
 def test_arrays_hold_the_bits_of_any_dtype(dtype):
     tensor = torch.tensor([[1.0, -2.0, 0.0]]).to(dtype)
-    array = tree.to_array(tensor)
-    back = tree.to_tensor(array, like=torch.zeros_like(tensor))
+    array = arrays.to_array(tensor)
+    back = arrays.to_tensor(array, like=torch.zeros_like(tensor))
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 

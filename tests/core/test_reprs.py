@@ -7,7 +7,7 @@ from cases import equal
 
 import funcrl
 from funcrl import losses, ratios, surrogates
-from funcrl.core.text import remembers, summary
+from funcrl.core.printing import remembers, summary
 
 
 def test_trees_of_tensors_are_a_line():

@@ -10,7 +10,7 @@ from cases import tiny_model
 
 import funcrl
 from funcrl.config import Sampling
-from funcrl.generators.draw import cut_at_stop, find_stop, has_stop_string
+from funcrl.generators.stops import cut_at_stop, find_stop, has_stop_string
 from funcrl.loop.rollouts.draw import complete
 from funcrl.tasks import Prompt
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from funcrl import runs
 from funcrl.core import files
-from funcrl.core.text import print_safely, printable, safe_warnings, warn_safely
+from funcrl.core.printing import print_safely, printable, safe_warnings, warn_safely
 from funcrl.run import trackers, views
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import tracker
@@ -248,7 +248,7 @@ def test_the_command_line_prints_a_tasks_warnings_safely(tmp_path):
         "        raise RuntimeError('the end')\n"
     )
     args = ["train", "--task", f"{tmp_path / 'warning.py'}:Warning_", "--run-dir", tmp_path / "run"]
-    command = [sys.executable, "-m", "funcrl.cli", *map(str, args)]
+    command = [sys.executable, "-m", "funcrl", *map(str, args)]
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert r"UserWarning: \x1b[2J" in done.stderr

@@ -178,7 +178,7 @@ def test_a_forked_child_that_returns_ends_the_childs_command(tmp_path, staleness
     (tmp_path / "forking.py").write_text(FORKING_TASK)
     ended = subprocess.run(
         [
-            sys.executable, "-m", "funcrl.cli", "train", "--task", "forking.py:Forking",
+            sys.executable, "-m", "funcrl", "train", "--task", "forking.py:Forking",
             "--run-dir", "run", "--steps", "2", "--warm-start.steps", "0",
             "--evaluation.every", "0", "--max-staleness", staleness,
         ],

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from funcrl.generators.contract import pad_prompts, sample_seeds
-from funcrl.generators.draw import has_stop_string
 from funcrl.generators.embedded.pages import SCRAP, SIZE, Pages, limit_of, num_pages
 from funcrl.generators.embedded.program import Admitted, Program
 from funcrl.generators.embedded.schedule import Request, Schedule
+from funcrl.generators.stops import has_stop_string
 
 
 class HostCopy(NamedTuple):

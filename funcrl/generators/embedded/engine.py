@@ -9,8 +9,8 @@ from funcrl.config import Sampling
 from funcrl.core import checks, tree
 from funcrl.core.types import ModelFn, Params, Sample, Samples
 from funcrl.generators.contract import Lifecycle, Prompts, Pushed, State, check_prompts, pushed
-from funcrl.generators.draw import DecodeFn
 from funcrl.generators.embedded.schedule import Completions, Request
+from funcrl.generators.stops import DecodeFn
 from funcrl.models.logprobs import score
 
 DrawFn: TypeAlias = Callable[[Request], Completions]

@@ -10,7 +10,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
 from funcrl.generators.contract import sample_seeds
-from funcrl.generators.draw import DecodeFn, draw_tokens
+from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.schedule import (
     Completions,
@@ -20,6 +20,7 @@ from funcrl.generators.embedded.schedule import (
     completions,
     new_samples,
 )
+from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import (
     context_length_of,

@@ -12,10 +12,11 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.contract import Prompts, padded_prompts
-from funcrl.generators.draw import DecodeFn, LogSoftmaxFn
+from funcrl.generators.draw import LogSoftmaxFn
 from funcrl.generators.embedded.batch import Batch
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.schedule import Completions, Drawn, Request, completions
+from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
 from funcrl.models.logits import LogitsFn, context_length_of, logits_fn, vocab_size_of
 from funcrl.models.logprobs import logprob_fn, token_scores

@@ -10,9 +10,8 @@ from funcrl.config import Sampling
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Prompts
-from funcrl.generators.draw import DecodeFn
 from funcrl.generators.embedded.batch import Batch
-from funcrl.generators.embedded.cache import CachedTransformer, pack_weights
+from funcrl.generators.embedded.cache import CachedTransformer
 from funcrl.generators.embedded.captured import Captured, is_captured
 from funcrl.generators.embedded.engine import (
     DrawFn,
@@ -23,6 +22,8 @@ from funcrl.generators.embedded.engine import (
 )
 from funcrl.generators.embedded.recurrent import RecurrentDraw
 from funcrl.generators.embedded.schedule import Completions, Request, completions
+from funcrl.generators.packed import pack_weights
+from funcrl.generators.stops import DecodeFn
 from funcrl.models import Recurrent, Transformer
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logprobs import logprob_fn

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcrl.config import Sampling
 from funcrl.core import numerics
 from funcrl.generators.contract import Prompts
-from funcrl.generators.draw import DecodeFn, has_stop_string
+from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.rl.batching import pad_rows
 
 

@@ -22,7 +22,7 @@ from funcrl.config import Sampling
 from funcrl.core import tree
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_seeds
-from funcrl.generators.draw import has_stop_string
+from funcrl.generators.stops import has_stop_string
 from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.plugin.attention import unpack_score
 from funcrl.generators.vllm.plugin.native import write_params

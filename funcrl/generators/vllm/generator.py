@@ -15,7 +15,7 @@ from funcrl.config.generation import Form
 from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Engine, Lifecycle, Prompts, Pushed, State, check_prompts
-from funcrl.generators.draw import DecodeFn
+from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.failures import check_finite, check_probe, died, out_of_memory
 from funcrl.generators.vllm.memory import cache_bytes, with_cache
 from funcrl.generators.vllm.settings import (

@@ -250,7 +250,7 @@ def check_plugin() -> None:
     ).stdout.split()
     if _PLUGIN in found:
         return
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     source = f"-e {shlex.quote(str(root))}" if (root / "pyproject.toml").exists() else "funcrl"
     raise ImportError(
         f"VLLM expects funcrl to be installed for {sys.executable}, which runs --vllm.form server: "

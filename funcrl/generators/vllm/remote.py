@@ -12,7 +12,7 @@ from funcrl.config import Sampling
 from funcrl.config.generation import ServerConfig
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_seeds
-from funcrl.generators.draw import DecodeFn, has_stop_string
+from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.memory import samples_at_a_time
 from funcrl.generators.vllm.processes import ServerError, Servers

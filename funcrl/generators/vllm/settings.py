@@ -10,7 +10,7 @@ import torch
 from funcrl.config.generation import Sampling, VLLMConfig
 from funcrl.core.types import Params
 from funcrl.generators.contract import Lifecycle
-from funcrl.generators.draw import DecodeFn
+from funcrl.generators.stops import DecodeFn
 from funcrl.generators.vllm.memory import cache_bytes
 from funcrl.generators.vllm.processes import check_plugin
 from funcrl.models import TransformerConfig

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from funcrl.core.text import escaped
+from funcrl.core.printing import escaped
 from funcrl.run import runs
 from funcrl.run.folder import shown_change
 from funcrl.run.report.plots import Run, shown

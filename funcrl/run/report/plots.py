@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcrl.core.text import escaped
+from funcrl.core.printing import escaped
 from funcrl.run.accuracy import interval_of, is_held_out_reward, reward_of
 
 # matplotlib takes a second to import, which only a report should pay.

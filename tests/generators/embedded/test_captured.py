@@ -13,13 +13,7 @@ from funcrl.generators import Sampler, Sampling, sample
 from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded import captured as kept
 from funcrl.generators.embedded import sampler as choice
-from funcrl.generators.embedded.cache import (
-    empty_cache,
-    extend,
-    pack_weights,
-    prefill,
-    write_prefix,
-)
+from funcrl.generators.embedded.cache import empty_cache, extend, prefill, write_prefix
 from funcrl.generators.embedded.captured_batch import CapturedBatch
 from funcrl.generators.embedded.pages import (
     SIZE,
@@ -36,6 +30,7 @@ from funcrl.generators.embedded.pages import (
 )
 from funcrl.generators.embedded.program import Graphs, Program, bucket
 from funcrl.generators.embedded.schedule import Request
+from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity import compare
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops.exact.paged import Sharing

@@ -6,7 +6,7 @@ from hybrids import OPTIONS, hybrid, spread_params
 
 import funcrl
 from funcrl.generators import Sampler, Sampling, sample
-from funcrl.generators.embedded.cache import pack_weights
+from funcrl.generators.packed import pack_weights
 from funcrl.loop.parity import ParityConfig
 
 # Of different lengths, so that shorter ones are padded; slots are fewer than samples, so that

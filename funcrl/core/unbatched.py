@@ -1,0 +1,86 @@
+"""What torch.vmap and a trace cannot run, in words that say what to write instead."""
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+# torch's messages where `vmap` cannot run an operator, and where an operator writes values with a
+# batch axis in place into a tensor without one.
+_NO_BATCHING_RULE = re.compile(r"Batching rule not implemented for (\w+::\w+)")
+_NO_BATCH_AXIS = re.compile(r"output with shape .* doesn't match the broadcast shape")
+# Operators of torch.nn's recurrent layers.
+_RECURRENT = {
+    "aten::gru": "nn.GRU", "aten::lstm": "nn.LSTM", "aten::rnn_tanh": "nn.RNN",
+    "aten::rnn_relu": "nn.RNN", "aten::lstm_cell": "nn.LSTMCell",
+}  # fmt: skip
+_ADVICE = (
+    " funcrl.logprob_fn(model) calls a model of transformers so that it reads none: without "
+    "use_cache=False and without an attention_mask of [1, T]. A mask of [1, 1, T, T], with 0 where "
+    "a token sees another and -inf elsewhere, is not read either: docs/models.md shows how."
+)
+
+
+def explained(function: str, error: RuntimeError) -> Exception | None:
+    """Return an error of our own for what vmap cannot run, None where it is another error.
+
+    Args:
+        function: the public function that was given the model.
+        error: what torch raised.
+    """
+    text = str(error)
+    if found := _NO_BATCHING_RULE.search(text):
+        layer = _RECURRENT.get(found[1])
+        instead = (
+            f"that of {layer}; write the recurrence as a loop over the tokens, as docs/models.md "
+            f"does"
+            if layer
+            else "for which it has no batching rule; use other ones"
+        )
+        return NotImplementedError(
+            f"{function} expects a model of operators that torch.vmap can run for all rows at "
+            f"once, got {found[1]}, {instead}."
+        )
+    if _NO_BATCH_AXIS.search(text):
+        return NotImplementedError(
+            f"{function} expects a model that torch.vmap can run for all rows at once, got an "
+            f"operation in place ({text}): it writes values of all rows into a tensor of none; "
+            f"make that from the input, as a recurrent module's first state by "
+            f"torch.zeros_like(x[0]), or do not write in place. torch's nn.RNN, nn.GRU and nn.LSTM "
+            f"do: write those as a loop over the tokens, as docs/models.md does."
+        )
+    return value_was_read(function, "a model", error) if reads_a_value(error) else None
+
+
+def reads_a_value(error: RuntimeError) -> bool:
+    """Return whether the error says that a tensor has no value under vmap or in a trace."""
+    # Imported here, because its module takes long to import and only an error needs it.
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+        return True
+    # vmap's refusals have no type of their own; all of them begin with these words.
+    return str(error).startswith("vmap: It looks like you're")
+
+
+def value_was_read(function: str, what: str, error: RuntimeError) -> ValueError:
+    """Return the error that names the code that read a value, and what to pass instead."""
+    inside = {Path(torch.__file__).parent, Path(__file__).parents[1] / "core",
+              Path(__file__).parents[1] / "models"}  # fmt: skip
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not inside & {Path(frame.filename), *Path(frame.filename).parents}
+    ]
+    place = advice = ""
+    if frames:
+        last = frames[-1]
+        place = f" in {last.name}() at line {last.lineno} of {Path(last.filename).name}"
+        if "transformers" in Path(last.filename).parts:
+            advice = _ADVICE
+    return ValueError(
+        f"{function} expects {what} that reads no tensor's value in Python (float(), if) under "
+        f"vmap or funcrl.trace, got one that does{place}.{advice}"
+    )
