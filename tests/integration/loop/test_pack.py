@@ -1,0 +1,130 @@
+"""Runs whose trainer packs its rows: the update of the plain run, resumed and compiled."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import equal
+
+import funcrl
+from funcrl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CompileConfig,
+    EvalConfig,
+    EvaluationConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
+from funcrl.loop.pack import to_rows
+
+PACKINGS = ["samples", "prefixes"]
+
+
+def small(run_dir, **options):
+    return TrainConfig(**{
+        "run_dir": run_dir, "steps": 1, "num_prompts": 4, "num_generations": 4,
+        "sampling": Sampling(max_tokens=5), "warm_start": WarmStartConfig(steps=0),
+        "evaluation": EvaluationConfig(every=0), "checkpoint": CheckpointConfig(every=1),
+        "num_minibatches": 2, "algorithm": AlgorithmConfig(kl=0.1), **options,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", ["native", "flash"])
+def test_a_packed_run_has_the_numbers_of_the_plain_one(tmp_path, attend):
+    """Mini-batches are those of the plain run: they are packed after they were drawn.
+
+    In float32: the mathematics is compared in float64 in tests/integration/rl/test_packing.py.
+    """
+    plain = funcrl.train(small(tmp_path / "plain")).history[1]
+    shares = [plain["padding_frac"]]
+    for packing in PACKINGS:
+        config = small(tmp_path / packing, packing=packing, attend=attend, pack_length=48)
+        row = funcrl.train(config).history[1]
+        assert row.keys() == plain.keys()
+        shares.append(row["padding_frac"])
+        for name in plain.keys() - {"padding_frac"}:
+            if "time" not in name:
+                assert row[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+    assert shares[0] > 0
+    assert shares[0] != shares[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_packed_run_is_resumed_and_compiled_to_the_same_bits(tmp_path, packing):
+    options = {"packing": packing, "attend": "flash", "pack_length": 64, "pack_rows": 2}
+    whole = funcrl.train(small(tmp_path / "whole", steps=2, **options))
+    funcrl.train(small(tmp_path / "run", **options))
+    resumed = funcrl.train(small(tmp_path / "run", steps=2, **options), resume=True)
+    assert equal(resumed.state, whole.state)
+    config = CompileConfig(backend="aot_eager", fuse="none")
+    compiled = funcrl.train(small(tmp_path / "compiled", steps=2, compile=config, **options))
+    assert equal(compiled.state, whole.state)
+    assert [row["num_recompilations"] for row in compiled.history[1:]] == [0, 0]
+    # Plain rows are another way to compute the same, so that a run may change to them.
+    plain = small(tmp_path / "run", steps=3)
+    assert len(funcrl.train(plain, resume=True).history) == 4
+
+
+def test_rows_are_as_long_as_was_said_or_four_times_the_longest_sample(tmp_path):
+    mask = (torch.arange(6) >= 2).expand(5, 6)
+    nothing = torch.zeros(5, 6)
+    tokens = torch.ones(5, 6, dtype=torch.int64)
+    batch = funcrl.Batch(tokens, torch.arange(6).repeat(5, 1), mask, nothing, nothing, nothing)
+    config = small(tmp_path)
+    assert to_rows(config, batch) is batch
+
+    def shape(**options):
+        rows = to_rows(dataclasses.replace(config, **options), batch)
+        assert isinstance(rows.prefix_ids, tuple) == (options["packing"] == "samples")
+        return list(rows.tokens.shape)
+
+    assert shape(packing="samples") == [2, 24]
+    assert shape(packing="prefixes") == [2, 24]  # 1 + 4 x 5 tokens, and 6
+    assert shape(packing="prefixes", pack_length=26) == [1, 26]
+    assert shape(packing="samples", pack_length=12, pack_rows=2) == [4, 12]
+    with pytest.raises(ValueError, match="--pack-length of at least the longest sample, 6 tokens"):
+        to_rows(
+            dataclasses.replace(
+                config, packing="samples", sampling=Sampling(max_tokens=4), pack_length=5
+            ),
+            batch,
+        )
+
+
+def test_a_network_that_takes_no_attention_cannot_be_packed(tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text(
+        "import torch\n\ndef net(vocab_size):\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(vocab_size, 8),"
+        " torch.nn.Linear(8, vocab_size))\n"
+    )
+    with pytest.raises(ValueError, match="--packing none for a network .* got prefixes for Seq"):
+        funcrl.build(small(tmp_path / "run", model=f"{code}:net", packing="prefixes"))
+
+
+def test_an_algorithm_that_mixes_the_samples_of_a_row_cannot_be_packed(tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text(
+        "import funcrl\n\ndef whole_row(logprobs, ratio, advantages):\n"
+        "    return funcrl.types.Surrogate(ratio.mean() * advantages)\n\n"
+        "mine = funcrl.grpo()._replace(surrogate=whole_row)\n"
+    )
+    named = AlgorithmConfig(name=f"{code}:mine", kl=0, entropy=0)
+    words = "^train expects --packing none .* surrogate=whole_row depends .* got {}."
+    for packing in PACKINGS:
+        config = small(tmp_path / "run", algorithm=named, packing=packing)
+        with pytest.raises(ValueError, match=words.format(packing)):
+            funcrl.train(config)
+    plain = small(tmp_path / "run", algorithm=named, num_minibatches=1, num_prompts=1)
+    assert not (tmp_path / "run").exists()
+    # A step of one's own says itself what it takes, and a run of it is evaluated.
+    packed = small(tmp_path / "own", packing="samples", algorithm=named)
+    apart = dataclasses.replace(packed, algorithm=AlgorithmConfig(kl=0, entropy=0))
+    own_step = funcrl.build(apart).step
+    assert len(funcrl.train(packed, step=own_step).history) == 2
+    evaluated = EvalConfig(run=tmp_path / "own", num_prompts=2)
+    assert funcrl.evaluate(evaluated, note=lambda line: None).num_prompts == 2
+    assert len(funcrl.train(plain).history) == 2

@@ -1,0 +1,110 @@
+"""Each example is short, says what it takes, learns in a few steps, and leaves nothing behind."""
+
+import importlib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from engines import needs_vllm
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+WITH_OPTIONS = [path for path in SCRIPTS if "tyro.cli(" in path.read_text()]
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Imports an example, to be run where nothing may appear but runs/."""
+    there = contents()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module
+    assert {each.name for each in tmp_path.iterdir()} <= {"runs"}
+    assert contents() == there
+
+
+def contents():
+    """Return what the folder holds, but for bytecode, which any process may write."""
+    return {*EXAMPLES.iterdir()} - {EXAMPLES / "__pycache__"}
+
+
+def gain(rewards):
+    """Return the mean of the last three rewards, less that of the first three."""
+    return sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_it_is_short_and_listed(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 80
+    assert re.search(rf"\n    (VLLM_\S+ )?python examples/{path.name}", text)
+    assert f"({path.name})" in (EXAMPLES / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", WITH_OPTIONS, ids=lambda path: path.stem)
+def test_help_has_its_options(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"usage: {path}" in printed
+    assert "--" in printed.replace("--help", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "least"),
+    [
+        ("first_policy", {"steps": 25}, 0.1),
+        ("own_task", {"steps": 30, "num_prompts": 32}, 0.08),
+        ("own_model", {"steps": 25, "num_prompts": 16}, 0.15),
+        ("transformers_model", {"steps": 25}, 0.08),
+        ("lora", {"steps": 8, "base_steps": 150, "out": Path("runs/merged")}, 0.15),
+    ],
+)
+def test_it_learns(load, name, options, least):
+    example = load(name)
+    result = example.main(example.Config(**options))
+    # The rewards of a loop, or the metrics of a run, whose step 0 has none.
+    rewards = result if isinstance(result[0], float) else [row["reward"] for row in result[1:]]
+    assert len(rewards) == options["steps"]
+    assert gain(rewards) > least
+
+
+@pytest.mark.slow
+def test_a_model_that_was_saved_is_trained_on(load, capsys):
+    example = load("transformers_model")
+    example.main(example.Config(steps=1))
+    first = capsys.readouterr().out.splitlines()[-1]
+    again = example.Config(model="runs/repeat-1/model", learning_rate=1e-9, steps=1)
+    example.main(again)
+    second = capsys.readouterr().out.splitlines()[-1]
+    assert second == first.replace("repeat-1", "repeat-2")  # what transformers generates
+
+
+@pytest.mark.slow
+def test_both_algorithms_learn(load):
+    example = load("own_algorithm")
+    curves = example.main(example.Config(steps=25, num_prompts=16))
+    assert curves.keys() == {"grpo", "quadratic"}
+    assert curves["grpo"][0] == curves["quadratic"][0]  # the same prompts and samples
+    assert min(map(gain, curves.values())) > 0.06
+
+
+@pytest.mark.slow
+def test_the_compiled_step_has_the_bits_of_the_plain_one(load):
+    example = load("compiled_step")
+    assert example.main(example.Config(steps=1, rows=8, length=24, num_layers=2)) == 0
+
+
+class TestVLLM:
+    pytestmark = needs_vllm
+
+    def test_it_learns(self, load):
+        example = load("vllm_loop")
+        assert gain(example.main(example.Config(steps=25))) > 0.06

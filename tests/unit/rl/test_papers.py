@@ -1,0 +1,240 @@
+"""Every row of the index of papers in docs/algorithms.md is a loop written from its paper."""
+
+import math
+import re
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from cases import random_case, table_model
+
+import funcrl
+from funcrl.rl.mixing import mixing_parts
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+ROWS = [
+    row
+    for row in re.findall(r"^\| .*? \| `(funcrl\..*?)` \| ?(.*?) ?\|$", PAGE, re.MULTILINE)
+    if "funcrl.top_entropy" not in row[1] and "funcrl.recenter" not in row[1]  # in test_step.py
+]
+
+
+@pytest.fixture(scope="module")
+def page():
+    """Return the names that the blocks of the page define."""
+    names = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), names)
+    return names
+
+
+def maxrl(x, i):
+    return oracles.centered(x.rewards, x.group, i) / group_mean(x, i)
+
+
+def group_mean(x, i):
+    return oracles.mean([x.rewards[j] for j in oracles.members(x.group, i)])
+
+
+def gpg(x, i):
+    def teaches(j):
+        own = [x.rewards[k] for k in oracles.members(x.group, j)]
+        return any(reward != own[0] for reward in own)
+
+    count = len(x.rewards)
+    return oracles.centered(x.rewards, x.group, i) * count / sum(map(teaches, range(count)))
+
+
+def whitened(x, i):
+    centered = [oracles.centered(x.rewards, x.group, j) for j in range(len(x.rewards))]
+    center = oracles.mean(centered)
+    deviation = (sum((a - center) ** 2 for a in centered) / (len(centered) - 1)) ** 0.5
+    return (centered[i] - center) / (deviation + 1e-6)
+
+
+def opo(x, i):
+    own = oracles.members(x.group, i)
+    lengths = [len(x.rows[j]) for j in own]
+    rewards = [x.rewards[j] for j in own]
+    return x.rewards[i] - sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+
+
+def score_function(x, advantage, by_tokens=False):
+    objective = x.zero()
+    for i in x.sequences:
+        objective = objective + advantage(x, i) * sum(x.logprobs[i, t] for t in x.rows[i])
+    return -objective / (x.num_tokens if by_tokens else len(x.sequences))
+
+
+def gmpo(x):
+    objective = x.zero()
+    for i in x.sequences:
+        advantage = oracles.standardized(x.rewards, x.group, i)
+        product = torch.ones((), dtype=torch.float64)
+        for t in x.rows[i]:
+            ratio = x.ratio(i, t)
+            if advantage > 0 and ratio > math.exp(0.4):
+                ratio = math.exp(0.4)
+            if advantage < 0 and ratio < math.exp(-0.4):
+                ratio = math.exp(-0.4)
+            product = product * ratio
+        objective = objective + product ** (1 / len(x.rows[i])) * advantage
+    return -objective / len(x.sequences)
+
+
+def dppo(x, divergence, threshold):
+    objective = x.zero()
+    for i in x.sequences:
+        advantage = oracles.standardized(x.rewards, x.group, i)
+        for t in x.rows[i]:
+            policy, behavior = (each[i, t].exp().item() for each in (x.logprobs, x.behavior))
+            outwards = (policy - behavior) * advantage > 0
+            if not (outwards and divergence(policy, behavior) > threshold):
+                objective = objective + x.ratio(i, t) * advantage
+    return -objective / x.num_tokens
+
+
+def kl_of_coins(policy, behavior):
+    sides = ((behavior, policy), (1 - behavior, 1 - policy))
+    return sum(mu * math.log(mu / pi) for mu, pi in sides)
+
+
+def dro(x, beta):
+    objective = x.zero()
+    for i in x.sequences:
+        for t in x.rows[i]:
+            moved = x.logprobs[i, t] - x.behavior[i, t]
+            own = oracles.left_out(x.rewards, x.group, i) * x.logprobs[i, t]
+            objective = objective + own - beta / 2 * moved**2
+    return -objective / len(x.sequences)
+
+
+def icepop(x):
+    objective = x.zero()
+    for i in x.sequences:
+        advantage = oracles.standardized(x.rewards, x.group, i)
+        for t in x.rows[i]:
+            kept = x.ratio(i, t).item() if 0.5 <= x.ratio(i, t) <= 5.0 else 0.0
+            on_policy = torch.exp(x.logprobs[i, t] - x.logprobs[i, t].detach())
+            objective = objective + kept * on_policy * advantage / len(x.rows[i])
+    return -objective / len(x.sequences)
+
+
+def distillation(x):
+    """The mean of log pi - log teacher, whose gradient is that times the one of log pi."""
+    loss = x.zero()
+    for i in x.sequences:
+        for t in x.rows[i]:
+            gap, ratio = (x.logprobs[i, t] - x.ref[i, t]).detach(), x.ratio(i, t).detach()
+            moving = x.logprobs[i, t] - x.logprobs[i, t].detach()
+            loss = loss + ratio * (gap + gap * moving)
+    return loss / x.num_tokens
+
+
+def by_batch(rewards, group, i):
+    center = oracles.mean(list(rewards))
+    deviation = (sum((r - center) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    return (rewards[i] - center) / (deviation + 1e-6)
+
+
+GREEDY = torch.tensor([0.25, 0.5, 1.0], dtype=torch.float64)
+
+
+# An expression of the index (with the words behind it, if one expression stands for several).
+PAPERS = {
+    "funcrl.grpo(kl=0.04)": lambda x: oracles.grpo(x, kl=0.04),
+    "funcrl.grpo(dual_clip=3.0)": lambda x: oracles.dual_clip(x, 3.0),
+    'funcrl.grpo(kl=0.04, kl_estimator="k3+")': lambda x: oracles.grpo_with_kl_gradient(
+        x, 0.04, oracles.k3
+    ),
+    "funcrl.dr_grpo(length=512)": oracles.dr_grpo,
+    "funcrl.dapo()": oracles.dapo,
+    "funcrl.gspo()": oracles.gspo,
+    "funcrl.cispo()": oracles.cispo,
+    "funcrl.sapo()": oracles.sapo,
+    "funcrl.rloo()": oracles.rloo,
+    "funcrl.reinforce()": oracles.reinforce,
+    "funcrl.grpo(correction=funcrl.ratios.truncated(2.0))": lambda x: oracles.corrected(
+        x, "token", "truncated", 2.0
+    ),
+    "funcrl.grpo(correction=funcrl.ratios.masked(3.0))": lambda x: oracles.corrected(
+        x, "sequence", "masked", 3.0
+    ),
+    'funcrl.grpo(correction=funcrl.ratios.masked(5.0, 0.5, level="token"))': icepop,
+    "funcrl.reinforce(advantage=funcrl.advantages.by_group(maxrl))": lambda x: score_function(
+        x, maxrl
+    ),
+    "funcrl.reinforce(advantage=gpg, weight=funcrl.aggregation.token_mean)": lambda x: (
+        score_function(x, gpg, by_tokens=True)
+    ),
+    'funcrl.grpo(scale_rewards=whitened, kl_estimator="k2")': lambda x: oracles.grpo(
+        x, advantage=lambda rewards, group, i: whitened(x, i)
+    ),
+    "funcrl.grpo()._replace(surrogate=geometric_mean)": gmpo,
+    "funcrl.dapo()._replace(surrogate=dppo(binary_tv, 0.2))": lambda x: dppo(
+        x, lambda pi, mu: abs(pi - mu), 0.2
+    ),
+    "funcrl.dapo()._replace(surrogate=dppo(binary_kl, 0.05))": lambda x: dppo(x, kl_of_coins, 0.05),
+    "funcrl.rloo()._replace(surrogate=dro(0.05))": lambda x: dro(x, 0.05),
+    "funcrl.grpo(scale_rewards=by_batch)": lambda x: oracles.grpo(x, advantage=by_batch),
+    "funcrl.reinforce() of `opo(rollout)`": lambda x: score_function(x, opo),
+    "funcrl.reinforce() of `remax(rollout, greedy)`": lambda x: score_function(
+        x, lambda x, i: x.rewards[i] - GREEDY[x.group[i]]
+    ),
+    'funcrl.reinforce(kl=1.0, kl_estimator="k1+", weight=funcrl.aggregation.token_mean)': (
+        distillation
+    ),
+}
+
+
+@pytest.mark.parametrize("equal_rewards", [False, True])  # in one of the groups
+@pytest.mark.parametrize(("expression", "note"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_of_the_index_equals_its_paper(page, expression, note, equal_rewards):
+    algorithm = eval(expression, page)
+    case = random_case(3, spread=1.2)
+    case.params["logprobs"].clamp_(max=-0.01)  # a probability of 1 has no binary KL
+    if equal_rewards:
+        case.rollout.rewards[case.rollout.group == 1] = 0.5
+    rollout, name = case.rollout, expression
+    if note.startswith("of `opo"):
+        rollout, name = page["opo"](rollout), f"{expression} {note}"
+    elif note.startswith("of `remax"):
+        rollout, name = page["remax"](rollout, GREEDY), f"{expression} {note}"
+    elif note.startswith("rewards of 0"):
+        rollout = rollout._replace(rewards=torch.zeros_like(rollout.rewards))
+    else:
+        assert not note.startswith("of "), f"what is done with the rollout: {note}"
+    x = oracles.Inputs(case)
+    expected = PAPERS[name](x)
+    (slope,) = torch.autograd.grad(expected, x.logprobs)
+    batch = funcrl.collate(rollout, algorithm, case.ref_logprobs)
+    found, loss = torch.func.grad_and_value(
+        lambda params: torch.vmap(
+            lambda sample: funcrl.policy_loss(algorithm, table_model(params, sample), sample)[0]
+        )(batch).sum()
+    )(case.params)
+    bound = 1e-12 * max(1.0, slope.abs().sum().item())
+    assert abs(loss - expected) <= bound
+    assert (found["logprobs"] - slope).abs().max() <= bound
+    assert slope.abs().max() > 0
+
+
+def test_gdpo_standardizes_each_reward_in_its_group(page):
+    case = random_case(5)
+    second = 1 - case.rollout.rewards.square()
+    rewards, weights = {"a": case.rollout.rewards, "b": second}, {"a": 1.0, "b": 0.5}
+    total = page["gdpo"](rewards, weights, case.rollout.group)
+    for i in range(len(total)):
+        parts = [oracles.standardized(rewards[k], case.rollout.group, i) for k in ("a", "b")]
+        assert abs(total[i] - (parts[0] + 0.5 * parts[1])) <= 1e-12
+
+
+@pytest.mark.parametrize("expression", [expression for expression, _ in ROWS])
+def test_packed_rows_are_for_every_algorithm_but_gmpo(page, expression):
+    mixing = "surrogate=geometric_mean" if "geometric_mean" in expression else ""
+    assert mixing_parts(eval(expression, page)) == mixing
+
+
+def test_the_index_has_every_algorithm_of_this_file():
+    listed = {expression for expression, _ in ROWS}
+    assert {name.partition(" of `")[0] for name in PAPERS} == listed
