@@ -17,9 +17,15 @@ from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.names import FusedTensor, fused_tensors_of
-from funcrl.weights.safetensors import NAMES, read_safetensors
 from funcrl.weights.sources import PYPI, find
-from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_tensor, same_bytes
+from funcrl.weights.tensors import (
+    LONGEST_HEADER,
+    NAMES,
+    Stored,
+    read_safetensors,
+    read_tensor,
+    same_bytes,
+)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.

@@ -27,8 +27,7 @@ from funcrl.weights.hugging_face import (
 )
 from funcrl.weights.load import CONFIG, INDEX, SINGLE, is_rotated, regrouped
 from funcrl.weights.names import as_stored, translate
-from funcrl.weights.safetensors import NAMES, write_safetensors
-from funcrl.weights.tensors import LONGEST_HEADER, as_bytes
+from funcrl.weights.tensors import LONGEST_HEADER, NAMES, as_bytes, write_safetensors
 from funcrl.weights.tokenizer import GENERATION, special_tokens, tokenizer_files, tokenizer_metadata
 
 # By dtype: the number of the storage, and that of a file that is mostly of it.

@@ -1,4 +1,4 @@
-"""The description of a model in a file: values of a kind, or an error that names the file."""
+"""A model in a file: its description, where each tensor lies, and how bytes become numbers."""
 
 import math
 import mmap
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from funcrl.core.files import brief
+from funcrl.core.files import brief, open_file, sync
 from funcrl.models import LARGEST, TransformerConfig
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
@@ -212,3 +214,53 @@ def _decode_into(out: Tensor, stored: Stored, file: int, first: int, count: int)
             f"load_params expects numbers that {out.dtype} can hold, got larger ones in "
             f"{stored.path}; load them in another dtype."
         )
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # of dtypes that are read and written
+
+
+def read_safetensors(path: Path) -> dict[str, Stored]:
+    """Return where each tensor of a file lies; only the header is read.
+
+    The package checks the header, and that tensors lie end to end until the end of the file.
+    """
+    size = path.stat().st_size
+    with open_file("load_params", path) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, LONGEST_HEADER):
+        raise ValueError(
+            f"load_params expects a safetensors file, got {path} of {size} bytes, whose header "
+            f"would be {length} bytes long: it is cut off, or another format."
+        )
+    found: dict[str, Stored] = {}
+    offset = 8 + length
+    try:
+        with safe_open(path, "pt") as opened:
+            names = opened.offset_keys()
+            check_number(path, len(names))
+            for name in names:
+                part = opened.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                check_entry(path, name, len(shape), shape)
+                if dtype not in _DTYPES:
+                    raise ValueError(
+                        f"load_params expects weights of {', '.join(_DTYPES)}, got {brief(dtype)} "
+                        f"for {name!r} in {path}."
+                    )
+                found[name] = Stored(path, offset, shape, *plain(_DTYPES[dtype]))
+                offset += found[name].num_bytes
+    except SafetensorError as error:
+        raise ValueError(
+            f"load_params expects a whole safetensors file, got {path}: {str(error)[:200]}."
+        ) from error
+    return found
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a new file, and wait until they are on the disk."""
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, {"format": "pt"})
+    sync(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import tiny_model
-from test_weights import KINDS, close, logits, logits_of, theirs
+from saved_models import KINDS, close, logits, logits_of, theirs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import funcrl
@@ -83,7 +83,7 @@ def cut_off_everywhere(tmp_path, model, before, after):
         funcrl.save_params(folder, model, filled(model, 3.0), max_shard_bytes=after)
         assert value_in(folder) == 3.0
         count += 1
-    assert count > 3
+    assert seen.count("cut") >= 2  # at least the weights and config.json are moved
 
 
 @pytest.mark.slow

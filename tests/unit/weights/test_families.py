@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_weights import logits, logits_of, rewrite
+from saved_models import logits, logits_of, rewrite
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
