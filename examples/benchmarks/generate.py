@@ -15,6 +15,7 @@ from funcrl import rng
 from funcrl.core.arguments import Count, check_fields
 from funcrl.core.types import Params
 from funcrl.generators import Sampler, Sampling
+from funcrl.generators.embedded.captured import captured_runs
 from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params
 from funcrl.ops import NATIVE
@@ -72,7 +73,7 @@ def bench_generate(config: GenerateBenchConfig) -> list[Row]:
 def _shape_rows(config: GenerateBenchConfig, name: str) -> list[Row]:
     network = with_vocabulary(name)
     if "transformers" in config.variants:
-        if not network.is_plain:
+        if not captured_runs(network):
             raise ValueError(
                 f"benchmarks generate expects --variants without transformers for a shape that is "
                 f"no Llama, got {name}."

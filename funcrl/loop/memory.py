@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
+from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.config import Kind
 
@@ -145,7 +146,8 @@ def estimate_memory(
         logits = min(chunk, tokens) * 4 * _FLOAT
     slots = min(config.slots, config.num_prompts * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
-    captured = config.generator == "sampler" and config.device == "cuda" and copies and c.is_plain
+    on_gpu = config.generator == "sampler" and config.device == "cuda"
+    captured = on_gpu and copies and captured_runs(c)
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained

@@ -162,14 +162,3 @@ class TransformerConfig:
         """
         keys = self.delta_key_heads * self.delta_key_width
         return 2 * keys + self.delta_heads * self.delta_value_width
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all layers are full, and none of the options after `layers` is used."""
-        plain = TransformerConfig()
-        names = list(TransformerConfig.__dataclass_fields__)
-        options = [
-            name for name in names[names.index("layers") + 1 :] if not name.startswith("delta_")
-        ]
-        unused = all(getattr(self, name) == getattr(plain, name) for name in options)
-        return unused and set(self.kinds) == {"full"}

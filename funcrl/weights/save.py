@@ -5,6 +5,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from funcrl.core.files import read_json, sync, whole_file
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logits import is_of_transformers
-from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES
+from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES, gguf_config, read_gguf
 from funcrl.weights.hugging_face import (
     family_of,
     from_hugging_face,
@@ -76,6 +77,25 @@ def write_gguf(
         for name, leaf in params.items():
             file.writelines(_numbers(name, leaf, config))
             file.write(bytes(_padded(file.tell()) - file.tell()))
+        file.flush()
+        _check_reread(Path(file.name), config)
+
+
+def _check_reread(path: Path, config: TransformerConfig) -> None:
+    """Raise if the metadata of a GGUF file do not say all that this network is."""
+    found, _ = gguf_config(read_gguf(path), path)
+    if _as_in_gguf(found) != _as_in_gguf(config):
+        raise ValueError(f"save_params expects a network that GGUF describes, got {config}.")
+
+
+def _as_in_gguf(config: TransformerConfig) -> TransformerConfig:
+    """Return the one config of a network whose numbers are float32, as they are in a file."""
+    theta, eps = (_in_float32(number) for number in (config.rope_theta, config.norm_eps))
+    return same_network(replace(config, rope_theta=theta, norm_eps=eps))
+
+
+def _in_float32(number: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 def _metadata(path: Path, config: TransformerConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -18,6 +19,24 @@ from funcrl.models import MLP, Attention, Transformer, TransformerConfig
 from funcrl.models.functional import bind
 from funcrl.ops.exact import EXACT_FORWARD
 
+# The options of a network that the program knows: it would draw from another network than one that
+# uses any other, so a new option belongs here once `program` has it.
+_KNOWN = {
+    "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width",
+    "qk_norm", "qkv_bias", "rope_theta", "norm_eps", "tied", "context_length", "numerics",
+    # Sizes of layers of other kinds, which it does not have.
+    "layers", "delta_heads", "delta_key_heads", "delta_key_width", "delta_value_width",
+    "delta_conv",
+}  # fmt: skip
+
+
+def captured_runs(config: TransformerConfig) -> bool:
+    """Return whether captured graphs compute this network: full attention, and no other option."""
+    plain = TransformerConfig()
+    others = {field.name for field in fields(config)} - _KNOWN
+    unused = all(getattr(config, name) == getattr(plain, name) for name in others)
+    return unused and set(config.kinds) == {"full"}
+
 
 def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -> bool:
     """Return whether samples are drawn by captured graphs: in half precision on a GPU.
@@ -31,7 +50,7 @@ def is_captured(model: Transformer, params: Params, dtype: torch.dtype | None) -
         dtype: to compute in; None for that of the parameters.
     """
     known = type(model) is Transformer and (model.ops is ops.NATIVE or model.ops == ops.EXACT)
-    known = known and model.config.is_plain
+    known = known and captured_runs(model.config)
     kinds = {(leaf.device.type, dtype or leaf.dtype) for leaf in params.values()}
     return known and kinds in ({("cuda", torch.bfloat16)}, {("cuda", torch.float16)})
 

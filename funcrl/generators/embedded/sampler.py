@@ -89,8 +89,8 @@ class Sampler(EmbeddedGenerator):
     the turns of an environment do, costs its new tokens alone. Such states are of the parameters as
     they were: after a write that torch does not count (see `push`), push them without a version.
 
-    In half precision on a GPU the tokens of a `Transformer` whose `config.is_plain` are drawn by
-    CUDA graphs, with the exact kernels: the first completions wait for their capture, and `sleep`
+    In half precision on a GPU the tokens of a `Transformer` with full attention are drawn by CUDA
+    graphs, with the exact kernels: the first completions wait for their capture, and `sleep`
     frees what is kept for the next call.
 
     Example:

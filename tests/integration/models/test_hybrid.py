@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 import funcrl
 from funcrl import CompileConfig, PackedBatch, ops
-from funcrl.generators.embedded.captured import is_captured
+from funcrl.generators.embedded.captured import captured_runs, is_captured
 from funcrl.models import Transformer, TransformerConfig, recur_causal, recur_segments
 
 TOKENS = torch.tensor([1, 5, 2, 9, 10, 3, 3])
@@ -268,9 +268,9 @@ def test_patterns_and_options_are_refused_by_name():
     ):
         with pytest.raises((ValueError, TypeError), match=f"TransformerConfig expects .*{words}"):
             config(**options)
-    assert config().is_plain
+    assert captured_runs(config())
     assert config(window=5, num_layers=1, layers=("full", "delta")).kinds == ("full",)
-    assert not config(norm_offset=1.0).is_plain
+    assert not captured_runs(config(norm_offset=1.0))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

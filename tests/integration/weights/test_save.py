@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import funcrl
 from funcrl.weights import find_model
+from funcrl.weights.hugging_face import family_of
 from funcrl.weights.sources import find
 
 WHOLE, SHARDED, MORE_SHARDED = 5_000_000_000, 15_000, 10_000
@@ -336,3 +337,20 @@ def test_a_full_disk_leaves_the_model_of_transformers_that_was_there(tmp_path, m
         funcrl.save_params(folder, module, filled(module, 2.0))
     assert value_in(folder) == 1.0
     assert {file.name for file in folder.iterdir()} == there
+
+
+def test_a_gguf_file_that_does_not_say_all_of_a_network_is_not_written(tmp_path, monkeypatch):
+    """As with an option that the writer does not name: the file is read again and compared."""
+    config = funcrl.models.TransformerConfig(
+        vocab_size=13, width=8, num_layers=1, rope_factor=2.0, qk_norm=False, tied=False
+    )
+    model = funcrl.models.Transformer(config)
+    params = funcrl.init_params(model, seed=0)
+    with pytest.raises(ValueError, match="save_params"):
+        funcrl.save_params(tmp_path / "model.gguf", model, params)
+    llama = family_of(replace(config, rope_factor=1.0))
+    monkeypatch.setattr("funcrl.weights.save.family_of", lambda _: llama)  # that forgets a factor
+    monkeypatch.setattr("funcrl.weights.save.to_hugging_face", lambda *_: {})
+    with pytest.raises(ValueError, match="a network that GGUF describes, got .*rope_factor=2"):
+        funcrl.save_params(tmp_path / "model.gguf", model, params)
+    assert not [*tmp_path.iterdir()]
