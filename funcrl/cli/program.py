@@ -20,12 +20,13 @@ from funcrl.cli.options import (
     StartConfig,
     TrustSwitch,
     UsageError,
+    close,
     describe,
+    did_you_mean,
     options_of,
     parse,
     with_compile_options,
 )
-from funcrl.cli.suggest import close, did_you_mean
 from funcrl.cli.train import base_config, list_models, read_line, run_train
 from funcrl.config import EvalConfig, TrainConfig
 from funcrl.core.files import brief

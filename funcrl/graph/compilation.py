@@ -21,7 +21,6 @@ from funcrl.core.types import Metrics, Rows, Step, TrainState
 from funcrl.graph.aliases import written_inputs
 from funcrl.graph.capture import Program, capture
 from funcrl.graph.donation import check_own_memory
-from funcrl.graph.edit import as_module, copied
 from funcrl.graph.lowering import (
     add_fences,
     embedding_by_kernel,
@@ -29,8 +28,8 @@ from funcrl.graph.lowering import (
     select_for_scatter,
     start_workers,
 )
-from funcrl.graph.nodes import is_gathering
-from funcrl.graph.per_sample.fuse import fuse_per_sample
+from funcrl.graph.nodes import as_module, copied, is_gathering
+from funcrl.graph.per_sample import fuse_per_sample
 from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
 from funcrl.graph.tracing import trace, without_collection

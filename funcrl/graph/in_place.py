@@ -26,8 +26,14 @@ from funcrl.graph.aliases import (
     writes,
     written_by,
 )
-from funcrl.graph.edit import arguments, example_of, nodes_after
-from funcrl.graph.nodes import copy_origin, origin_of, set_origin
+from funcrl.graph.nodes import (
+    arguments,
+    copy_origin,
+    example_of,
+    nodes_after,
+    origin_of,
+    set_origin,
+)
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}

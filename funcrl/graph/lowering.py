@@ -10,8 +10,16 @@ from torch.fx import Graph, GraphModule, Node
 from funcrl.config.generation import CompileConfig
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages
-from funcrl.graph.edit import Writer, arguments, as_module, copied, shape_of
-from funcrl.graph.nodes import is_late, origin_of, set_origin
+from funcrl.graph.nodes import (
+    Writer,
+    arguments,
+    as_module,
+    copied,
+    is_late,
+    origin_of,
+    set_origin,
+    shape_of,
+)
 from funcrl.ops.exact.embedding import embedding_gradient_op
 
 aten = torch.ops.aten

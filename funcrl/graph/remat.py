@@ -17,8 +17,15 @@ from torch import Tensor, fx
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import Storages, find_storages, is_view
-from funcrl.graph.edit import as_module
-from funcrl.graph.nodes import count_flops, draws, has_flops, is_late, origin_of, set_origin
+from funcrl.graph.nodes import (
+    as_module,
+    count_flops,
+    draws,
+    has_flops,
+    is_late,
+    origin_of,
+    set_origin,
+)
 
 
 @checked

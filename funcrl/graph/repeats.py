@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 
-from funcrl.graph.edit import nodes_after
+from funcrl.graph.nodes import nodes_after
 
 Arguments: TypeAlias = tuple[Any, ...]
 _OTHERS = {

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core.arguments import checked
 from funcrl.core.unbatched import reads_a_value
 from funcrl.graph.aliases import is_view, looks_alike, sharing_places, written_inputs
-from funcrl.graph.edit import nodes_after
 from funcrl.graph.in_place import without_writes
 from funcrl.graph.nodes import (
     Origin,
     Phase,
     is_late,
     layer_of,
+    nodes_after,
     origin_of,
     recorded_origin,
     set_origin,

@@ -25,8 +25,8 @@ from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources
 from funcrl.loop.from_config import check_model
+from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import Lora, is_shape
-from funcrl.models.logits import vocab_size_of
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard

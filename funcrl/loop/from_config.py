@@ -15,7 +15,7 @@ from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer
-from funcrl.models.logits import LogitsFn, forward_takes, is_of_transformers, logits_fn
+from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments

@@ -1,6 +1,7 @@
 """The network definition, and parameters for it."""
 
 from funcrl.models.config import LARGEST, TransformerConfig
+from funcrl.models.functional import LogitsFn, logits_fn
 from funcrl.models.initial import RECURRENT_SHAPES, SHAPES, init_params, shape
 from funcrl.models.layers import (
     MLP,
@@ -13,7 +14,6 @@ from funcrl.models.layers import (
     recur_causal,
     recur_segments,
 )
-from funcrl.models.logits import LogitsFn, logits_fn
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.transformer import HeadFn, LayerFn, Transformer
 from funcrl.ops.arithmetic import rotary_angles, rotary_factors, rotate

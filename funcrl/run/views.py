@@ -15,7 +15,7 @@ from rich.text import Text
 
 from funcrl.core.printing import print_safely, printable
 from funcrl.run.accuracy import LABEL, Pace, held_out, remark, short, shown_numbers, visible
-from funcrl.run.report.completions import text
+from funcrl.run.report.run import text
 from funcrl.run.runs import Completion, Row
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -10,13 +10,11 @@ from funcrl.tasks.answers import (
     tagged_answer,
 )
 from funcrl.tasks.builtin.calculator import Calculator
-from funcrl.tasks.builtin.competition import Math
-from funcrl.tasks.builtin.countdown import Countdown
-from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.generated import Countdown, SumDigits
 from funcrl.tasks.builtin.gym import ReasoningGym
 from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.judge import Judge
-from funcrl.tasks.builtin.sum_digits import SumDigits
+from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
 from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
 from funcrl.tasks.load import (

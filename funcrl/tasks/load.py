@@ -7,12 +7,10 @@ from typing import Any
 from funcrl.core.arguments import Fraction, checked
 from funcrl.tasks.adapt import check_task, check_tokenizer, with_rewards
 from funcrl.tasks.builtin.calculator import Calculator
-from funcrl.tasks.builtin.competition import Math
-from funcrl.tasks.builtin.countdown import Countdown
-from funcrl.tasks.builtin.gsm8k import Gsm8k
+from funcrl.tasks.builtin.generated import Countdown, SumDigits
 from funcrl.tasks.builtin.gym import ReasoningGym
 from funcrl.tasks.builtin.gymnasium import Gymnasium
-from funcrl.tasks.builtin.sum_digits import SumDigits
+from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.named import arguments_taken, import_named, named_file
 from funcrl.tasks.read_rows import SUFFIXES, read_table

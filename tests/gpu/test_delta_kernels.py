@@ -20,7 +20,7 @@ SHAPES = [(2, 3, 200, 128, 128), (1, 2, 70, 40, 20)] if ON_GPU else [(1, 2, 70, 
 CHUNK = 64
 
 if ON_GPU or INTERPRETED:
-    from funcrl.ops.delta.cuda import chunked as in_chunks
+    from funcrl.ops.delta import cuda as in_chunks
 
     exact = implementations("funcrl.ops.exact.cuda")
 

@@ -9,13 +9,13 @@ from cases import run_command as run
 
 import funcrl
 from funcrl.cli.options import (
+    _KNOWN_AS,
     CompileSwitch,
     StartConfig,
     options_of,
     parse,
     with_compile_options,
 )
-from funcrl.cli.suggest import _KNOWN_AS
 from funcrl.config import TrainConfig
 
 MALFORMED = """

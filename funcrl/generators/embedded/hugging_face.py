@@ -21,8 +21,9 @@ from funcrl.generators.embedded.schedule import (
     new_samples,
 )
 from funcrl.generators.stops import DecodeFn
-from funcrl.models.functional import bind, check_params
-from funcrl.models.logits import (
+from funcrl.models.functional import (
+    bind,
+    check_params,
     context_length_of,
     forward_takes,
     is_of_transformers,

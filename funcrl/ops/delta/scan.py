@@ -130,7 +130,7 @@ def _kernels(name: str) -> ModuleType:
     if name == "torch":
         return chunked
     # Imported here, because it needs triton.
-    from funcrl.ops.delta.cuda import chunked as on_gpu
+    from funcrl.ops.delta import cuda as on_gpu
 
     return on_gpu
 

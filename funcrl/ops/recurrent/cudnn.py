@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core.custom_op import differentiable, operator
-from funcrl.ops.recurrent.contract import Cell
-from funcrl.ops.recurrent.params import Layer
+from funcrl.ops.recurrent.contract import Cell, Layer
 from funcrl.ops.sequence_args import flat
 
 aten = torch.ops.aten

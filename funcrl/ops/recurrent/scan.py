@@ -9,10 +9,9 @@ from torch import Tensor
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
-from funcrl.ops.recurrent import cudnn, params
-from funcrl.ops.recurrent.contract import Cell, Precision
+from funcrl.ops.recurrent import contract, cudnn
+from funcrl.ops.recurrent.contract import Cell, Layer, Precision, check_like, layers_of
 from funcrl.ops.recurrent.layer import LAYERS
-from funcrl.ops.recurrent.params import Layer, check_like, layers_of
 
 Backend = Literal["auto", "loop", "op", "exact", "triton", "cudnn"]
 Recompute = Literal["none", "full", "chunk"]
@@ -207,7 +206,7 @@ def _chosen(
     if backend in ("loop", "cudnn") and recompute != "none":
         _refuse(function, backend, "recompute='none'", repr(recompute))
     if backend == "loop":
-        return params.LAYERS[cell]
+        return contract.LAYERS[cell]
     if backend == "cudnn":
         if resets is not None:
             _refuse(function, backend, "resets=None", "a tensor")

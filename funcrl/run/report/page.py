@@ -11,17 +11,6 @@ from typing import Any
 
 from funcrl.core.files import whole_file
 from funcrl.run.accuracy import reward_of
-from funcrl.run.report import completions
-from funcrl.run.report.completions import (
-    COLUMNS,
-    Code,
-    change_rows,
-    data,
-    plain,
-    strip,
-    table,
-    text,
-)
 from funcrl.run.report.plots import (
     AFTER_WARM_START,
     BOX,
@@ -42,7 +31,18 @@ from funcrl.run.report.plots import (
     shown,
     warm_start,
 )
-from funcrl.run.report.run import read_run
+from funcrl.run.report.run import (
+    COLUMNS,
+    Code,
+    change_rows,
+    completions_section,
+    data,
+    plain,
+    read_run,
+    strip,
+    table,
+    text,
+)
 from funcrl.run.runs import CONFIG, ENVIRONMENT
 
 _MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
@@ -132,7 +132,7 @@ def write_report(run: str | Path) -> Path:
         f"<h1>{text(read.name)}</h1><p>{text(subject)}</p>",
         strip(headline(read)), _warm_start(read),
         section([read], _saver(run / "plots")),
-        "<h2>Completions</h2>", completions.section(read),
+        "<h2>Completions</h2>", completions_section(read),
         "<h2>Time</h2>", _timings(read),
         *(["<h2>Changes</h2>", table(COLUMNS, changes)] if changes else []),
         "<h2>Configuration</h2>", _facts(flat(read.config), CONFIG),
@@ -218,7 +218,7 @@ def to_frame(run: str | Path) -> str:
     read = read_run(Path(run))
     parts = [
         strip(headline(read)), _warm_start(read),
-        section([read], only=_MAIN), completions.section(read),
+        section([read], only=_MAIN), completions_section(read),
     ]  # fmt: skip
     page = html.escape(_page(read.name, parts))
     size = 'style="width: 100%; height: 36rem; border: 0"'

@@ -24,7 +24,7 @@ from funcrl.config import (
 from funcrl.core import process
 from funcrl.run import report
 from funcrl.run.folder import describe_changes
-from funcrl.run.report.completions import change_rows
+from funcrl.run.report.run import change_rows
 from funcrl.run.views import SilentView
 
 

@@ -32,7 +32,7 @@ from funcrl.tasks import (
     tagged_answer,
     with_rewards,
 )
-from funcrl.tasks.builtin.countdown import evaluate
+from funcrl.tasks.builtin.generated import evaluate
 
 # --- answers ----------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from funcrl.ops.delta import cuda as in_chunks
 from funcrl.ops.delta.chunked import Tokens
-from funcrl.ops.delta.cuda import chunked as in_chunks
 from funcrl.ops.exact.cuda.layout import STRICT, aligned_rows, fresh, power_of_two
 from funcrl.ops.sequence_args import token_major
 

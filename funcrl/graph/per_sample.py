@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from funcrl.core.arguments import checked
-from funcrl.graph.edit import Writer, as_module, copied, hoist, shape_of
-from funcrl.graph.per_sample import recognise
-from funcrl.graph.per_sample.canonical import normalise
-from funcrl.graph.per_sample.outer import write_norm, write_sum
-from funcrl.graph.per_sample.recognise import PerSample, RowSum, Square, Symbol
+from funcrl.graph import per_sample_nodes
+from funcrl.graph.nodes import Writer, as_module, copied, hoist, shape_of
+from funcrl.graph.per_sample_nodes import PerSample, RowSum, Square, Symbol
+from funcrl.graph.per_sample_terms import normalise, write_norm, write_sum
 
 aten = torch.ops.aten
 
@@ -61,15 +60,15 @@ def fuse_per_sample(module: GraphModule) -> GraphModule:
     """
     graph = copied(module.graph)
     before = set(graph.nodes)
-    symbols = recognise.symbols(graph)
+    symbols = per_sample_nodes.symbols(graph)
     uses = {use.node: use for node in graph.nodes if (use := _use(node, symbols)) is not None}
     if not uses:
         return module
     blocked = _blocked(graph, symbols, uses)
     moved = {*symbols, *uses}
     for use in uses.values():
-        if not recognise.roots_of(use.of) & blocked:
-            source = recognise.described_best(recognise.roots_of(use.of))
+        if not per_sample_nodes.roots_of(use.of) & blocked:
+            source = per_sample_nodes.described_best(per_sample_nodes.roots_of(use.of))
             fused = use.write(Writer(graph, use.node, source))
             old, new = shape_of(use.node), shape_of(fused)
             assert (new.shape, new.dtype) == (old.shape, old.dtype), use.node
@@ -87,7 +86,7 @@ def _blocked(
     blocked: set[Node] = set()
     for node in graph.nodes:
         if node in symbols and not all(user in symbols or user in uses for user in node.users):
-            blocked |= recognise.roots_of(symbols[node])
+            blocked |= per_sample_nodes.roots_of(symbols[node])
     return blocked
 
 

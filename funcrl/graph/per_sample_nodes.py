@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from funcrl.graph.edit import Writer, arguments, shape_of
-from funcrl.graph.nodes import origin_of
-from funcrl.graph.per_sample.canonical import Kind, normalise
-from funcrl.graph.per_sample.outer import OneHot, Outer, on_dense, width
+from funcrl.graph.nodes import Writer, arguments, origin_of, shape_of
+from funcrl.graph.per_sample_terms import Kind, OneHot, Outer, normalise, on_dense, width
 
 aten = torch.ops.aten
 

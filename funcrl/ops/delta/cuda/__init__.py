@@ -1,1 +1,0 @@
-"""The gated delta rule on a GPU, by Triton."""
