@@ -256,6 +256,9 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         if options[flag].kind is bool and (equals or not _is_option(follows)):
             got = brief(value if equals else follows)
             raise UsageError(f"{command} expects {flag} without a value, got {got}.")
+        kinds = (options[flag].kind, *get_args(options[flag].kind))
+        if Path in kinds and not (value if equals else follows):  # the working directory to Path
+            raise UsageError(f"{command} expects {flag} to be a path, got ''.")
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -330,9 +333,9 @@ def is_compiled(base: TrainConfig, args: Sequence[str]) -> bool:
 def _primitive_rule(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Numbers are written as YAML has them: Python's own may have other digits and underscores.
 
-    An empty path would be the working directory. A dict is pairs, also if it has a default.
+    A dict is pairs, also if it has a default.
     """
-    readers: dict[Any, Any] = {int: read_integer, float: read_number, Path: _read_path}
+    readers: dict[Any, Any] = {int: read_integer, float: read_number}
     if get_origin(kind.type) is dict:
         return PrimitiveConstructorSpec(
             nargs="*",
@@ -358,12 +361,6 @@ def _read_pairs(texts: list[str]) -> dict[str, float]:
     if len(texts) % 2:
         raise ValueError(f"expects pairs of a name and a number, got {brief(' '.join(texts))}.")
     return {name: read_number(text) for name, text in zip(texts[::2], texts[1::2], strict=True)}
-
-
-def _read_path(text: str) -> Path:
-    if not text:
-        raise ValueError("expects a path, got ''.")
-    return Path(text)
 
 
 def _is_option(text: str) -> bool:
