@@ -2,6 +2,8 @@
 
 A tracer and a compiler see each operator as one opaque node, so that neither can change its order
 of additions. Under `vmap` the batch becomes one more leading axis of the rows.
+
+`per_device` chooses an implementation by the device: a function for a CPU, and its twin for a GPU.
 """
 
 import functools

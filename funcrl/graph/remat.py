@@ -1,8 +1,12 @@
-"""How many bytes a flat graph keeps alive, node by node, before it is ever run.
+"""Rematerialisation: less memory for more work, as a rewriting of the step's flat graph.
 
-A graph runs one node after the other and frees a tensor after the last node that reads it. Its
-inputs belong to the caller and its outputs go there, so both stay. What one op allocates for itself
-while it runs is in no graph: the prediction knows nothing of such workspace.
+What the forward pass computes and only the backward pass reads again need not be kept: it can be
+computed a second time, where it is read. The result has the same bits, since the same ops run on
+the same values. It comes before `donate`: what has been overwritten cannot be read again.
+
+A graph runs one node after the other and frees a tensor after the last node that reads it; inputs
+and outputs belong to the caller. `predict_peak` adds that up before anything runs; what one operator
+allocates for itself while it runs is in no graph.
 """
 
 from bisect import bisect_left

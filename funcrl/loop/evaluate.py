@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: the interval of an accuracy, pass@k and majority@k."""
+"""Evaluates a policy on held-out prompts: accuracy with its interval, pass@k and majority@k."""
 
 import json
 import math

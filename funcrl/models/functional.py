@@ -1,4 +1,4 @@
-"""Any `nn.Module` as a pure function of its parameters."""
+"""Any `nn.Module` as a pure function of its parameters, and the logits of any network."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Whether a model function knows that a row may hold many samples."""
+"""Scores of tokens from logits; predictions are shifted against tokens only here."""
 
 from dataclasses import dataclass
 from functools import partial

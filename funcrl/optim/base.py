@@ -1,4 +1,4 @@
-"""Combination of transformations: chains, masks, a guard against NaN, the update itself."""
+"""Combination of transformations: chains, masks, guards against NaN and writes, the update."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What the rows of metrics.jsonl say of held-out prompts: an accuracy, or the mean of a reward."""
+"""What rows of metrics say of held-out prompts, which numbers a view shows, and the time left."""
 
 import math
 import time

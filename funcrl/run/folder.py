@@ -1,4 +1,4 @@
-"""What a run changed on its way: refused, or written to RUN/changes.jsonl with the step."""
+"""Opens a run's folder, which one process at a time may write to, and records what changed."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""The memory that this process holds of a device, now and at most."""
+"""The memory that this process holds of a device, and what was alive at the peak of a block."""
 
 import contextlib
 import gc

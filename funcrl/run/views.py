@@ -1,4 +1,4 @@
-"""Shows a run on the screen: live on a terminal, or as plain lines."""
+"""Shows a run: live on a terminal, as plain lines, or in a notebook."""
 
 import math
 import sys

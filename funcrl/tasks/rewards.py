@@ -1,4 +1,4 @@
-"""Calls reward functions of several forms: of a completion, of a batch, by the names of columns."""
+"""Calls reward functions of several forms, of a user's own and those of a task."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From rows of data to prompts: a text, messages or a template, and an answer."""
+"""A task whose prompts are rows of data: a text, messages or a template, and an answer."""
 
 import hashlib
 import json

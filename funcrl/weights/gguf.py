@@ -1,4 +1,6 @@
-"""GGUF's storage types: bytes [n, block_bytes] to numbers [n, block] in float32.
+"""GGUF files: metadata, tensors, and the shape of the model that the metadata describe.
+
+GGUF's storage types: bytes [n, block_bytes] to numbers [n, block] in float32.
 
 A block of 32 numbers (256 for the K types) shares a scale, and in some types an offset:
 `x = scale * q + offset`. Layouts: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and the

@@ -1,4 +1,7 @@
-"""One table of parameter names: ours, Hugging Face's and GGUF's."""
+"""One table of parameter names: ours, Hugging Face's and GGUF's.
+
+Tensors of a Hugging Face folder may hold several parameters: `FusedTensor`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Packages of the Python index that carry weights: fetched, and checked."""
+"""Where weights and data come from: a path, a hub, or a package, which is fetched and checked."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""One finished completion, as vLLM gives it, and many of them as `Samples`."""
+"""vLLM as a generator: the same parameters, in the engine that the field generates with."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the kernels of a chunk share, and the inverse of its triangular system."""
+"""The chunked scan by Triton, on memory in which the heads of a token lie together."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The inputs of the gated delta rule: its gates, and the short convolution before it."""
+"""The gated delta rule over a sequence, by one of several backends.
+
+Its gates and the short convolution before it come first.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The gates of a gated delta layer, number by number: by torch's elementwise operations."""
+"""The gated delta rule from token to token, exact (batch-invariant), and its gates."""
 
 import math
 from collections.abc import Callable, Sequence

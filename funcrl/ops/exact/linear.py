@@ -1,4 +1,7 @@
-"""Gradients of a weight and a bias: sums over all rows, block by block of rows."""
+"""Products of rows with a weight: an element depends on its row alone (batch invariance).
+
+The gradients of a weight and a bias are sums over all rows, block by block of rows.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Rotary positions: factors that no compiler computes anew, and the rotation by them."""
+"""Rotary positions: factors that no compiler computes anew; rotation, alone and after a norm."""
 
 from collections.abc import Sequence
 from typing import Any

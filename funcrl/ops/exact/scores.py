@@ -1,4 +1,4 @@
-"""Scores of tokens from rows of logits, and the gradient of the logits, by one kernel a pass."""
+"""Scores of rows of logits by one kernel a pass, and of tokens, for trainer, sampler and vLLM."""
 
 import math
 from collections.abc import Iterator, Sequence

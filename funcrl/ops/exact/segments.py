@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on what stands beside the summed row."""
+"""Attention of packed rows on a CPU as segments, and sums whose bits are of their row alone."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The curves of a page: a picture of each panel, with its values for the pointer to find."""
+"""Writes the page: one HTML file that needs no other, for light and dark, wide and narrow."""
 
 import base64
 import hashlib

@@ -1,6 +1,11 @@
-"""Which queries see a tile of keys: found from the data, so that one program fits all rows.
+"""The backward pass of attention by Triton, without atomic additions: equal bits at each run.
 
-The queries of a segment are neighbours, and segments stand in their order.
+Blocks of queries, like blocks of keys, are counted from `first`: a segment of a packed row has the
+gradients that it has in a row of its own. With PREFIX a query also sees the keys of a prefix, whose
+first place and number are in `shared`; they are counted as if they lay before `first`.
+
+Which queries see a tile of keys is found from the data, so that one program fits all rows: the
+queries of a segment are neighbours, and segments stand in their order.
 """
 
 import torch

@@ -1,7 +1,10 @@
-"""Gradients of weights: sums over all rows, by cuBLAS, block by block of rows.
+"""Batch-invariant products: a Triton kernel, and cuBLAS where it has the kernel's bits.
 
-A block is summed as it is alone, so that the same rows have the same sum in fewer and in more
-micro-batches; blocks are then added in pairs.
+Nothing promises that the two agree: each shape is compared once, on random numbers, before a faster
+way is used for it. A shape first met while a CUDA graph is captured is left to the kernel.
+
+Gradients of weights are sums over all rows, by cuBLAS: a block of rows is summed as it is alone, so
+that the same rows have the same sum in fewer and in more micro-batches; blocks are added in pairs.
 """
 
 from collections.abc import Callable

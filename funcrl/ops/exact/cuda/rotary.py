@@ -1,4 +1,4 @@
-"""Rotary positions by Triton: each number depends on a pair of numbers alone."""
+"""Rotary positions by Triton, alone and with the norm of each head before them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Parts of the kernels that are the same for each cell: tiles in memory, and a step's products.
+"""Kernels of a scan over some steps: a program owns a tile of rows, or of rows and columns.
+
+With several programs for a tile of rows a launch is one step of `forward` or `backward`; with one
+it may be any number. `replay` has all steps in one launch.
 
 A program works on tiles of BM sequences (rows) and BH numbers of their states (columns). `X_step`
 and `X_row` are the distances of two steps and of two rows of X in memory.

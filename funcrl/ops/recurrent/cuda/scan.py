@@ -1,4 +1,4 @@
-"""How the work of a scan is cut: tiles, and the steps that one launch of a kernel computes."""
+"""Launches of the kernels on a piece of a sequence, and how the work is cut into tiles and steps."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
