@@ -5,7 +5,7 @@ computed a second time, where it is read. The result has the same bits, since th
 the same values. It comes before `donate`: what has been overwritten cannot be read again.
 
 A graph runs one node after the other and frees a tensor after the last node that reads it; inputs
-and outputs belong to the caller. `predict_peak` adds that up before anything runs; what one operator
+and outputs belong to the caller. `predict_peak` adds that up before anything runs; what an operator
 allocates for itself while it runs is in no graph.
 """
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels on a piece of a sequence, and how the work is cut into tiles and steps."""
+"""Launches of the kernels on a piece of a sequence, and how the work is cut into tiles."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
