@@ -99,12 +99,7 @@ _MOST = 3  # suggestions
 
 
 def suggest(name: str, options: Sequence[str]) -> list[str]:
-    """Return the options that an unknown name may mean, the likeliest first.
-
-    Args:
-        name: as `lr`, without its dashes.
-        options: the names of those that there are.
-    """
+    """Return the options that an unknown name may mean, the likeliest first."""
     for meant in _KNOWN_AS.get(name, ()):
         if meant in options:
             return [meant]

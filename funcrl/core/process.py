@@ -60,9 +60,6 @@ def refuse_ranks(function: str) -> None:
     """Raise in one of several processes that torchrun or accelerate has started.
 
     Each would do the same work, none of it shared.
-
-    Args:
-        function: for the error.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:

@@ -24,12 +24,7 @@ _ADVICE = (
 
 
 def explained(function: str, error: RuntimeError) -> Exception | None:
-    """Return an error of our own for what vmap cannot run, None where it is another error.
-
-    Args:
-        function: the public function that was given the model.
-        error: what torch raised.
-    """
+    """Return an error of our own for what vmap cannot run, None where it is another error."""
     text = str(error)
     if found := _NO_BATCHING_RULE.search(text):
         layer = _RECURRENT.get(found[1])

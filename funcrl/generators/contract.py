@@ -28,15 +28,7 @@ def check_prompts(
     decode: DecodeFn | None,
     context_length: int,
 ) -> None:
-    """Raise if a generator cannot complete these prompts.
-
-    Args:
-        prompts: N lists of tokens.
-        sampling: how to draw.
-        vocab_size: tokens are below it, where it is known.
-        decode: from tokens to text.
-        context_length: tokens of a prompt and its completion, at most.
-    """
+    """Raise if a generator cannot complete these prompts."""
     if len(prompts) == 0:
         raise ValueError("generate expects at least one prompt, got none.")
     if sampling.stop and decode is None:
@@ -123,10 +115,6 @@ def pad_prompts(prompts: Prompts, width: int) -> list[list[int]]:
     """Return the prompts padded on the right with a token of their own.
 
     Another token's keys must not touch a prompt, not even hidden: 0 times infinity is not 0.
-
-    Args:
-        prompts: lists of tokens.
-        width: the length of each row.
     """
     return [[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts]
 

@@ -63,13 +63,7 @@ def capture(
 def recording(
     graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[None]:
-    """Record what is launched meanwhile, while no other thread records; others may compute.
-
-    Args:
-        graph: what records it.
-        pool: of another graph, whose memory it shares.
-        stream: to record on; one of its own when left out.
-    """
+    """Record what is launched meanwhile, while no other thread records; others may compute."""
     # Other threads may allocate meanwhile, such as one that draws the next rollout.
     recorded = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
     with _ONE_AT_A_TIME, recorded:

@@ -69,10 +69,6 @@ def embedding_by_kernel(
     """Return the graph with the gradients of embeddings computed by the exact numerics' kernel.
 
     It sums a token's rows in float32 and rounds once, faster than what Inductor makes of torch's.
-
-    Args:
-        module: is not changed.
-        takes: whether the kernel is to sum these rows.
     """
     graph = copied(module.graph)
     target = aten.embedding_dense_backward.default

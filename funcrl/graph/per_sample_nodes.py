@@ -63,11 +63,7 @@ class _Place(NamedTuple):
 
 
 def symbols(graph: Graph) -> Symbols:
-    """Return the symbol of each node that has one; the rules add nodes, which are unused at first.
-
-    Args:
-        graph: is added to.
-    """
+    """Return the symbol of each node that has one; the rules add unused nodes to the graph."""
     found: Symbols = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -47,13 +47,7 @@ class Rollouts(Protocol):
 
 
 def rollouts_of(config: TrainConfig, parts: Parts, record: Record) -> Rollouts:
-    """Return the rollouts of the steps that remain of a run, drawn as its options say.
-
-    Args:
-        config: the run's.
-        parts: of the run.
-        record: of the steps that are done.
-    """
+    """Return the rollouts of the steps that remain of a run, drawn as its options say."""
     return Ahead(config, parts, record) if config.max_staleness else InTurn(config, parts)
 
 

@@ -20,14 +20,7 @@ RECORDED = "data_sha256"
 def task_of(
     function: str, config: TrainConfig, tokenizer: Tokenizer | None, task: TaskLike | None
 ) -> Task:
-    """Return the task of a configuration, or the one that is given, with the rewards of both.
-
-    Args:
-        function: for errors.
-        config: the whole configuration.
-        tokenizer: the model's own, for the task that the configuration names.
-        task: in place of that.
-    """
+    """Return the task of a configuration, or the one that is given, with the rewards of both."""
     rewards = load_rewards(config.reward)
     if task is None:
         return _checked(config, _load(config, tokenizer, rewards), rewards)

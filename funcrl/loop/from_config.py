@@ -26,14 +26,7 @@ from funcrl.tasks.reward_calls import describe_error, is_of_user
 
 
 def check_model(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
-    """Raise if a network, as it is, does not give causal logits of the task's tokens.
-
-    Args:
-        function: whose error it would be.
-        config: that names the network.
-        model: the network; a `Transformer` and one without weights are not looked at.
-        vocab_size: of the task.
-    """
+    """Raise if a network, as it is, does not give causal logits of the task's tokens."""
     params: Params = dict(model.named_parameters())
     if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
         return
@@ -242,13 +235,7 @@ def _embedded(model: nn.Module) -> Any:
 
 
 def check_generator(function: str, what: str, found: Any) -> Generator:
-    """Return an object that generates; raise in the name of `function` if it lacks a member.
-
-    Args:
-        function: for errors.
-        what: what it is, up to the words "a funcrl.generators.Generator".
-        found: any object.
-    """
+    """Return an object that generates; raise in the name of `function` if it lacks a member."""
     for member in ("push", "generate", "close", "context_length"):
         if not hasattr(found, member):
             raise ValueError(
@@ -265,13 +252,7 @@ def compute_dtype(config: TrainConfig) -> torch.dtype | None:
 
 
 def estimate_memory(config: TrainConfig, model: Transformer, task: Task) -> memory.MemoryEstimate:
-    """Return the memory that training will need, if the first prompts are as long as any.
-
-    Args:
-        config: the run's.
-        model: what is trained.
-        task: what it is trained on.
-    """
+    """Return the memory that training will need, if the first prompts are as long as any."""
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
     return memory.estimate_memory(config, model.config, longest, task.max_turns)
@@ -285,16 +266,7 @@ def _own(
     taken: Mapping[str, str],
     kind: type[Any],
 ) -> Any:
-    """Return the part that a user's function makes of the known arguments that it takes, or is.
-
-    Args:
-        part: "algorithm" or "optimizer".
-        name: file.py:name.
-        known: argument -> value.
-        refusable: option -> value; an error where it is set and the function does not take it.
-        taken: option -> the argument that it is, where that has another name.
-        kind: of what is wanted.
-    """
+    """Return the part that a user's function makes of the known arguments that it takes, or is."""
     found = import_named(f"--{part}.name", name)
     takes = arguments_taken(found, known) if callable(found) else []
     unset = {}

@@ -215,14 +215,7 @@ def vllm_rows(
 
 
 def difference(name: str, reference: Side, side: Side, of: str = LOGPROBS) -> ParityRow:
-    """Return the row of a way: how far its values are from those of whole samples.
-
-    Args:
-        name: of the way.
-        reference: whole samples, in order.
-        side: what the way gives.
-        of: the values to compare.
-    """
+    """Return the row of a way: how far its values are from those of whole samples."""
     whole = reference[of]
     gaps = []
     for sample, start, values in side[of]:

@@ -24,10 +24,6 @@ def reading_segments(function: str, model_fn: ModelFn) -> ModelFn:
 
     One that reads tokens and positions alone takes a packed row for one sample, in which each token
     sees all tokens before it. It must read `segment_ids`, and `prefix_ids` where they are given.
-
-    Args:
-        function: for errors.
-        model_fn: `(params, sample) -> TokenScores`.
     """
     if isinstance(model_fn, ExactModelFn | _ReadingSegments):  # those of `logprob_fn` read them
         return model_fn

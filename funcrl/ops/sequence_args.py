@@ -114,12 +114,7 @@ def flat(tensor: Tensor, axes: int) -> Tensor:
 
 
 def token_major(x: Tensor, tokens: int) -> Tensor:
-    """Return x [..., H, T, ...] in memory in which the heads of a token lie together.
-
-    Args:
-        x: of any strides.
-        tokens: the axis T, counted from the end.
-    """
+    """Return x [..., H, T, ...] in memory in which the heads of a token lie together."""
     return x.transpose(tokens, tokens - 1).contiguous().transpose(tokens, tokens - 1)
 
 

@@ -303,10 +303,6 @@ def refuse_writes(function: str, optimizer: GradientTransformation) -> GradientT
     counts of writes are compared in each update. It counts none through `.data`, by fused
     optimizers, or to tensors of inference mode: so the bits of all tensors are summed before and
     after the first update, and in a trace, which has no values, each operation is looked at.
-
-    Args:
-        function: for errors.
-        optimizer: whose `update` to check.
     """
     is_first = True
 

@@ -30,15 +30,7 @@ def score_gradient(
     microbatch: int | None = None,
     function: str = "score_gradient",
 ) -> Callable[[Params, Rows], Gradient]:
-    """Return `(params, batch) -> Gradient` of a loss of scores, summed over the batch.
-
-    Args:
-        model_fn: that gives the scores.
-        loss_fn: of one sample's.
-        per_sample: as for `summed_gradient`; sums are then not in a fixed order.
-        microbatch: rows differentiated at a time, all of them when left out.
-        function: for errors.
-    """
+    """Return `(params, batch) -> Gradient` of a loss of scores, summed over the batch."""
     if isinstance(model_fn, ExactModelFn) and per_sample is None:
         return _gradient_in_blocks(model_fn, loss_fn, microbatch, function)
 

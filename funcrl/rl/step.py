@@ -156,13 +156,7 @@ def _report(found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: An
 
 
 def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int) -> Metrics:
-    """Return the metrics of a transform of per-sample gradients, with the noise that follows.
-
-    Args:
-        metrics: of the transform.
-        grad_norm: of the sum.
-        count: of the samples.
-    """
+    """Return the metrics of a transform of per-sample gradients, with the noise that follows."""
     sums = dict(metrics.sums)
     square_norms = sums.pop(grads.SQUARE_NORMS, None)
     if square_norms is None or count < 2:

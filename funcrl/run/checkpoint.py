@@ -79,15 +79,7 @@ def numbered(folder: Path) -> dict[int, Path]:
 def read_newest(
     folder: Path, like: Tree, on_skip: OnSkip, of_field: str = "", beside: Tree = None
 ) -> Restored:
-    """Return the newest good one of a folder's numbered checkpoints.
-
-    Args:
-        folder: of the checkpoints.
-        like: as of `read`.
-        on_skip: called with a reason for each broken one; it is an error if all are broken.
-        of_field: as of `read`.
-        beside: as of `read`.
-    """
+    """Return the newest good one of a folder's numbered checkpoints."""
     while True:
         there, found = numbered(folder), None
         reasons: list[str] = []
@@ -329,11 +321,6 @@ class Checkpoints:
     A state is never mutated, so that it can be written while training goes on; `wait` before the
     buffers of a state on a CPU are donated. A save waits for the one before it, and raises its
     error if it failed. One process at a time writes to a folder, and closes it before it ends.
-
-    Args:
-        folder: made when it is missing.
-        keep_last: how many of the newest stay.
-        keep_best: how many of those with the highest score stay besides.
     """
 
     def __init__(self, folder: Path | str, keep_last: int = 3, keep_best: int = 1) -> None:

@@ -31,11 +31,6 @@ def check_options_kept(function: str, config: TrainConfig, folder: Path) -> None
     """Raise if a configuration changes what a run was trained with.
 
     Nothing was, as long as it has no checkpoint.
-
-    Args:
-        function: the public function that is to go on with the run, for errors.
-        config: to go on with.
-        folder: the run's.
     """
     places = folder / runs.CHECKPOINTS
     if not places.is_dir() or not any(each.name.isdigit() for each in places.iterdir()):
@@ -54,14 +49,7 @@ def check_options_kept(function: str, config: TrainConfig, folder: Path) -> None
 def changes_since(
     folder: Path, config: TrainConfig, facts: Mapping[str, str], step: int
 ) -> list[dict[str, Any]]:
-    """Return lines about what a run goes on with that is not what its folder has recorded.
-
-    Args:
-        folder: of the run that is gone on with.
-        config: to go on with.
-        facts: of the environment to go on in.
-        step: the last one that was done before.
-    """
+    """Return lines about what a run goes on with that is not what its folder has recorded."""
     was = runs.read_facts(folder, "train")
     changes = changed_options(_recorded(folder), config)
     changes += [
@@ -275,14 +263,7 @@ class Claim:
 def write_facts(
     folder: Path, config: TrainConfig, facts: Mapping[str, str], tokenizer: Mapping[str, bytes]
 ) -> None:
-    """Write a run's configuration, the facts about its machine and task, and its tokenizer.
-
-    Args:
-        folder: the run's.
-        config: the run's.
-        facts: for environment.json.
-        tokenizer: files by name, none where the run's model has them.
-    """
+    """Write a run's configuration, the facts about its machine and task, and its tokenizer."""
     for name, content in tokenizer.items():
         place = folder / runs.TOKENIZER
         place.mkdir(exist_ok=True)

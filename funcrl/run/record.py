@@ -42,17 +42,7 @@ class Progress(NamedTuple):
 
 
 class Record:
-    """The folder of a run and everything that is written to it.
-
-    Args:
-        config: the run's.
-        folder: as `open_folder` returns it.
-        title: shown above the run.
-        view: shows the run.
-        command: that started the run, for environment.json.
-        facts: for environment.json, too.
-        tokenizer: the files of the task's tokenizer, by name, where the model has none of its own.
-    """
+    """The folder of a run and everything that is written to it."""
 
     def __init__(
         self, config: TrainConfig, folder: Path, title: str, view: View,
@@ -114,14 +104,7 @@ class Record:
         needs_reference: bool = False,
         step: int | None = None,
     ) -> int:
-        """Begin as another run's newest good checkpoint, and return its step.
-
-        Args:
-            parent: the folder of that run, which is read alone.
-            like: a state of the structure of both.
-            needs_reference: as for `resumed`.
-            step: of the checkpoint, in place of the newest.
-        """
+        """Begin as another run's newest good checkpoint, and return its step."""
         found = restore_newest(parent / runs.CHECKPOINTS, like, like.params, step)
         # Written before all else, so that a fork that is killed goes on as one.
         self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(found.step)), strict=True))
@@ -170,16 +153,10 @@ class Record:
         state: TrainState,
         row: dict[str, Any],
         seen: Sequence[Completion],
+        # Trained after the steps before it, if a resumed run draws with that.
         older: Sequence[Params] = (),
     ) -> None:
-        """Write down a finished step, and show it.
-
-        Args:
-            state: after the step.
-            row: its metrics.
-            seen: completions to keep.
-            older: what was trained after the steps before it, if a resumed run draws with that.
-        """
+        """Write down a finished step, and show it."""
         metrics = self.folder / runs.METRICS
         if not metrics.exists():
             raise FileNotFoundError(

@@ -32,14 +32,7 @@ _LEAF_FIELDS = {"path": str, "shape": list, "dtype": str}
 def describe(
     state: Tree, extra: Mapping[str, Any] | None, score: float | None, beside: Sequence[Tree] = ()
 ) -> Manifest:
-    """Return the manifest of a state that is not yet written, so without checksums.
-
-    Args:
-        state: the tree that `restore` returns.
-        extra: facts.
-        score: by which the best are kept.
-        beside: further trees, which only a run asks for.
-    """
+    """Return the manifest of a state that is not yet written, so without checksums."""
     scored = score is not None and math.isfinite(score)
     return {
         "format": _FORMAT, "leaves": outline("save", state), "score": score if scored else None,
@@ -247,13 +240,7 @@ def to_arrays(state: Tree) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
-    """Write a checkpoint; an old one of that name stays until all of it is on disk.
-
-    Args:
-        path: the folder to make.
-        manifest: without checksums.
-        arrays: the leaves by number.
-    """
+    """Write a checkpoint; an old one of that name stays until all of it is on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         # Replacing a folder deletes it, so it must be one that a save has written.
@@ -283,12 +270,7 @@ def write(path: Path, manifest: Manifest, arrays: dict[str, Any]) -> None:
 
 
 def clean_up(folder: Path, name: str = r"\d+") -> None:
-    """Remove the drafts of killed processes, and rename back what they were replacing.
-
-    Args:
-        folder: of the checkpoints.
-        name: a regular expression of theirs.
-    """
+    """Remove the drafts of killed processes, and rename back what they were replacing."""
     # A killed process may leave .NAME.7.draft, .NAME.old and .NAME.gone.
     left_over = re.compile(rf"\.({name})\.(\d+\.draft|old|gone)")
     for path in folder.iterdir():

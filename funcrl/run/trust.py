@@ -82,15 +82,7 @@ def check_trusted(
     run: Path | None = None,
     trust: bool = False,
 ) -> list[str]:
-    """Return a line about each code that a file names; raise a `TrustError` if one must not run.
-
-    Args:
-        function: the public function that is to run it, for errors.
-        codes: what the file names.
-        file: the configuration.
-        run: the folder of the run whose configuration the file is, if it is one's.
-        trust: let all of it run.
-    """
+    """Return a line about each code that a file names; raise a `TrustError` if one must not run."""
     recorded = runs.read_facts(run, function) if codes and run and not trust else None
     for code in codes:
         reason = "" if trust else _reason(code, recorded)

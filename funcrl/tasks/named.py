@@ -18,10 +18,6 @@ def named_file(option: str, name: str) -> Path:
     """Return the file that `import_named` would run for a name; nothing is run.
 
     A module that has no file is returned by its name.
-
-    Args:
-        option: that has the name, for errors.
-        name: file.py:Name or module:Name.
     """
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
@@ -30,12 +26,7 @@ def named_file(option: str, name: str) -> Path:
 
 
 def import_named(option: str, name: str) -> Any:
-    """Return the object of a name, whose file or module is run.
-
-    Args:
-        option: that has the name, for errors.
-        name: file.py:Name or module:Name.
-    """
+    """Return the object of a name, whose file or module is run."""
     place, _, attribute = name.rpartition(":")
     if not is_own(name):  # of such names alone it is asked whether this account trusts the file
         raise ValueError(
@@ -50,15 +41,7 @@ def import_named(option: str, name: str) -> Any:
 def call_with_known(
     option: str, name: str, function: Any, unset: Mapping[str, str] | None = None, /, **known: Any
 ) -> Any:
-    """Return what a user's function returns for those of the known arguments that it takes.
-
-    Args:
-        option: that names the function, for errors.
-        name: file.py:Name or module:Name.
-        function: what was imported.
-        unset: argument -> the option that would give it a value, and has none.
-        known: argument -> value.
-    """
+    """Return what a user's function returns for those of the known arguments that it takes."""
     if not callable(function):
         raise ValueError(
             f"train expects {option} {name} to name a function or a class, got "

@@ -49,12 +49,7 @@ def read_records(task: str, path: Path) -> list[Row]:
 
 
 def read_table(function: str, path: Path) -> Table:
-    """Return the rows of a .jsonl, .csv or .parquet file.
-
-    Args:
-        function: that reads it, for errors.
-        path: of the file.
-    """
+    """Return the rows of a .jsonl, .csv or .parquet file."""
     if path.suffix == ".parquet":
         return _parquet(function, path)
     with open_file(function, path) as file:

@@ -110,10 +110,6 @@ def run_calls(calls: Sequence[Callable[[], Any]], limits: RewardLimits) -> list[
 
     What a call returns is awaited if it can be. Calls are made one after the other; only what they
     return runs side by side, in one event loop.
-
-    Args:
-        calls: functions without arguments.
-        limits: of those that are awaited.
     """
     results: list[Any] = []
     try:

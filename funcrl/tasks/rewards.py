@@ -18,12 +18,7 @@ from funcrl.tasks.reward_calls import (
 
 
 class Conversation(dict[str, Any]):
-    """The row of a prompt that is a list of messages.
-
-    Args:
-        row: its columns.
-        column: that has the messages.
-    """
+    """The row of a prompt that is a list of messages."""
 
     def __init__(self, row: Mapping[str, Any], column: str) -> None:
         super().__init__(row)
@@ -45,11 +40,6 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
     Parameters that are called prompt, completion, answer, data, or like a column get these, and so
     do verl's solution_str and ground_truth. Of two others the names must say that they are the
     prompt and the completion, as (p, c) and (_, text) do.
-
-    Args:
-        name: of the reward, for errors.
-        function: any callable.
-        columns: of the data; none for a task that has no rows.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

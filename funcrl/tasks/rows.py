@@ -18,12 +18,7 @@ from funcrl.tasks.tokenizers import ByteTokenizer
 
 
 class Template:
-    """A text with `{column}` in place of what a row has there; `{{` and `}}` are braces.
-
-    Args:
-        function: that is given the template, for errors.
-        text: of the template.
-    """
+    """A text with `{column}` in place of what a row has there; `{{` and `}}` are braces."""
 
     def __init__(self, function: str, text: str) -> None:
         self._function = function
@@ -76,14 +71,7 @@ class Prompts(NamedTuple):
 def read_prompts(
     function: str, table: Table, tokenizer: Tokenizer, template: str | None
 ) -> Prompts:
-    """Return the prompts of a table's rows.
-
-    Args:
-        function: for errors.
-        table: with rows of the same columns.
-        tokenizer: the model's, which writes messages.
-        template: of the texts, in place of the columns prompt and messages.
-    """
+    """Return the prompts of a table's rows."""
     column = _column(function, table, template)
     if column == "messages":
         return _conversations(function, table, tokenizer, _messages_column(table))
@@ -183,10 +171,6 @@ def hold_out(contents: Sequence[str], share: float) -> list[bool]:
     The hash is of a problem's content alone, so that it does not matter what else there is, in
     which order, or where. Where chance would leave one of the sides empty, it gets the problem
     whose hash is the nearest, unless all are alike.
-
-    Args:
-        contents: of each problem; equal ones are on one side.
-        share: from 0 to 1.
     """
     hashes = [_hash(each) for each in contents]
     bound = share * 2.0**64
@@ -321,17 +305,7 @@ def rows_task(
     template: str | None,
     share: float,
 ) -> Task:
-    """Return the task of a table, without the rewards that it gets besides.
-
-    Args:
-        function: for errors.
-        table: its rows.
-        rewards: that it gets besides, which are compared with the columns.
-        tokenizer: the model's.
-        name: of the task.
-        template: of the prompts.
-        share: of the rows that is held out.
-    """
+    """Return the task of a table, without the rewards that it gets besides."""
     table = table.checked(function)
     for each, called in rewards.items():
         form_of(each, called, table.rows[0])

@@ -133,9 +133,6 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files of a tokenizer by name, and the one that says what ends a completion.
 
     A tokenizer that has no files of its own (`Tokenizer.files`) has that one alone.
-
-    Args:
-        tokenizer: of a task.
     """
     ends = list(dict.fromkeys([*end_tokens(tokenizer), *tokenizer.ends]))
     ids = {
@@ -147,12 +144,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def character_files(tokens: Mapping[str, int], end: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer with a token for each character; others are an error there.
-
-    Args:
-        tokens: character -> token.
-        end: the token that ends a completion.
-    """
+    """Return the files of a tokenizer with a token for each character; it refuses others."""
     if any("\ud800" <= char <= "\udfff" for char in tokens):
         return {}  # lone surrogates, which are no text
     text = _end_text(tokens)

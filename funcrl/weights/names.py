@@ -112,13 +112,7 @@ class FusedTensor(NamedTuple):
 def fused_tensors_of(
     names: Iterable[str], config: TransformerConfig, vocabulary: str = "hugging_face"
 ) -> list[FusedTensor]:
-    """Return the tensors that hold parameters.
-
-    Args:
-        names: of the parameters; those that share a tensor are all there.
-        config: of their network.
-        vocabulary: of the tensors, a field of `Name`.
-    """
+    """Return the tensors that hold parameters."""
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(getattr(translate(name, config), vocabulary), []).append(name)

@@ -40,16 +40,7 @@ OpenFn = Callable[[int, int], Decoder]  # (rows, places) -> an empty decoder
 
 
 class Batch:
-    """The samples that are drawn, one a slot: the first rows of every tensor.
-
-    Args:
-        open_decoder: makes the decoder.
-        request: what to draw.
-        device: of the parameters.
-        log_softmax: of the network's numerics.
-        seeds: of all samples, `sample_seeds`, where they are known already.
-        unread: tokens of each prompt that the decoder has to read; all of them when left out.
-    """
+    """The samples that are drawn, one a slot: the first rows of every tensor."""
 
     def __init__(
         self,

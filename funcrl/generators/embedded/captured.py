@@ -176,13 +176,7 @@ class Captured:
 
 
 def collect(results: Results, request: Request, ends: dict[int, int]) -> Completions:
-    """Return the samples of a request; raise if the network left no distribution for a token.
-
-    Args:
-        results: of all samples.
-        request: what was drawn.
-        ends: the length of each sample that a stop string ends; what was drawn later goes away.
-    """
+    """Return the samples of a request; raise if the network left no distribution for a token."""
     sampling = request.sampling
     count = len(request.prompts) * sampling.num_samples
     tokens, logprobs, policy_logprobs = (each[:count] for each in results)

@@ -49,13 +49,7 @@ class StopStrings:
         self.ends: dict[int, int] = {}  # the length of each sample that a stop string ends
 
     def read(self, sample: int, count: int, last: list[int]) -> bool:
-        """Add a sample's new tokens; return whether a stop string has ended it.
-
-        Args:
-            sample: its number.
-            count: of its tokens so far.
-            last: the last ones of these, among them all that are new.
-        """
+        """Add a sample's new tokens; return whether a stop string has ended it."""
         tokens = self._tokens.setdefault(sample, [])
         new = last[len(last) - (count - len(tokens)) :]
         for token in new:

@@ -196,11 +196,6 @@ def empty_pages(config: TransformerConfig, count: int, like: Tensor) -> Tensor:
     """Return a cache of zeros [L, pages, K, SIZE, 2 C] in the dtype and on the device of `like`.
 
     A key and its value lie side by side, so that both are written at once.
-
-    Args:
-        config: of the network.
-        count: the number of pages of a layer.
-        like: a tensor.
     """
     shape = (config.num_layers, count, config.num_kv_heads, SIZE, 2 * config.head_width)
     return torch.zeros(shape, dtype=like.dtype, device=like.device)

@@ -110,14 +110,7 @@ class Program:
         self.results.tokens.fill_(-1)
 
     def prefill(self, start: int, admitted: Admitted, sampling: Sampling, most: int) -> None:
-        """Run prompts once, and draw the first token of their samples.
-
-        Args:
-            start: the first of the slots that the samples take.
-            admitted: the prompts.
-            sampling: how to draw.
-            most: the largest number of tokens of a sample.
-        """
+        """Run prompts once, and draw the first token of their samples."""
         send = partial(send_to, device=self._cache.device)
         rows = slice(start, start + len(admitted.seeds))
         group = len(admitted.seeds) // len(admitted.prompts)
@@ -162,11 +155,7 @@ class Program:
             )
 
     def share(self, groups: list[list[int]]) -> None:
-        """Say which slots have samples of one prompt; each group has room for as many.
-
-        Args:
-            groups: slots, filled with -1.
-        """
+        """Say which slots have samples of one prompt; each group has room for as many."""
         members = send_to(groups, self._members.device, torch.int32).view(-1)
         self._num_groups = len(groups)
         self._members.fill_(-1)

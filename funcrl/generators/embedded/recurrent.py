@@ -87,9 +87,6 @@ class RecurrentDraw:
 
     The states of the samples of a call are kept until the next one, or `forget`: a prompt that
     continues such a sample, as the turns of an environment do, costs the tokens that are new.
-
-    Args:
-        model: bound to its parameters.
     """
 
     def __init__(self, model: Recurrent) -> None:

@@ -113,13 +113,7 @@ def completions(drawn: list[Drawn], like: Tensor) -> Completions:
 
 
 def diverged(policy_logprob: float, count: int, prompt: int) -> FloatingPointError:
-    """Return the error of a network that left no distribution to draw from.
-
-    Args:
-        policy_logprob: of the token that was drawn.
-        count: tokens that the sample had before.
-        prompt: the index of its prompt.
-    """
+    """Return the error of a network that left no distribution to draw from."""
     return FloatingPointError(
         f"generate expects logits that leave a distribution to draw from, got a "
         f"log-probability of {policy_logprob} after {count} tokens of prompt {prompt}; have the "

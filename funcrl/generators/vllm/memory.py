@@ -91,14 +91,7 @@ _MARGIN, _PART = 1 << 30, 10
 def left_for_cache(device: int, trainer: int, weights: int, work: int, least: int) -> int:
     """Return how many bytes of a device are left for a cache of keys and values.
 
-        device - 1.1 * trainer - weights - work - 1 GiB
-
-    Args:
-        device: what the process may hold in all.
-        trainer: what it needs at most while the engine holds its cache.
-        weights: the engine's own.
-        work: of the engine, while it computes.
-        least: too few to hold one sample; fewer are an error.
+    device - 1.1 * trainer - weights - work - 1 GiB
     """
     left = device - trainer - trainer // _PART - weights - work - _MARGIN
     if left < least:

@@ -28,13 +28,7 @@ from funcrl.generators.vllm.transport import (
 
 
 class Link:
-    """A way to servers, opened by the first push.
-
-    Args:
-        servers: that are ready.
-        config: by which way.
-        dtype: that parameters travel in.
-    """
+    """A way to servers, opened by the first push."""
 
     def __init__(self, servers: Servers, config: ServerConfig, dtype: torch.dtype) -> None:
         self._servers, self._config, self._dtype = servers, config, dtype

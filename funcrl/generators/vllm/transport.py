@@ -74,13 +74,7 @@ def new_run() -> str:
 
 
 class SharedMemory:
-    """The sending side of memory that processes of one user on one host share.
-
-    Args:
-        count: how many numbers.
-        dtype: of them.
-        run: whose memory it is, as `new_run` makes it.
-    """
+    """The sending side of memory that processes of one user on one host share."""
 
     def __init__(self, count: int, dtype: torch.dtype, run: str) -> None:
         self._path, size = _meeting_place(run), count * dtype.itemsize
@@ -120,13 +114,7 @@ class SharedMemory:
 
 
 class Broadcast:
-    """The sending side from GPU to GPU: rank 0 of an NCCL group, of which servers are the others.
-
-    Args:
-        device: that the parameters are on.
-        dtype: that they travel in.
-        run: whose group it is, as `new_run` makes it.
-    """
+    """The sending side from GPU to GPU: rank 0 of an NCCL group; servers are the others."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, run: str) -> None:
         self._device, self._dtype, self._run = device, dtype, run

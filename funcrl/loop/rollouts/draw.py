@@ -208,14 +208,7 @@ class Rolled(NamedTuple):
 
 
 def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:
-    """Return the rollout of a step, drawn and rewarded.
-
-    Args:
-        config: the run's.
-        parts: of the run.
-        index: of the step.
-        policy: that the generator has.
-    """
+    """Return the rollout of a step, drawn and rewarded."""
     start = time.perf_counter()
     first = (index - 1) * config.num_prompts
     prompts = parts.task.prompts(rng.fold_in(config.seed, PROMPTS), first, config.num_prompts)

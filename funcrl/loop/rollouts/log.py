@@ -67,14 +67,7 @@ _MOST_TOKENS = 512  # of a completion whose tokens are written down one by one
 def advantages_of(
     algorithm: Algorithm, completed: Completed, graded: Graded, rollout: Rollout | None
 ) -> Tensor:
-    """Return the advantages [B] of a step's completions; NaN for one that is not trained on.
-
-    Args:
-        algorithm: whose advantage to take.
-        completed: B completions.
-        graded: their rewards.
-        rollout: of those that can be compared, in their order; None where there are none.
-    """
+    """Return the advantages [B] of a step's completions; NaN for one that is not trained on."""
     total = comparable(graded.total, completed.group_size)
     advantages = torch.full_like(total, torch.nan)
     if rollout is not None:
@@ -94,13 +87,6 @@ def tokens_of_first(
 
     The trainer's log-probabilities are those before the step's update, with the parameters that
     the generator had. There are none where the rollout begins with another completion.
-
-    Args:
-        parts: of the run.
-        params: that the generator drew with.
-        completed: the completions.
-        rollout: of those that can be compared.
-        multiple: rows are padded to a multiple of this length, as in the update.
     """
     prompt, sampled = completed.prompt_tokens[0], completed.samples.mask[0].nonzero()
     if rollout is None or not len(sampled):

@@ -53,10 +53,6 @@ def places_agree(tile: int, product: Product) -> bool:
 
     Some libraries begin a sum at the next aligned address: an AMD EPYC's products with a weight of
     up to 11 rows in float32, and all of an odd depth in float64.
-
-    Args:
-        tile: the rows of a call.
-        product: with the weight.
     """
     (num_columns, depth), transposed, dtype, _ = product
     for seed in range(_num_draws(product)):

@@ -159,14 +159,7 @@ def draw(panels: Sequence[Panel], runs: Sequence[Run]) -> Any:
 
 
 def draw_one(panel: Panel, runs: Sequence[Run], salt: str, most_points: int) -> Drawn:
-    """Return a panel by itself, of a size that can be read on a telephone.
-
-    Args:
-        panel: to draw.
-        runs: whose metrics.
-        salt: keeps the ids in the picture apart from others'.
-        most_points: of each line, among those under the pointer.
-    """
+    """Return a panel by itself, of a size that can be read on a telephone."""
     from matplotlib.figure import Figure
 
     left, top, right, bottom = BOX

@@ -253,12 +253,7 @@ class ExactState(DefaultModelState):
 
 
 class GivenLogprobs:
-    """A sampler whose log-probabilities are the numbers that it draws from, to the last bit.
-
-    Args:
-        sampler: vLLM's, which draws.
-        vocab_size: V; more columns than that are of no token.
-    """
+    """A sampler whose log-probabilities are the numbers that it draws from, to the last bit."""
 
     def __init__(self, sampler: Any, vocab_size: int) -> None:
         self._sampler, self._vocab_size = sampler, vocab_size

@@ -27,10 +27,6 @@ def overrides(shape: TransformerConfig, own_attention: bool) -> dict[str, Any]:
     """Register the classes, and return the arguments of vLLM's engine that make it use them.
 
     All that describes the model is in the arguments; the registered names stand for code alone.
-
-    Args:
-        shape: of the model.
-        own_attention: funcrl's on vLLM's cache, in place of vLLM's.
     """
     register()
     # The class itself: by its name alone vLLM would start a process to look at it.

@@ -146,13 +146,7 @@ class Source(NamedTuple):
 
 
 def scan_kernels(cell: Cell, precision: Precision, plan_fn: PlanFn = plan_of) -> ScanKernels:
-    """Return the kernels of a cell.
-
-    Args:
-        cell: "lstm" or "gru".
-        precision: of float32 linear.
-        plan_fn: how the work is cut.
-    """
+    """Return the kernels of a cell."""
 
     def forward(
         source: Source,
