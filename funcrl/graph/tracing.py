@@ -63,8 +63,8 @@ aten = torch.ops.aten
 def clean(module: GraphModule) -> GraphModule:
     """Return the traced graph without in-place operations, dead nodes and needless views.
 
-    A copy into an input stays: it is what the function does to its arguments. A view is not kept
-    from one micro-batch to the next, with what it looks at.
+    A copy into an input stays: it is what the function does to its arguments. Views are shared
+    within a micro-batch only: shared further, they would keep a tensor alive for all of them.
     """
     module = without_writes(module)
     views: dict[tuple[Any, str, int], Node] = {}

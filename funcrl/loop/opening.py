@@ -24,7 +24,7 @@ from funcrl.run.trust import check_run, named_code, remember
 from funcrl.tasks import data_file
 from funcrl.tasks.contracts import TaskLike
 
-# Options that no part is made of: parts of another value of these are the same.
+# Options that change no part of a run, so that given parts may be of another value of these.
 _OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
 
 

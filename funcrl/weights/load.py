@@ -68,9 +68,9 @@ def load_params(
     checks.check_choice("load_params", "dtype", dtype, NAMES)
     config, found, by_neighbours = _find_parameters(local_path(path))
     params = {}
-    for held, stored in found:
-        leaves = held.split(read_tensor(stored, dtype))
-        for name, leaf in zip(held.parts, leaves, strict=True):
+    for fused, stored in found:
+        leaves = fused.split(read_tensor(stored, dtype))
+        for name, leaf in zip(fused.parts, leaves, strict=True):
             if by_neighbours and is_rotated(name):
                 # Rotation shall pair (i, i + C/2), where it was (2 i, 2 i + 1).
                 leaf = regrouped(leaf, (config.head_width // 2, 2))
@@ -246,19 +246,19 @@ def _with_parameters(
 ) -> list[tuple[FusedTensor, Stored]]:
     """Return the tensors that hold the parameters; all must be there, and nothing else."""
     left, tensors = dict(found), []
-    for held, shape in _expected(config, vocabulary):
-        if held.name not in left:
+    for fused, shape in _expected(config, vocabulary):
+        if fused.name not in left:
             raise ValueError(
-                f"load_params expects {held.name!r} in {path}, as a model of "
+                f"load_params expects {fused.name!r} in {path}, as a model of "
                 f"{config.num_layers} layers has it, got none."
             )
-        stored = left.pop(held.name)
+        stored = left.pop(fused.name)
         if stored.shape != shape:
             raise ValueError(
-                f"load_params expects {held.name!r} of shape {list(shape)} in {path}, got "
+                f"load_params expects {fused.name!r} of shape {list(shape)} in {path}, got "
                 f"{list(stored.shape)}."
             )
-        tensors.append((held, stored))
+        tensors.append((fused, stored))
     if left:
         raise ValueError(
             f"load_params expects the parameters of a {config.num_layers}-layer model in {path}, "
@@ -289,5 +289,5 @@ def _expected(
         for layer, kind in enumerate(config.kinds)
     )
     for leaves in chain([outside], blocks):
-        for held in fused_tensors_of(leaves, config, vocabulary):
-            yield held, tuple(held.join([leaves[part] for part in held.parts]).shape)
+        for fused in fused_tensors_of(leaves, config, vocabulary):
+            yield fused, tuple(fused.join([leaves[part] for part in fused.parts]).shape)

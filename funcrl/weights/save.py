@@ -219,8 +219,8 @@ def _files_beside(
     """Return what goes along with the weights, by name: a tokenizer, and where completions end."""
     files = {} if source is None else tokenizer_files(source)
     if ends:
-        said = json.loads(files[GENERATION]) if GENERATION in files else tokens
-        files[GENERATION] = json_bytes({**said, "eos_token_id": tokens["eos_token_id"]})
+        before = json.loads(files[GENERATION]) if GENERATION in files else tokens
+        files[GENERATION] = json_bytes({**before, "eos_token_id": tokens["eos_token_id"]})
     return files
 
 

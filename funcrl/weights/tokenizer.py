@@ -54,8 +54,8 @@ def special_tokens(source: Path | None, ends: Sequence[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": [], "pad_token_id": pad}
     for name in ("config.json", GENERATION):
         if source is not None and (source / name).is_file():
-            said = read_json("save_params", source / name, _LONGEST_JSON)
-            found |= {key: said[key] for key in found if _is_tokens(said.get(key))}
+            found_there = read_json("save_params", source / name, _LONGEST_JSON)
+            found |= {key: found_there[key] for key in found if _is_tokens(found_there.get(key))}
     of_folder = found["eos_token_id"]
     of_folder = of_folder if isinstance(of_folder, list) else [of_folder]
     all_ends = list(dict.fromkeys([*ends, *of_folder]))

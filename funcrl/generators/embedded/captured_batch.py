@@ -117,7 +117,7 @@ class CapturedBatch:
             self.program.prefill(rows.start, entry, self.sampling, self.request.max_tokens)
 
     def _entry(self, indices: list[int], samples: list[Running]) -> Admitted:
-        """Return what the program has to know of prompts that enter, and of their samples."""
+        """Return what the program has to know of admitted prompts, and of their samples."""
         prompts = [self.request.prompts[prompt] for prompt in indices]
         group = self.sampling.num_samples
         copies = []

@@ -37,7 +37,7 @@ class Network(NamedTuple):
 class EmbeddedGenerator:
     """A generator in this process; a subclass is a constructor that makes its `Network`.
 
-    A push is a reference: parameters that are written into afterwards are read again.
+    A push copies nothing: if the pushed tensors are changed in place, the new values are used.
     """
 
     def __init__(

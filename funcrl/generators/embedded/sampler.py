@@ -82,7 +82,7 @@ class Sampler(EmbeddedGenerator):
             and waiting prompts are admitted.
         dtype: to compute in; that of the parameters when left out.
 
-    A push is a reference: parameters that are written into afterwards are read again.
+    A push copies nothing: if the pushed tensors are changed in place, the new values are used.
 
     Of a recurrent network the states of a call's samples are kept until the next call, `forget`, or
     a push that names no version or another one: a prompt that continues one of these samples, as

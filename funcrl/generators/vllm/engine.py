@@ -70,7 +70,7 @@ class InProcess:
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major.
 
-        A sample enters only when the cache has room for the longest that it can become: nothing is
+        A sample is admitted only when the cache has room for its longest completion: nothing is
         evicted and computed again, which with seeds would crash on a CPU, and cost time elsewhere.
         """
         assert self.pushed is not None

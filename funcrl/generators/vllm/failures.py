@@ -25,8 +25,8 @@ class EngineError(RuntimeError):
 
 def out_of_memory(method: str, error: BaseException) -> ExplainedMemoryError | None:
     """Return the error of a method of `VLLM` that names the options to lower, if memory ran out."""
-    said = any(words in str(error).lower() for words in _NO_MEMORY)
-    if not said and not is_out_of_memory(error):
+    is_known = any(words in str(error).lower() for words in _NO_MEMORY)
+    if not is_known and not is_out_of_memory(error):
         return None
     return ExplainedMemoryError(
         f"VLLM.{method} expects more memory than there is: lower --vllm.cache-bytes, --vllm.slots "
