@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from funcrl.core import checks
@@ -136,7 +137,7 @@ def is_rotated(name: str) -> bool:
 
 def regrouped(rows: Tensor, head: tuple[int, int]) -> Tensor:
     """Return the rows of whole heads, those of each transposed as a grid of shape `head`."""
-    return rows.unflatten(0, (-1, *head)).transpose(1, 2).reshape(rows.shape)
+    return rearrange(rows, "(h a b) ... -> (h b a) ...", a=head[0], b=head[1])
 
 
 def _is_model(folder: Path) -> bool:

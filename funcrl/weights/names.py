@@ -6,7 +6,7 @@ Tensors of a Hugging Face folder may hold several parameters: `FusedTensor`.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
+from einops import rearrange
 from torch import Tensor
 
 from funcrl.core.arguments import checked
@@ -116,27 +116,27 @@ def fused_tensors_of(
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(getattr(translate(name, config), vocabulary), []).append(name)
-    return [_held(name, each, config) for name, each in parts.items()]
+    return [_fused_tensor(name, each, config) for name, each in parts.items()]
 
 
 def as_stored(params: Mapping[str, Tensor], config: TransformerConfig) -> Params:
     """Return the tensors of a Hugging Face folder, by their names, that hold parameters."""
     return {
-        held.name: held.join([params[part] for part in held.parts])
-        for held in fused_tensors_of(params, config)
+        fused.name: fused.join([params[part] for part in fused.parts])
+        for fused in fused_tensors_of(params, config)
     }
 
 
-def _held(name: str, parts: Sequence[str], config: TransformerConfig) -> FusedTensor:
+def _fused_tensor(name: str, parts: Sequence[str], config: TransformerConfig) -> FusedTensor:
     if len(parts) > 1:
         rows = config.head_width
 
         def join(leaves: Sequence[Tensor]) -> Tensor:
-            return torch.stack([leaf.unflatten(0, (-1, rows)) for leaf in leaves], 1).flatten(0, 2)
+            return rearrange([*leaves], "part (n rows) ... -> (n part rows) ...", rows=rows)
 
         def split(tensor: Tensor) -> Sequence[Tensor]:
-            heads = tensor.unflatten(0, (-1, len(parts), rows))
-            return [part.flatten(0, 1) for part in heads.unbind(1)]
+            form = "(n part rows) ... -> part (n rows) ..."
+            return list(rearrange(tensor, form, part=len(parts), rows=rows))
 
         return FusedTensor(
             name, tuple(sorted(parts, reverse=True)), join, split

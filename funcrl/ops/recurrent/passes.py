@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from funcrl.core import numerics
@@ -244,4 +245,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:
     """Return [k, N, ...] as [groups, k N / groups, ...]."""
-    return tensor.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
+    return rearrange(tensor, "t (g r) ... -> g (t r) ...", g=groups)
