@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 SGD = {"optimizer": optim.sgd(1.0, momentum=0.9), "per_sample": funcrl.clip_per_sample(0.01)}
 
 
-def step_of(num_layers):
+def step_of(num_layers, **options):
     """A step in float64, its parameters and a batch.
 
     At position 0: other rotations are float32 whatever the parameters are, and Inductor's exp, cos
@@ -32,7 +32,7 @@ def step_of(num_layers):
     params = funcrl.init_params(model, seed=0, dtype=torch.float64)
     batch = tiny_batch()
     batch = batch._replace(positions=torch.zeros_like(batch.positions))
-    return funcrl.grpo_step(funcrl.logprob_fn(model), **SGD), params, batch
+    return funcrl.grpo_step(funcrl.logprob_fn(model), **(options or SGD)), params, batch
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_step_in_one_piece_changes_rounding_alone_and_is_kept_in_a_file(tmp_pa
 
 @pytest.mark.slow
 def test_a_donated_step_in_pieces_that_computes_again_changes_rounding_alone():
-    step, params, batch = step_of(num_layers=2)
+    step, params, batch = step_of(num_layers=2, optimizer=SGD["optimizer"])
     config = CompileConfig(backend="inductor", remat="selective")
     donated = funcrl.donate(step)
     torch._dynamo.reset()
