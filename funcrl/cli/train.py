@@ -113,10 +113,10 @@ def base_config(args: Sequence[str]) -> TrainConfig:
 
 def _check_given_once(args: Sequence[str]) -> None:
     """Raise if an option that says where the others come from is given twice."""
-    names = [text.partition("=")[0].replace("_", "-") for text in args]
-    for name in ("--resume", "--config", "--run-dir", "--model", "--task"):
+    names = given(args)
+    for name in ("resume", "config", "run-dir", "model", "task"):
         if names.count(name) > 1:
-            raise ValueError(f"train expects {name} once, got it {names.count(name)} times.")
+            raise ValueError(f"train expects --{name} once, got it {names.count(name)} times.")
 
 
 def _run(

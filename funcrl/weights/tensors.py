@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from funcrl.core.files import brief, open_file, sync
+from funcrl.core.files import brief, open_file
 from funcrl.models import LARGEST, TransformerConfig
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
@@ -260,7 +260,6 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a new file, and wait until they are on the disk."""
+    """Write tensors to a new file; who moves it into place waits until it is on the disk."""
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(whole, path, {"format": "pt"})
-    sync(path)

@@ -52,6 +52,7 @@ def test_every_algorithm_is_in_the_table():
 
 def test_what_imports_vllm_or_triton_has_no_examples():
     """They would not run: pyproject.toml leaves these modules out."""
-    folder, kernels = ROOT / "funcrl/generators/vllm", (ROOT / "funcrl/ops").glob("*/cuda/*.py")
-    for path in (folder / "engine.py", *(folder / "inside").glob("*.py"), *kernels):
+    folder, ops = ROOT / "funcrl/generators/vllm", ROOT / "funcrl/ops"
+    kernels = [*ops.glob("*/cuda/*.py"), *ops.glob("*/cuda.py")]
+    for path in (folder / "engine.py", *(folder / "plugin").glob("*.py"), *kernels):
         assert ">>>" not in path.read_text(), path
