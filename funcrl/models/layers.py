@@ -44,6 +44,12 @@ class Linear(nn.Linear):
         return self.ops.linear(x, self.weight, self.bias)
 
 
+def empty_embedding(vocab_size: int, width: int) -> nn.Embedding:
+    """Return an embedding whose weight is not drawn: drawing one on the meta device makes torch
+    import its compiler, two seconds of a start."""
+    return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `attend` says which tokens see which."""
 

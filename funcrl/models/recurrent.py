@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import Count, check_fields
 from funcrl.models.config import LARGEST
-from funcrl.models.layers import Linear
+from funcrl.models.layers import Linear, empty_embedding
 from funcrl.models.transformer import HeadFn
 from funcrl.ops import choose_ops, gru_scan, lstm_scan
 from funcrl.ops.recurrent import Cell, Recompute
@@ -123,7 +123,7 @@ class Recurrent(nn.Module):
         self.config = config
         self.ops = choose_ops("Recurrent", config.numerics)
         with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_size, config.width)
+            self.embed = empty_embedding(config.vocab_size, config.width)
             self.layers = RecurrentLayers(config)
             self.unembed = Linear(config.width, config.vocab_size, False, self.ops)
         if config.tied:

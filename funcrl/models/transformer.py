@@ -23,6 +23,7 @@ from funcrl.models.layers import (
     Linear,
     RecurFn,
     add_and_norm,
+    empty_embedding,
     recur_causal,
     stream_norm,
 )
@@ -105,7 +106,7 @@ class Transformer(nn.Module):
         self.config = config
         self.ops = chosen = choose_ops("Transformer", config.numerics if ops is None else ops)
         with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_size, config.width)
+            self.embed = empty_embedding(config.vocab_size, config.width)
             self.blocks = nn.ModuleList(Block(config, chosen, kind) for kind in config.kinds)
             self.norm = stream_norm(config, chosen)
             self.unembed = Linear(config.width, config.vocab_size, False, chosen)
