@@ -35,7 +35,7 @@ SMALL = TrainConfig(
 def test_forks_that_are_killed_go_on_as_forks(tmp_path):
     """Also those that are killed before their first checkpoint; their drafts are swept."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", fork_killer.__file__, tmp_path, "5"],
+        [sys.executable, "-W", "ignore", fork_killer.__file__, tmp_path, "3"],
         capture_output=True, text=True, timeout=500,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
