@@ -5,7 +5,7 @@ state = step.init(params, seed=0)
 state, metrics = step(state, batch)
 """
 
-from funcrl import config, generators, graph, models, ops, optim, tasks, weights
+from funcrl import config, generators, graph, models, ops, optim, parallel, tasks, weights
 from funcrl.config.generation import CompileConfig
 from funcrl.core import checks, numerics, rng, tree, types
 from funcrl.core.process import VERSION
@@ -139,6 +139,7 @@ __all__ = [
     "pack",
     "pack_groups",
     "packing",
+    "parallel",
     "parity",
     "per_sample_grad",
     "per_sample_norms",

@@ -9,16 +9,19 @@ done here.
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from funcrl.core import tree
 from funcrl.core.numerics import pairwise, pairwise_sum
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import ExactModelFn, Metrics, ModelFn, Params, Rows, TokenScores
+from funcrl.parallel import ALONE, Axis, pairwise_psum_tree, psum_tree
 from funcrl.rl.backward import one_number, reduce_rows, value_and_grad
 from funcrl.rl.grads import Gradient, PerSampleTransform, summed_gradient
-from funcrl.rl.metrics import merge
+from funcrl.rl.metrics import merge, merge_ranks, num_samples
 
+_LOSS = "loss"  # a name that no metric of a loss has
 # (scores of one sample, the sample) -> (loss, metrics)
 ScoreLossFn: TypeAlias = Callable[[TokenScores, Any], tuple[Tensor, Metrics]]
 
@@ -29,19 +32,39 @@ def score_gradient(
     per_sample: PerSampleTransform | None = None,
     microbatch: int | None = None,
     function: str = "score_gradient",
+    axis: Axis = ALONE.data,
 ) -> Callable[[Params, Rows], Gradient]:
-    """Return `(params, batch) -> Gradient` of a loss of scores, summed over the batch."""
+    """Return `(params, batch) -> Gradient` of a loss of scores, summed over the batch.
+
+    Args:
+        model_fn: of one sample.
+        loss_fn: of its scores.
+        per_sample: a transform of the gradients of samples.
+        microbatch: rows differentiated at a time.
+        function: for errors.
+        axis: over whose ranks to sum, each of which has rows of its own.
+    """
     if isinstance(model_fn, ExactModelFn) and per_sample is None:
-        return _gradient_in_blocks(model_fn, loss_fn, microbatch, function)
+        return _gradient_in_blocks(model_fn, loss_fn, microbatch, function, axis)
 
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return loss_fn(model_fn(params, sample), sample)
 
-    return summed_gradient(sample_loss, per_sample, microbatch, function=function)
+    of_rank = summed_gradient(sample_loss, per_sample, microbatch, function=function)
+
+    def gradient(params: Params, batch: Rows) -> Gradient:
+        found = of_rank(params, batch)
+        return _metrics_of_ranks(found._replace(grads=psum_tree(found.grads, axis)), batch, axis)
+
+    return gradient
 
 
 def _gradient_in_blocks(
-    model_fn: ExactModelFn, loss_fn: ScoreLossFn, microbatch: int | None, function: str
+    model_fn: ExactModelFn,
+    loss_fn: ScoreLossFn,
+    microbatch: int | None,
+    function: str,
+    axis: Axis,
 ) -> Callable[[Params, Rows], Gradient]:
     def score_loss(_: Params, scored: tuple[TokenScores, Any]) -> tuple[Tensor, Metrics]:
         return loss_fn(*scored)
@@ -57,7 +80,7 @@ def _gradient_in_blocks(
         return Gradient(grads, loss, metrics)
 
     def gradient(params: Params, batch: Rows) -> Gradient:
-        split, block = model_fn.split(params), _block_size(num_rows(function, batch))
+        split, block = model_fn.split(params), _block_size(num_rows(function, batch), axis.size)
 
         def parts() -> Iterator[tuple[Gradient, int]]:
             for chunk in split_rows(function, batch, microbatch):
@@ -66,17 +89,43 @@ def _gradient_in_blocks(
                 yield of_chunk(split, chunk, scores_of), rows
 
         total, _ = pairwise(parts(), _sum_of_two)
-        joined = model_fn.join(total.grads)
+        joined = model_fn.join(pairwise_psum_tree(total.grads, axis))
         # The sums were in at least float32.
         grads = {name: joined[name].to(leaf.dtype) for name, leaf in params.items()}
-        return total._replace(grads=grads)
+        return _metrics_of_ranks(total._replace(grads=grads), batch, axis)
 
     return gradient
 
 
-def _block_size(rows: int) -> int:
-    """Return the rows of a block: a quarter of the batch, a half, or all, whichever is whole."""
-    return rows // next(parts for parts in (4, 2, 1) if rows % parts == 0)
+def _metrics_of_ranks(found: Gradient, batch: Rows, axis: Axis) -> Gradient:
+    """Return a rank's gradient, which is summed over ranks already, with the metrics of all."""
+    if axis.size == 1:
+        return found
+    own = found.metrics._replace(sums={**found.metrics.sums, _LOSS: found.loss})
+    rows = num_samples(batch)
+    merged = merge_ranks(own, rows, axis)
+    loss = merged.sums.pop(_LOSS)
+    per_sample = merge_ranks(_of_real_rows(found.per_sample, rows, len(batch.mask)), rows, axis)
+    return found._replace(loss=loss, metrics=merged, per_sample=per_sample)
+
+
+def _of_real_rows(metrics: Metrics, rows: Tensor, count: int) -> Metrics:
+    """Return metrics whose means, over all rows, are over those that have something to learn.
+
+    A row that a rank has only to have as many as the others has a gradient of zero.
+    """
+    scale = count / rows.clamp(min=1).to(torch.float64)
+    means = {name: value * scale.to(value.dtype) for name, value in metrics.means.items()}
+    return metrics._replace(means=means)
+
+
+def _block_size(rows: int, ranks: int) -> int:
+    """Return the rows of a block: a quarter of the batch, a half, or all, whichever is whole.
+
+    A rank has a half of the batch's blocks, or a quarter, or the only one.
+    """
+    most = max(1, 4 // ranks)
+    return rows // next(parts for parts in (4, 2, 1) if parts <= most and rows % parts == 0)
 
 
 def _num_blocks(rows: int, block: int) -> int:

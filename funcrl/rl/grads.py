@@ -39,7 +39,7 @@ class GradientMoments(NamedTuple):
 
     sum: Tree  # the sum of the gradients
     sum_square_norms: Tensor  # [] the sum of their squared norms
-    num_samples: int
+    num_samples: int | Tensor
 
 
 class NoiseScale(NamedTuple):
@@ -245,7 +245,7 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
         tensor(3.3333)
     """
     count = moments.num_samples
-    if count < 2:
+    if isinstance(count, int) and count < 2:
         raise ValueError(f"noise_scale expects the moments of at least 2 samples, got {count}.")
     square_of_sum = tree.global_norm(moments.sum).square()
     noise = (moments.sum_square_norms - square_of_sum / count) / (count - 1)

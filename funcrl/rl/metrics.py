@@ -10,6 +10,7 @@ from torch import Tensor
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Metrics, NamedRewards, PackedBatch, Rollout, Rows
+from funcrl.parallel import Axis, all_gather
 from funcrl.rl.batching import counted_tokens, sampled_tokens
 
 
@@ -73,6 +74,37 @@ def merge(reports: Sequence[Metrics], weights: Sequence[float | Tensor] = ()) ->
 
 
 @checked
+def merge_ranks(report: Metrics, weight: Tensor, axis: Axis) -> Metrics:
+    """Return one report of those of all ranks of an axis, reduced as `merge` reduces several.
+
+    Args:
+        report: of this rank, with the same names on all ranks.
+        weight: [] of its means.
+        axis: whose ranks.
+
+    Example:
+        >>> import torch, funcrl
+        >>> report = funcrl.Metrics(
+        ...     sums={"num_tokens": torch.tensor(4)}, means={}, maxes={}, last={})
+        >>> mesh = funcrl.parallel.Mesh()
+        >>> funcrl.metrics.merge_ranks(report, torch.tensor(4), mesh.data).sums
+        {'num_tokens': tensor(4)}
+    """
+    if axis.size == 1:
+        return report
+    leaves, unflatten = tree.flatten((report, weight))
+    # Gathered, not reduced: the maximum of NaN and a number is NaN then, on every backend.
+    own = torch.stack([leaf.to(torch.float64) for leaf in leaves])
+    every = all_gather(own[None], axis).unbind()
+    dtypes = [leaf.dtype for leaf in leaves]
+    pairs = [
+        unflatten([value.to(dtype) for value, dtype in zip(rank, dtypes, strict=True)])
+        for rank in every
+    ]
+    return merge([found for found, _ in pairs], [found for _, found in pairs])
+
+
+@checked
 def to_floats(metrics: Metrics) -> dict[str, float]:
     """Return every metric as a Python number, for a log line; it waits for the device.
 
@@ -117,6 +149,21 @@ def padding_frac(batch: Rows) -> Tensor:
     else:
         needed = sampled_tokens(batch).flip(-1).cumsum(dim=-1).flip(-1) > 0
     return 1 - needed.to(wide).mean()
+
+
+@checked
+def num_samples(batch: Rows) -> Tensor:
+    """Return how many rows of a batch have a token to learn from.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mask, nothing = torch.tensor([[False, True], [False, False]]), torch.zeros(2, 2)
+        >>> tokens = torch.zeros(2, 2, dtype=torch.int64)
+        >>> batch = funcrl.Batch(tokens, tokens, mask, nothing, nothing, nothing)
+        >>> funcrl.metrics.num_samples(batch)
+        tensor(1)
+    """
+    return batch.mask.any(dim=1).sum()
 
 
 @checked

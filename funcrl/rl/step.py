@@ -27,12 +27,13 @@ from funcrl.core.types import (
 )
 from funcrl.models.logprobs import reading_segments, score
 from funcrl.optim.base import refuse_writes
+from funcrl.parallel import ALONE, Axis, Mesh, all_gather, psum
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import policy_loss
-from funcrl.rl.metrics import padding_frac, token_means
+from funcrl.rl.metrics import merge_ranks, num_samples, padding_frac, token_means
 from funcrl.rl.mixing import mixing_parts
 
 
@@ -45,6 +46,7 @@ def grpo_step(
     per_sample: grads.PerSampleTransform | None = None,
     microbatch: Count | None = None,
     prepare: PrepareFn | None = None,
+    mesh: Mesh = ALONE,
 ) -> Step:
     """Return the step `state, metrics = step(state, batch)` that trains `model_fn`.
 
@@ -70,6 +72,9 @@ def grpo_step(
             With a `model_fn` of exact numerics, 1, 2 and 4 micro-batches give the same bits.
         prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
             pass.
+        mesh: of the ranks that take the step together, from `funcrl.parallel.make_mesh()`. Each is
+            given rows of its own, `funcrl.parallel.own_rows(batch, mesh.data)`, and all get the
+            state and the metrics of one rank with the whole batch.
 
     Returns:
         A `Step`: `step.init(params, seed=0)` makes the first state, `step(state, batch)` the next
@@ -98,7 +103,7 @@ def grpo_step(
     transformation = optim.skip_nonfinite(_checked(refuse_writes("grpo_step", optimizer)))
 
     gradient = score_gradient(
-        model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step"
+        model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step", mesh.data
     )
 
     @checked
@@ -122,44 +127,66 @@ def grpo_step(
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = _counted("grpo_step", batch, per_sample, mixing)
         if prepare is not None:
-            prepared = prepare(score(model_fn, state.params, batch, microbatch), batch)
+            scores = score(model_fn, state.params, batch, microbatch)
+            prepared = _of_all_ranks(prepare, scores, batch, mesh.data)
             batch = _counted("grpo_step(prepare=...)", prepared, per_sample, mixing)
         found = gradient(state.params, batch)
         grad_norm = tree.global_norm(found.grads)
         updates, opt_state = transformation.update(found.grads, state.opt_state, state.params)
         found = found._replace(grads={})  # so that it is not in memory beside the new parameters
         params = optim.apply_updates(state.params, updates)
-        metrics = _report(found, batch, grad_norm, opt_state)
+        metrics = _report(found, batch, grad_norm, opt_state, mesh.data)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)
 
 
-def _report(found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any) -> Metrics:
+def _of_all_ranks(prepare: PrepareFn, scores: TokenScores, batch: Rows, axis: Axis) -> Rows:
+    """Return this rank's rows of what is prepared of the rows of all ranks."""
+    if axis.size == 1:
+        return prepare(scores, batch)
+    gathered = tree.map(lambda leaf: all_gather(leaf, axis), (scores, batch))
+    prepared = prepare(*gathered)
+    first = axis.rank * len(batch.mask)
+    return tree.map(lambda leaf: leaf[first : first + len(batch.mask)], prepared)
+
+
+def _report(
+    found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any, axis: Axis
+) -> Metrics:
     """Return the metrics of an update, with means over the tokens that it was trained on."""
-    num_tokens = batch.mask.sum()
-    num_nonfinite = (~batch.behavior_logprobs.isfinite()).sum()
-    of_tokens = token_means(found.metrics, num_tokens)
-    of_samples = _of_samples(found.per_sample, grad_norm, len(batch.mask))
+    counts = Metrics(
+        sums={
+            "num_tokens": batch.mask.sum(),
+            "num_nonfinite_logprobs": (~batch.behavior_logprobs.isfinite()).sum(),
+        },
+        means={"padding_frac": padding_frac(batch)},
+        maxes={},
+        last={},
+    )
+    rows: int | Tensor = len(batch.mask)
+    if axis.size > 1:
+        rows = psum(num_samples(batch), axis)
+        counts = merge_ranks(counts, torch.ones_like(rows), axis)
+    of_tokens = token_means(found.metrics, counts.sums["num_tokens"])
+    of_samples = _of_samples(found.per_sample, grad_norm, rows)
     last = {"num_skipped_updates": opt_state.num_skipped} | of_samples.last
     learning_rate = optim.current_learning_rate(opt_state)
     if not isinstance(learning_rate, tuple):
         last["learning_rate"] = learning_rate
     return Metrics(
-        sums={"num_tokens": num_tokens, "num_nonfinite_logprobs": num_nonfinite} | of_samples.sums,
-        means={"loss": found.loss, "padding_frac": padding_frac(batch)}
-        | of_tokens.means
-        | of_samples.means,
+        sums=counts.sums | of_samples.sums,
+        means={"loss": found.loss} | counts.means | of_tokens.means | of_samples.means,
         maxes={"grad_norm": grad_norm} | of_tokens.maxes | of_samples.maxes,
         last=last,
     )
 
 
-def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int) -> Metrics:
+def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int | Tensor) -> Metrics:
     """Return the metrics of a transform of per-sample gradients, with the noise that follows."""
     sums = dict(metrics.sums)
     square_norms = sums.pop(grads.SQUARE_NORMS, None)
-    if square_norms is None or count < 2:
+    if square_norms is None or (isinstance(count, int) and count < 2):
         return metrics._replace(sums=sums)
     found = grads.noise_scale(grads.GradientMoments(grad_norm, square_norms, count))
     noise = {"per_sample/noise": found.noise, "per_sample/signal": found.signal}

@@ -1,4 +1,4 @@
-"""Data parallelism, as docs/scaling.md writes it: two processes against one."""
+"""Data parallelism: processes that take a step together against one with the whole batch."""
 
 import os
 import re
@@ -8,55 +8,111 @@ import time
 from pathlib import Path
 
 import pytest
+import rank_cases
 import torch
 from cases import equal, tiny_batch, tiny_model
+from rank_cases import COMPILED, cases_of
 
 import funcrl
+from funcrl.parallel import ALONE, Axis, own_rows
 
 ROOT = Path(__file__).parents[3]
-RANK = """
-import sys
-from datetime import timedelta
-from pathlib import Path
-
-import torch
-from cases import tiny_batch, tiny_model
-from torch import distributed
-
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-exec(Path(folder, "page.py").read_text())
-distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-                               timeout=timedelta(seconds=200))
-model = tiny_model()
-step = parallel_step(funcrl.logprob_fn(model))
-state = step.init(funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64))
-for seed in range(3):
-    state, _ = step(state, own_rows(tiny_batch(seed)))
-torch.save(dict(state.params), folder / f"{rank}.pt")
-distributed.destroy_process_group()
-"""
 
 
-def run_ranks(program, folder, seconds=300.0):
-    """Run a program in two processes; none is left, also where one of them fails."""
+def run_ranks(command, size, seconds=300.0):
+    """Run a command in so many processes; none is left, also where one of them fails."""
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1"}
     ranks, end = [], time.monotonic() + seconds
     try:
-        for rank in range(2):
-            command = [sys.executable, "-c", program, folder, str(rank)]
-            ranks.append(subprocess.Popen(command, env=os.environ | environment))
-        codes = [None, None]
+        for rank in range(size):
+            full = [sys.executable, "-W", "ignore", *map(str, command), str(rank), str(size)]
+            ranks.append(subprocess.Popen(full, env=os.environ | environment))
+        codes = [None] * size
         while None in codes and not any(codes) and time.monotonic() < end:
             time.sleep(0.05)
             codes = [rank.poll() for rank in ranks]
-        assert codes == [0, 0]
+        assert codes == [0] * size
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
 
 
-def test_a_rank_that_fails_takes_the_other_along(tmp_path):
+def results(folder, size):
+    """What each case comes to on each of so many ranks."""
+    run_ranks([rank_cases.__file__, folder], size)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What each case comes to in one process, of one thread as the ranks are."""
+    return results(tmp_path_factory.mktemp("alone"), 1)[0]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """What each case comes to on each of 2, 3 and 4 ranks."""
+    return {size: results(tmp_path_factory.mktemp("ranks"), size) for size in (2, 3, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for size in (2, 3, 4) for name in cases_of(size)]
+)
+def test_ranks_take_the_steps_of_one(alone, together, name, size):
+    """Twenty in a row, with a schedule: parameters, and every metric; compiled as eager."""
+    wanted = alone[COMPILED[name][1] if name in COMPILED else name]
+    is_exact = name.startswith("exact")
+    first, *others = (rank[name] for rank in together[size])
+    for other in others:
+        assert equal(first["params"], other["params"])
+        assert first["reports"] == other["reports"]
+    for path, leaf in wanted["params"].items():
+        found = first["params"][path]
+        if is_exact:
+            assert torch.equal(found, leaf), path
+        else:
+            assert (found - leaf).abs().max() <= 1e-12, path
+    tolerance = 1e-4 if is_exact else 1e-9  # float32 or float64, summed in another order
+    for found, report in zip(first["reports"], wanted["reports"], strict=True):
+        assert found.keys() - {"num_recompilations"} == report.keys() - {"num_recompilations"}
+        for metric in report.keys() - {"padding_frac", "num_recompilations"}:
+            assert found[metric] == pytest.approx(report[metric], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 8, 12])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_each_row_is_on_one_rank(size, rows, in_order):
+    case = rank_cases.rollout_of(0, prompts=rows, samples=1)
+    batch = funcrl.collate(case, funcrl.reinforce())
+    parts = [own_rows(batch, Axis(size, rank), in_order) for rank in range(size)]
+    assert len({len(part.mask) for part in parts}) == 1
+    assert len(parts[0].mask) == -(-rows // size) or in_order
+    found = torch.cat([part.tokens[part.mask.any(dim=1)] for part in parts])
+    assert sorted(found.tolist()) == sorted(batch.tokens.tolist())
+    total = sum(part.token_weights.sum() for part in parts)
+    assert total.item() == pytest.approx(batch.token_weights.sum().item())
+    if not in_order and rows >= size:
+        tokens = [int(part.mask.sum()) for part in parts]
+        assert max(tokens) - min(tokens) <= case.mask.shape[1]  # no more than one row's
+
+
+def test_a_mesh_of_one_rank_traces_to_the_same_graph():
+    model = tiny_model()
+    plain, meshed = (
+        funcrl.grpo_step(funcrl.logprob_fn(model), **options)
+        for options in ({}, {"mesh": funcrl.parallel.make_mesh()})
+    )
+    state = plain.init(funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64))
+    batch = tiny_batch()
+    assert own_rows(batch, ALONE.data) is batch
+    one, other = (funcrl.trace(step.update, state, batch).code for step in (plain, meshed))
+    assert one == other
+
+
+def test_a_rank_that_fails_takes_the_others_along(tmp_path):
     program = (
         "import os, sys, time\n"
         "open(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
@@ -64,28 +120,12 @@ def test_a_rank_that_fails_takes_the_other_along(tmp_path):
         "sys.exit(3) if sys.argv[2] == '1' else time.sleep(100)"
     )
     with pytest.raises(AssertionError, match="3"):
-        run_ranks(program, tmp_path)
+        run_ranks(["-c", program, tmp_path], 2)
     for process in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(process.name), 0)
 
 
-@pytest.mark.slow
-def test_two_ranks_take_the_step_of_one(tmp_path):
-    page = (ROOT / "docs" / "scaling.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "page.py").write_text("\n".join(blocks))
-    run_ranks(RANK, tmp_path)
-    optim = funcrl.optim
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
-    model = tiny_model()
-    step = funcrl.grpo_step(funcrl.logprob_fn(model), optimizer=optimizer)
-    state = step.init(funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64))
-    first = state.params
-    for seed in range(3):
-        state, _ = step(state, tiny_batch(seed))
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert equal(*found)
-    for name, leaf in state.params.items():
-        assert (found[0][name] - leaf).abs().max() <= 1e-12
-    assert not equal(first, state.params)
+def test_a_mesh_with_a_wrong_timeout_is_refused():
+    with pytest.raises(ValueError, match=re.escape("make_mesh expects timeout > 0, got 0.")):
+        funcrl.parallel.make_mesh(timeout=0)

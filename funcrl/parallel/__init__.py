@@ -1,0 +1,22 @@
+"""Many ranks: a mesh as a value, collectives that are the identity without one, rows of a rank."""
+
+from funcrl.parallel.collectives import all_gather, pmax, psum, psum_scatter
+from funcrl.parallel.mesh import ALONE, Axis, Mesh, make_mesh
+from funcrl.parallel.objects import gather_objects
+from funcrl.parallel.rows import own_rows
+from funcrl.parallel.trees import pairwise_psum_tree, psum_tree
+
+__all__ = [
+    "ALONE",
+    "Axis",
+    "Mesh",
+    "all_gather",
+    "gather_objects",
+    "make_mesh",
+    "own_rows",
+    "pairwise_psum_tree",
+    "pmax",
+    "psum",
+    "psum_scatter",
+    "psum_tree",
+]

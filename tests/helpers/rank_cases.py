@@ -1,0 +1,137 @@
+"""Training over ranks: cases that one process and several take the same steps of.
+
+    python rank_cases.py FOLDER RANK SIZE
+
+is one of several processes; each saves what it comes to as FOLDER/RANK.pt.
+"""
+
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+from cases import tiny_model
+from torch import distributed
+
+import funcrl
+from funcrl.parallel import make_mesh, own_rows
+
+STEPS = 20
+
+
+def rollout_of(seed, prompts=4, samples=2, length=9):
+    """A ragged rollout without a row that is masked whole."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = prompts * samples
+    ends = torch.randint(4, length + 1, (rows, 1), generator=draw)
+    place = torch.arange(length)
+    tokens = torch.randint(0, 11, (rows, length), generator=draw)
+    tokens[:, :2] = tokens[::samples, :2].repeat_interleave(samples, 0)  # prompts
+    return funcrl.Rollout(
+        tokens=tokens,
+        mask=(place >= 2) & (place < ends),
+        behavior_logprobs=-3 * torch.rand(rows, length, generator=draw, dtype=torch.float64),
+        rewards=torch.rand(rows, generator=draw, dtype=torch.float64),
+        group=torch.arange(prompts).repeat_interleave(samples),
+        policy_version=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def steps(
+    mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
+    schedule=True, model=None, **options,
+):  # fmt: skip
+    """The parameters after some steps in a row with a schedule, and the metrics of each."""
+    model = model or tiny_model()
+    params = funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64)
+    model_fn = funcrl.logprob_fn(model)
+    if exact:
+        params = funcrl.init_params(model, seed=0)
+    if lora:
+        adapters = funcrl.lora(funcrl.logprob_fn(model), params, rank=2, alpha=4.0)
+        model_fn, trained = adapters.model_fn, funcrl.tree.cast(adapters.init(0), torch.float64)
+        trained = funcrl.tree.map(lambda leaf: leaf + 0.01, trained)
+    else:
+        trained = params
+    rate = funcrl.optim.warmup(3, funcrl.optim.constant(1e-3)) if schedule else 1e-3
+    optimizer = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.adamw(rate))
+    step = funcrl.grpo_step(
+        model_fn, algorithm=algorithm, optimizer=optimizer, mesh=mesh, **options
+    )
+    state, reports = step.init(trained), []
+    for seed in range(STEPS):
+        rollout = rollout_of(seed)
+        rollout = type(rollout)(*(leaf[drop:] for leaf in rollout))
+        ref = ()
+        if reference:
+            ref = rollout.behavior_logprobs - 0.1
+        batch = funcrl.collate(rollout, algorithm, ref)
+        if exact:
+            batch = batch._replace(behavior_logprobs=batch.behavior_logprobs.float())
+            batch = funcrl.tree.map(lambda x: x.float() if x.is_floating_point() else x, batch)
+        if pack:
+            batch = pack(rollout, algorithm, ref_logprobs=ref)
+        batch = own_rows(batch, mesh.data, in_order=exact)
+        if compiled is not None and seed == 0:
+            step = funcrl.compile_step(funcrl.donate(step), state, batch, compiled)
+        state, metrics = step(state, batch)
+        reports.append(funcrl.metrics.to_floats(metrics))
+    return {"params": dict(state.params), "reports": reports}
+
+
+KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
+CLIP = {"per_sample": funcrl.clip_per_sample(0.05)}
+EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "model": tiny_model(numerics="exact")}
+aot = funcrl.CompileConfig(backend="aot_eager", remat="selective")
+CASES = {
+    "grpo": partial(steps, algorithm=funcrl.grpo()),
+    "gspo": partial(steps, algorithm=funcrl.gspo()),
+    "dapo": partial(steps, algorithm=funcrl.dapo(), microbatch=1),
+    "seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1),
+    "one row": partial(steps, algorithm=funcrl.reinforce(), drop=7),
+    "kl": partial(steps, **KL),
+    "correction": partial(steps, algorithm=funcrl.grpo(correction=funcrl.ratios.truncated(2.0))),
+    "packed": partial(steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16)),
+    "prefixes": partial(steps, **KL, pack=partial(funcrl.pack_groups, length=14)),
+    "lora": partial(steps, algorithm=funcrl.grpo(), lora=True),
+    "clipped": partial(steps, algorithm=funcrl.grpo(), **CLIP),
+    "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
+    "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
+    "exact": partial(steps, **EXACT),
+    "exact, six rows": partial(steps, **EXACT, drop=2),
+}  # fmt: skip
+# Those that are compiled, which takes the most of their time, and the case whose numbers each has:
+# Inductor's are its own.
+COMPILED = {
+    "traced, clipped": (partial(CASES["clipped, seven rows"], compiled=aot), "clipped, seven rows"),
+    "exact, traced": (partial(CASES["exact"], compiled=aot), "exact"),
+    "inductor": (
+        partial(CASES["kl"], compiled=funcrl.CompileConfig(backend="inductor")), "inductor"
+    ),
+}  # fmt: skip
+UNEVEN = ("grpo", "seven rows", "clipped, seven rows", "entropy", "packed")  # for three ranks
+
+
+def cases_of(size):
+    """The cases that so many ranks run."""
+    if size == 3:
+        return {name: CASES[name] for name in UNEVEN}
+    compiled = {name: case for name, (case, like) in COMPILED.items() if size == 2 or name == like}
+    return CASES | compiled if size <= 2 else CASES
+
+
+def main(folder, rank, size):
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size,
+        timeout=timedelta(seconds=200),
+    )  # fmt: skip
+    mesh = make_mesh(timeout=200.0)
+    found = {name: case(mesh) for name, case in cases_of(size).items()}
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
