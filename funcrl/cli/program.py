@@ -27,6 +27,7 @@ from funcrl.cli.options import (
     parse,
     with_compile_options,
 )
+from funcrl.cli.ranks import left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
 from funcrl.config import EvalConfig, TrainConfig
 from funcrl.core.files import brief
@@ -86,6 +87,10 @@ def _run(args: Sequence[str]) -> None:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             raise
+        alone = left_alone(error)
+        if alone:
+            print_safely(f"{rank_label()}: {alone}", sys.stderr)
+            sys.exit(1)
         expected = isinstance(error, _EXPECTED)
         ran_out = not expected and is_out_of_memory(error)
         explained = (expected or ran_out) and "FUNCRL_TRACEBACK" not in os.environ
@@ -96,7 +101,9 @@ def _run(args: Sequence[str]) -> None:
             notes.insert(0, f"{_LESS_MEMORY.get(args[0], 'Memory ran out.')} {_TRACEBACK}")
         elif expected and is_of_user(error):  # the message alone does not say where
             message = describe_error("Your code", error)
-        lines = [f"funcrl: {message}", *notes]
+        lines = [f"{rank_label()}: {message}", *notes]
+        if not explained:
+            tell_torchrun(error)
         print_safely("\n".join(lines) if explained else traceback.format_exc(), sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import yaml
 from torch import nn
 
@@ -22,6 +24,7 @@ from funcrl.cli.options import (
     value_of,
     with_compile_options,
 )
+from funcrl.cli.ranks import is_restarted, joined_ranks, num_ranks
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.core.printing import print_safely
 from funcrl.loop import memory, sources
@@ -43,12 +46,16 @@ from funcrl.weights.sources import PACKAGES, cached
 class _Stop:
     """Asks a run to stop after its step at the first SIGINT or SIGTERM, and at once at the second.
 
+    With torchrun a Ctrl-C arrives twice, from the terminal and from torchrun: signals within the
+    first `patience` seconds are one.
+
     A handler that raises is not enough: raised inside a destructor or a callback of the garbage
     collector, an exception is printed and forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
         self.received: int | None = None
+        self._patience, self._since = patience, 0.0
 
     def __call__(self) -> bool:
         return self.received is not None
@@ -56,9 +63,10 @@ class _Stop:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the signal; `signal.signal` calls this."""
         del frame
-        if self.received is not None:
+        if self.received is None:
+            self.received, self._since = number, time.monotonic()
+        elif time.monotonic() >= self._since + self._patience:
             raise KeyboardInterrupt
-        self.received = number
 
 
 def run_train(args: Sequence[str]) -> None:
@@ -74,6 +82,9 @@ def run_train(args: Sequence[str]) -> None:
     if start.dry_run:
         print_safely(describe_run(options, start.resume, start.trust))
         return
+    _say_of_other_gpus(options)
+    if is_restarted() and options.run_dir is None:
+        raise ValueError("train expects --run-dir with torchrun's --max-restarts, got none.")
     # What the command line names itself is the user's own choice.
     chosen = start.trust or [name for name in given(args) if value_of(args, name)]
     file = start.config if start.resume is None else start.resume / runs.CONFIG
@@ -82,6 +93,18 @@ def run_train(args: Sequence[str]) -> None:
             print_safely(note, sys.stderr)
     # What is checked here needs no second look; what a run in --model names does.
     _run(options, resume, parent, ["funcrl", "train", *args], start.trust or CODE_OPTIONS)
+
+
+def _say_of_other_gpus(options: TrainConfig) -> None:
+    """Say how to use the GPUs that a run in one process leaves alone."""
+    is_alone = options.device == "cuda" and num_ranks() == 1 and options.vllm.form != "server"
+    count = torch.cuda.device_count() if is_alone else 1
+    if count > 1:
+        print_safely(
+            f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train ... "
+            f"uses all (docs/scaling.md).",
+            sys.stderr,
+        )
 
 
 def read_line(args: Sequence[str]) -> tuple[StartConfig, TrainConfig]:
@@ -126,19 +149,24 @@ def _run(
     command: Sequence[str],
     trust: bool | Sequence[str],
 ) -> None:
-    stop = _Stop()
+    is_first = os.environ.get("RANK", "0") == "0"
+    stop = _Stop(patience=2.0 if num_ranks() > 1 else 0.0)
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with with_folder(config) as config:  # named here, since the last line says its name
-            view = view_for(sys.stdout)
+        with joined_ranks(config) as mesh, with_folder(config, mesh=mesh) as config:
+            if is_restarted() and not resume:  # the line that began the run goes on with it
+                resume = (Path(str(config.run_dir)) / runs.CONFIG).exists()
             trained = run_training(
-                config, view=view, resume=resume, fork=fork, command=command, stop=stop, trust=trust
-            )
+                config, view=view_for(sys.stdout), resume=resume, fork=None if resume else fork,
+                command=command, stop=stop, trust=trust, mesh=mesh,
+            )  # fmt: skip
     except KeyboardInterrupt:
         _exit(128 + (stop.received or signal.SIGINT))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if not is_first:
+        return
     first, last = trained.history[0], trained.history[-1]
     began, ended = held_out(first), held_out(last)
     if began is not None and ended is not None:

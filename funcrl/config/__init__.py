@@ -23,6 +23,7 @@ from funcrl.config.sections import (
     LogConfig,
     LoraConfig,
     OptimizerConfig,
+    RanksConfig,
     WarmStartConfig,
 )
 from funcrl.config.training import PRETRAINED, TrainConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LogConfig",
     "LoraConfig",
     "OptimizerConfig",
+    "RanksConfig",
     "Sampling",
     "ServerConfig",
     "TrainConfig",

@@ -183,3 +183,13 @@ class LogConfig(CheckedFields):
     """The number of completions that are written down at such a step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where the metrics go besides the run's own files; each of these must be installed."""
+
+
+@dataclass(frozen=True)
+class RanksConfig(CheckedFields):
+    """Several processes that torchrun starts, which train one run together."""
+
+    timeout: FinitePositive = 600.0
+    """The seconds after which a rank that the others wait for ends the run."""
+    meet: FinitePositive = 60.0
+    """The seconds within which all ranks must have started."""

@@ -13,6 +13,7 @@ from funcrl.config.sections import (
     LogConfig,
     LoraConfig,
     OptimizerConfig,
+    RanksConfig,
     WarmStartConfig,
     is_own,
 )
@@ -149,6 +150,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
     def __post_init__(self) -> None:
         _check_names(self)

@@ -64,9 +64,9 @@ def refuse_ranks(function: str) -> None:
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise ValueError(
-            f"{function} expects one process, got one of {world_size} (WORLD_SIZE), as torchrun "
-            f"and accelerate start them: each would train the same run by itself. "
-            f"docs/scaling.md says what funcrl does with several GPUs."
+            f"{function} expects mesh=funcrl.parallel.make_mesh() in one of several processes, got "
+            f"none in one of {world_size} (WORLD_SIZE), as torchrun and accelerate start them: "
+            f"each would do the same work by itself. docs/scaling.md says how."
         )
 
 

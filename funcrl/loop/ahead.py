@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from funcrl.config import TrainConfig
 from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.loop.build import Parts
-from funcrl.loop.rollouts.draw import Policy, Rolled, roll
+from funcrl.loop.rollouts.roll import Policy, Rolled, roll
+from funcrl.run.follower import Follower
 from funcrl.run.record import Record
 
 _Result = TypeVar("_Result")
@@ -46,7 +48,7 @@ class Rollouts(Protocol):
         """Let go of the generator."""
 
 
-def rollouts_of(config: TrainConfig, parts: Parts, record: Record) -> Rollouts:
+def rollouts_of(config: TrainConfig, parts: Parts, record: Record | Follower) -> Rollouts:
     """Return the rollouts of the steps that remain of a run, drawn as its options say."""
     return Ahead(config, parts, record) if config.max_staleness else InTurn(config, parts)
 
@@ -94,11 +96,13 @@ class Ahead:
     a stream of its own. An error in it is raised by the `take` of its step.
     """
 
-    def __init__(self, config: TrainConfig, parts: Parts, record: Record) -> None:
+    def __init__(self, config: TrainConfig, parts: Parts, record: Record | Follower) -> None:
         self._config, self._parts = config, parts
         self._note = record.note
         done, older = record.progress.step, record.progress.older
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="rollouts", initializer=_device_setter(config.device)
+        )
         self._stream = _Stream(config.device)
         self._policies = deque[Policy]()  # oldest first, up to the newest
         self._coming = deque[Future[Rolled]]()  # the rollouts that no step has taken yet
@@ -180,6 +184,13 @@ class Ahead:
     def _alone(self, mark: Any, job: Callable[..., _Result], *args: Any) -> _Result:
         with self._stream.after(mark):
             return job(*args)
+
+
+def _device_setter(device: str) -> Callable[[], None]:
+    """Return what gives a thread this one's GPU: of several ranks each has its own."""
+    if device != "cuda":
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Stream:

@@ -27,6 +27,7 @@ from funcrl.loop import data, from_config, sources
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import Lora, is_shape
+from funcrl.parallel import ALONE, Mesh
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard
@@ -66,6 +67,7 @@ class _Fields(NamedTuple):
     step: Step
     generator: Generator
     lora: Lora | None  # where adapters are trained
+    mesh: Mesh  # of the ranks that run these parts together
     source: sources.Source  # what the model's name means; of no use for a replaced model
     replaced: frozenset[str]  # the parts that were given, and not made of the configuration
 
@@ -136,6 +138,7 @@ def build(
     *,
     function: str = "train",
     trust: bool = False,
+    mesh: Mesh = ALONE,
     **given: Any,
 ) -> Parts:
     """Return the task, the model, the step and the generator of a configuration.
@@ -145,6 +148,7 @@ def build(
         task: in place of the one that `config.task` names.
         function: for errors.
         trust: run a network of one's own that the folder of a run in `config.model` names.
+        mesh: of the ranks that train together.
         given: other parts in place of those that the configuration names, by their names in
             `Parts`: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
             generator.
@@ -158,7 +162,7 @@ def build(
         ['algorithm']
     """
     given = given if task is None else {**given, "task": task}
-    return _made(function, config, given, trust=trust)
+    return _made(function, config, given, trust=trust, mesh=mesh)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ class _Making:
     trust: bool
     given: Mapping[str, Any]
     parts: Mapping[str, Any]
+    mesh: Mesh
 
     def __getitem__(self, name: str) -> Any:
         """Return a part that is made already."""
@@ -182,11 +187,13 @@ def _made(
     given: Mapping[str, Any],
     before: Parts | None = None,
     trust: bool = False,
+    mesh: Mesh = ALONE,
 ) -> Parts:
     """Return the given parts and those that are made of them; `before` are kept where they can."""
     _check_given(function, config, given)
     parts: dict[str, Any] = {"source": _source(function, config, given, before)}
-    making = _Making(function, config, trust, given, parts)
+    mesh = mesh if before is None else before.mesh
+    making = _Making(function, config, trust, given, parts, mesh)
     new: set[str] = set()  # those that differ from `before`
     for name, (needs, make) in _MAKERS.items():
         if before is not None and _is_kept(name, given, before, new & {*needs}):
@@ -199,7 +206,7 @@ def _made(
         check_model(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
     if "task" in new and parts["source"].run is not None:
         sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
-    return Parts(config=config, replaced=frozenset(given), **parts)
+    return Parts(config=config, replaced=frozenset(given), mesh=mesh, **parts)
 
 
 def _is_kept(name: str, given: Mapping[str, Any], before: Parts, changed: set[str]) -> bool:
@@ -307,6 +314,7 @@ def _step(making: _Making) -> Step:
         per_sample=making["per_sample"],
         prepare=making["prepare"],
         microbatch=config.microbatch,
+        mesh=making.mesh,
     )
     return step if config.compile is None else compile_at_first(donate(step), config.compile)
 

@@ -11,7 +11,9 @@ from funcrl.core.printing import Note
 from funcrl.core.process import refuse_ranks
 from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
+from funcrl.loop.ranks import of_first_rank
 from funcrl.loop.sources import options_of_run, parts_of_network
+from funcrl.parallel import ALONE, Mesh
 from funcrl.run import runs
 from funcrl.run.folder import (
     check_options_kept,
@@ -46,7 +48,10 @@ class Start(NamedTuple):
 
 @contextmanager
 def with_folder(
-    config: TrainConfig, task: TaskLike | None = None, parts: Parts | None = None
+    config: TrainConfig,
+    task: TaskLike | None = None,
+    parts: Parts | None = None,
+    mesh: Mesh = ALONE,
 ) -> Iterator[TrainConfig]:
     """Give a configuration that names its folder: the first of runs/TASK-1, ... that is free.
 
@@ -60,8 +65,11 @@ def with_folder(
     name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
     if given is not None:
         name = Path(str(getattr(given, "name", type(given).__name__))).name or "run"
+    if mesh.host.rank:  # the first rank makes it
+        yield replace(config, run_dir=of_first_rank(None, mesh.host))
+        return
     above = missing_folders(Path("runs").absolute())
-    folder = free_folder(Path("runs"), name)
+    folder = of_first_rank(free_folder(Path("runs"), name), mesh.host)
     made = [folder.absolute(), *above]
     try:
         yield replace(config, run_dir=folder)
@@ -75,12 +83,14 @@ def open_run(
     parts: Parts | None,
     resume: bool,
     fork: str | Path | None,
+    mesh: Mesh,
 ) -> Start:
     """Return how a run begins; raise, before anything is made, if it cannot begin like that.
 
     The arguments are those of `train`, and the names of the parts that it was given by themselves.
     """
-    refuse_ranks("train")
+    if mesh == ALONE:
+        refuse_ranks("train")
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     folder = open_folder(config.run_dir, resume)
@@ -121,10 +131,8 @@ def _given(config: TrainConfig, objects: Collection[str], parts: Parts | None) -
     return {*parts.replaced}
 
 
-def facts_of(
-    config: TrainConfig, parts: Parts, given: Collection[str], note: Note
-) -> dict[str, str]:
-    """Return facts of the parts for the run's record, and remember that their code has been run."""
+def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[str, str]:
+    """Return facts of the parts for the run's record."""
     facts = {
         "task_object" if "task" in given else "task": parts.task.name,
         "vocab_size": str(parts.task.tokenizer.vocab_size),
@@ -136,8 +144,12 @@ def facts_of(
     facts |= {code.fact: code.digest for code in named_code(config, given)}
     if "task" not in given:
         facts |= data_facts(config.task)
+    return facts
+
+
+def remember_code(config: TrainConfig, given: Collection[str], note: Note) -> None:
+    """Remember that the code of the parts has been run by this account."""
     try:
         remember(config, given)
     except OSError as error:
         note(f"This account cannot remember its task: {error}; --resume will ask for --trust.")
-    return facts

@@ -18,27 +18,29 @@ from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params
 from funcrl.loop.export import Trained
-from funcrl.loop.opening import facts_of, open_run, with_folder
+from funcrl.loop.opening import Start, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing, to_rows
-from funcrl.loop.rollouts.draw import (
-    EVALUATION,
-    ORDER,
-    WARM_START,
-    Rolled,
-    complete,
-    grade_in_run,
-    left_out,
+from funcrl.loop.ranks import (
+    agreed,
+    check_ranks_agree,
+    go_on_together,
+    of_first_rank,
+    reference_of_first,
 )
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record
+from funcrl.loop.rollouts.ranks import draw_and_grade
+from funcrl.loop.rollouts.roll import EVALUATION, ORDER, WARM_START, Rolled, left_out
 from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products
+from funcrl.parallel import ALONE, Mesh, all_gather, own_rows
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, named_mean
+from funcrl.run.follower import Follower
 from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
@@ -62,6 +64,7 @@ def train(
     command: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     trust: bool | Sequence[str] = False,
+    mesh: Mesh = ALONE,
     **given: Any,
 ) -> Trained:
     """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.
@@ -86,6 +89,9 @@ def train(
         trust: run the code that a run's folder names although it is not what the run began with,
             or this account has not run it before (docs/security.md): all of it, also what the run
             in `config.model` names, or what these options name, such as "task".
+        mesh: of the ranks that train this run together, from `funcrl.parallel.make_mesh()`: each
+            calls `train` with the same arguments. The first one writes the folder and shows the
+            run, and the others need only read it.
         given: other parts in place of those that the configuration names, as `funcrl.build` takes
             them: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
             generator. The run is resumed with the same ones, and a generator that is given is not
@@ -101,38 +107,44 @@ def train(
         >>> [row["step"] for row in funcrl.train(config).history]
         [0, 1, 2]
     """
+    mesh = mesh if parts is None else parts.mesh
     if config.run_dir is None and not resume:
-        with with_folder(config, task, parts) as config:
+        with with_folder(config, task, parts, mesh) as config:
             return train(
                 config, task=task, parts=parts, view=view, fork=fork, command=command, stop=stop,
-                trust=trust, **given,
+                trust=trust, mesh=mesh, **given,
             )  # fmt: skip
     started = time.perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
+    is_first, stop = mesh.host.rank == 0, agreed(stop, mesh)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
+    view = view if is_first else SilentView()
     objects = given if task is None else {"task": task, **given}
-    start = open_run(config, objects, parts, resume, fork)
+    start = open_run(config, objects, parts, resume, fork, mesh)
     if trust is not True:
         start.check_code(config, trust, view.note)
     own_generator = parts is None and "generator" not in given
     if parts is None:
-        parts = build(config, trust=trust is True, **objects)
+        parts = build(config, trust=trust is True, mesh=mesh, **objects)
     check_packing(config, parts)
-    facts = facts_of(config, parts, start.given, view.note)
+    facts = facts_of(config, parts, start.given)
+    check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
-    record = Record(config, start.folder, parts.task.name, view, command, facts, kept)
+    record: Record | Follower = Follower(start.folder)
+    if is_first:
+        remember_code(config, start.given, view.note)
+        record = Record(config, start.folder, parts.task.name, view, command, facts, kept)
     at_end = ExitStack()  # what is closed, last to first, whatever fails
     if own_generator:
         at_end.callback(parts.generator.close)
     at_end.callback(record.close)
     try:
-        if start.parent is not None:
-            record.forked(start.parent, empty_state(parts), needs_reference=parts.kl > 0)
-        elif record.resumed(empty_state(parts), needs_reference=parts.kl > 0) is None:
+        if of_first_rank(_goes_on(parts, record, start), mesh.host) is None:
             _begin(config, parts, record, started, stop)
+        go_on_together(record, empty_state(parts), mesh)
         rollouts = rollouts_of(config, parts, record)
         at_end.callback(rollouts.close)
         _loop(config, parts, record, rollouts, stop)
@@ -143,13 +155,24 @@ def train(
         raise
     finally:
         at_end.close()
-    return Trained(record.progress.state, runs.read_history(start.folder), start.folder)
+    history = of_first_rank(runs.read_history(start.folder) if is_first else [], mesh.host)
+    return Trained(record.progress.state, history, start.folder)
+
+
+def _goes_on(parts: Parts, record: Record | Follower, start: Start) -> int | None:
+    """Return the step of the checkpoint that a run goes on from; None if it begins."""
+    if isinstance(record, Follower):
+        return None
+    like, needs_reference = empty_state(parts), parts.kl > 0
+    if start.parent is not None:
+        return record.forked(start.parent, like, needs_reference)
+    return record.resumed(like, needs_reference)
 
 
 def _begin(
     config: TrainConfig,
     parts: Parts,
-    record: Record,
+    record: Record | Follower,
     started: float,
     stop: Callable[[], bool],
 ) -> None:
@@ -171,7 +194,7 @@ def _warm_started(
     parts: Parts,
     params: Params,
     eval_prompts: Sequence[Prompt],
-    record: Record,
+    record: Record | Follower,
     stop: Callable[[], bool],
 ) -> tuple[Params, dict[str, float]]:
     """Return the parameters after the warm start, and its numbers; say what it does on the way."""
@@ -223,7 +246,7 @@ def _warm_started(
 def _loop(
     config: TrainConfig,
     parts: Parts,
-    record: Record,
+    record: Record | Follower,
     rollouts: Rollouts,
     stop: Callable[[], bool],
 ) -> None:
@@ -231,7 +254,9 @@ def _loop(
     done, state = record.progress.step, record.progress.state
     reference = None
     if parts.kl:
-        reference = reference_policy(record.folder, done, state.params)
+        if isinstance(record, Record):
+            reference = reference_policy(record.folder, done, state.params)
+        reference = reference_of_first(reference or state.params, parts.mesh)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
@@ -279,7 +304,7 @@ class _Skipped:
         return int(row.get("num_skipped_updates") or 0), int(state.step)
 
 
-def _check_updated(record: Record) -> None:
+def _check_updated(record: Record | Follower) -> None:
     """Raise if each update of a run was skipped."""
     _, state, row, _ = record.progress
     if 0 < int(state.step) == row.get("num_skipped_updates"):
@@ -292,7 +317,7 @@ def _check_updated(record: Record) -> None:
 def _step(
     config: TrainConfig,
     parts: Parts,
-    record: Record,
+    record: Record | Follower,
     rollouts: Rollouts,
     reference: Params | None,
     index: int,
@@ -338,23 +363,35 @@ def _update(
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
         drawn_by = rolled.policy.trained
-        behavior = score(parts.model_fn, drawn_by, rows, config.microbatch).logprobs
+        behavior = _scored(config, parts, drawn_by, rows)
         rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
-        ref_logprobs = score(parts.model_fn, reference, rows, config.microbatch).logprobs
+        ref_logprobs = _scored(config, parts, reference, rows)
     batch = collate(rollout, parts.algorithm, ref_logprobs)
     reports: list[Metrics] = []
     for iteration in range(config.num_iterations):
         order = rng.fold_in(config.seed, ORDER, index, iteration)
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
-            state, report = parts.step(state, to_rows(config, part))
+            rows_of_all = to_rows(config, part)
+            own = own_rows(rows_of_all, parts.mesh.data, in_order=config.numerics == "exact")
+            state, report = parts.step(state, own)
             if parts.agrees and rolled.policy.version == index - 1 and not reports:
                 _check_agreement(report, index)
             reports.append(report)
     num_tokens = [report.sums["num_tokens"] for report in reports]
     return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
+
+
+def _scored(config: TrainConfig, parts: Parts, params: Params, rows: Sample) -> torch.Tensor:
+    """Return the log-probabilities [B, T] of rows, of which each rank computes some."""
+    axis, count = parts.mesh.data, len(rows.tokens)
+    size = -(-count // axis.size)
+    places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=rows.tokens.device)
+    own = rows if axis.size == 1 else tree.map(lambda leaf: leaf[places % count], rows)
+    logprobs = score(parts.model_fn, params, own, config.microbatch).logprobs
+    return all_gather(logprobs, axis)[:count]
 
 
 def _check_agreement(report: Metrics, index: int) -> None:
@@ -381,8 +418,7 @@ def _evaluated(
     parts.generator.push(policy, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, EVALUATION)
-    completed = complete(parts.task, parts.generator, prompts, sampling, seed)
-    graded = grade_in_run(config, parts, completed)
+    _, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed)
     name = judging_reward(parts.task, graded)
     judged = graded.rewards[name]
     mean = judged.nanmean().item()  # of those with one

@@ -1,16 +1,18 @@
 """Many ranks: a mesh as a value, collectives that are the identity without one, rows of a rank."""
 
-from funcrl.parallel.collectives import all_gather, pmax, psum, psum_scatter
+from funcrl.parallel.collectives import all_gather, broadcast, pmax, psum, psum_scatter
 from funcrl.parallel.mesh import ALONE, Axis, Mesh, make_mesh
 from funcrl.parallel.objects import gather_objects
 from funcrl.parallel.rows import own_rows
-from funcrl.parallel.trees import pairwise_psum_tree, psum_tree
+from funcrl.parallel.trees import broadcast_tree, pairwise_psum_tree, psum_tree
 
 __all__ = [
     "ALONE",
     "Axis",
     "Mesh",
     "all_gather",
+    "broadcast",
+    "broadcast_tree",
     "gather_objects",
     "make_mesh",
     "own_rows",

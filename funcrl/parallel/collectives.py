@@ -173,6 +173,23 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return part
 
 
+@checked
+def broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """Return the tensor of the first rank of an axis; that of others says its shape and dtype.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mesh = funcrl.parallel.Mesh()
+        >>> funcrl.parallel.broadcast(torch.tensor([1.0, 2.0]), mesh.data)
+        tensor([1., 2.])
+    """
+    if axis.size == 1:
+        return x
+    with torch.no_grad():
+        first: Tensor = _OPS.wait_tensor(_OPS.broadcast(x.detach().contiguous(), 0, axis.group))
+    return first
+
+
 def _dim(function: str, x: Tensor, dim: int) -> int:
     """Return a dimension as a number from 0 on."""
     if not -x.ndim <= dim < x.ndim:

@@ -4,7 +4,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch import distributed
-from torch.distributed import GroupMember
 
 
 class Axis(NamedTuple):
@@ -32,11 +31,11 @@ ALONE = Mesh()
 def make_mesh(timeout: float = 600.0) -> Mesh:
     """Return the mesh of all ranks of torch.distributed; that of one rank where it has not begun.
 
-    All ranks call it, in the same order as their other collectives: it makes process groups.
+    All ranks call it, in the same order as their other collectives: it makes process groups, with
+    the backends that `torch.distributed.init_process_group` was given, and gloo.
 
     Args:
-        timeout: seconds until a collective of Python objects that a rank does not join fails. That
-            of the others is the argument of `torch.distributed.init_process_group`.
+        timeout: seconds until a collective fails that a rank does not join.
 
     Example:
         >>> import funcrl
@@ -49,10 +48,9 @@ def make_mesh(timeout: float = 600.0) -> Mesh:
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return Mesh()
     size, rank = distributed.get_world_size(), distributed.get_rank()
-    world: Any = GroupMember.WORLD  # None where there is no group, which is not the case here
 
-    def of_host() -> Axis:
-        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    def made(backend: str | None) -> Axis:
+        group: Any = distributed.new_group(backend=backend, timeout=timedelta(seconds=timeout))
         return Axis(size, rank, group.group_name)
 
-    return Mesh(Axis(size, rank, world.group_name), of_host(), of_host())
+    return Mesh(made(None), made("gloo"), made("gloo"))

@@ -9,7 +9,7 @@ from funcrl.core import tree
 from funcrl.core.arguments import TensorTree, checked
 from funcrl.core.numerics import at_least_float32, pairwise_sum
 from funcrl.core.types import Tree
-from funcrl.parallel.collectives import all_gather, psum
+from funcrl.parallel.collectives import all_gather, broadcast, psum
 from funcrl.parallel.mesh import Axis
 
 _BUCKET = 64 << 20  # bytes that are summed at once: small leaves together, large ones alone
@@ -57,6 +57,19 @@ def pairwise_psum_tree(values: TensorTree, axis: Axis) -> Tree:
     if axis.size == 1:
         return values
     return tree.map(lambda leaf: pairwise_sum(all_gather(leaf[None], axis).unbind()), values)
+
+
+@checked
+def broadcast_tree(values: TensorTree, axis: Axis) -> Tree:
+    """Return the leaves of the first rank of an axis; those of others say shapes and dtypes.
+
+    Example:
+        >>> import torch, funcrl
+        >>> mesh = funcrl.parallel.Mesh()
+        >>> funcrl.parallel.broadcast_tree({"w": torch.tensor([1.0, 2.0])}, mesh.data)
+        {'w': tensor([1., 2.])}
+    """
+    return tree.map(lambda leaf: broadcast(leaf, axis), values)
 
 
 def _buckets(leaves: list[Tensor]) -> Iterator[list[int]]:

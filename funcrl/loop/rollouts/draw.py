@@ -1,24 +1,19 @@
 """Draws the completions of a step, and puts those that have a reward into rows."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrl.config import Sampling, TrainConfig
-from funcrl.core import checks, rng
+from funcrl.config import Sampling
+from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.types import Params, Rollout, Samples
+from funcrl.core.types import Rollout, Samples
 from funcrl.generators import Generator
-from funcrl.loop.build import Parts
-from funcrl.loop.data import limits_of
 from funcrl.loop.episodes import Episode, play, read_turns
-from funcrl.loop.rollouts.grade import Graded, comparable, grade, punish_overlong
-from funcrl.rl import metrics
-from funcrl.rl.batching import mask_truncated, pad_rows
+from funcrl.rl.batching import pad_rows
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Environment, Prompt, TaskLike, end_tokens
 
@@ -183,92 +178,3 @@ def _behavior_logprobs(samples: Samples) -> Tensor:
     """
     of_draws = (samples.logprobs.isfinite() & samples.mask).any()
     return torch.where(of_draws, samples.logprobs, samples.policy_logprobs)
-
-
-# Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
-PROMPTS, DRAWS, ORDER, WARM_START, EVALUATION = range(1, 6)  # 0 is for new weights
-
-
-class Policy(NamedTuple):
-    """A policy of a run."""
-
-    version: int  # the number of steps that it has learned from
-    trained: Params  # parameters, or adapters
-    params: Params  # to generate with
-
-
-class Rolled(NamedTuple):
-    """The completions of one step, their rewards and their metrics."""
-
-    completed: Completed
-    graded: Graded
-    rollout: Rollout | None  # None where no completion has another one to be compared with
-    numbers: dict[str, float]
-    policy: Policy  # that drew them
-
-
-def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:
-    """Return the rollout of a step, drawn and rewarded."""
-    start = time.perf_counter()
-    first = (index - 1) * config.num_prompts
-    prompts = parts.task.prompts(rng.fold_in(config.seed, PROMPTS), first, config.num_prompts)
-    if len(prompts) != config.num_prompts:
-        raise ValueError(
-            f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
-            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
-        )
-    seed = rng.fold_in(config.seed, DRAWS, index)
-    completed = complete(parts.task, parts.generator, prompts, parts.sampling, seed)
-    generated = time.perf_counter()
-    graded = grade_in_run(config, parts, completed)
-    if config.overlong:
-        most = config.sampling.max_tokens * parts.task.max_turns
-        lengths = completed.samples.mask.sum(dim=1).cpu()
-        graded = punish_overlong(graded, lengths, most, config.overlong)
-    rollout, numbers = _compared(config, completed, graded)
-    if isinstance(parts.task, Environment):
-        numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
-    if graded.errors:
-        numbers["num_reward_errors"] = len(graded.errors)
-    numbers |= {"time/generate": generated - start, "time/reward": time.perf_counter() - generated}
-    return Rolled(completed, graded, rollout, numbers, policy)
-
-
-def grade_in_run(config: TrainConfig, parts: Parts, completed: Completed) -> Graded:
-    """Return the rewards of completions, weighted as the run weights them."""
-    prompts, outcomes = completed.prompts, completed.outcomes
-    return grade(
-        parts.task,
-        prompts,
-        outcomes,
-        config.reward_weights,
-        config.on_reward_error,
-        limits_of(config),
-    )
-
-
-def left_out(rolled: Rolled, index: int) -> Iterator[str]:
-    """Yield lines that say which completions of a step are not trained on."""
-    errors = rolled.graded.errors
-    if errors:
-        yield f"Step {index} left out {len(errors)}: {errors[0]}"
-    if rolled.rollout is None:
-        yield f"Step {index} trains on nothing: no group has two completions with a reward."
-
-
-def _compared(
-    config: TrainConfig, completed: Completed, graded: Graded
-) -> tuple[Rollout | None, dict[str, float]]:
-    """Return the rollout of the completions that can be compared, if any, and its metrics."""
-    total = comparable(graded.total, completed.group_size)
-    kept = total.isfinite()
-    if not kept.any():
-        return None, {}
-    rollout = to_rollout(completed, total)
-    device = rollout.tokens.device
-    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
-    reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
-    cut = cut.to(device)
-    numbers = metrics.describe_rollout(rollout, named, cut)
-    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers

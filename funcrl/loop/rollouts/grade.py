@@ -137,10 +137,20 @@ def grade(
             f"grade expects a prompt for each outcome, such as the prompts of what complete "
             f"returns, got {len(prompts)} prompts and {len(outcomes)} outcomes."
         )
+    rewarded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())
+    return graded_of(task, rewarded, weights, on_error)
+
+
+def graded_of(
+    task: Task,
+    rewarded: Sequence[Rewarded],
+    weights: Mapping[str, float] | None,
+    on_error: Literal["stop", "skip"],
+) -> Graded:
+    """Return the rewards of completions as tensors, and their weighted sum."""
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
-    graded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())
-    for row, error, cause, is_number in graded:
+    for row, error, cause, is_number in rewarded:
         if error:
             if on_error == "stop":
                 advice = " --on-reward-error skip leaves such samples out." if is_number else ""

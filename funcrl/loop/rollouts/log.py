@@ -11,8 +11,9 @@ from funcrl.core import numerics
 from funcrl.core.arguments import checked
 from funcrl.core.types import Algorithm, Params, Rollout, Sample
 from funcrl.loop.build import Parts
-from funcrl.loop.rollouts.draw import Completed, Rolled
+from funcrl.loop.rollouts.draw import Completed
 from funcrl.loop.rollouts.grade import Graded, comparable
+from funcrl.loop.rollouts.roll import Rolled
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length
 from funcrl.run.runs import Completion

@@ -1,0 +1,92 @@
+"""The rollout of a step: drawn, rewarded, and put into rows where it can be compared."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from funcrl.config import TrainConfig
+from funcrl.core import rng
+from funcrl.core.types import Params, Rollout
+from funcrl.loop.build import Parts
+from funcrl.loop.rollouts.draw import Completed, to_rollout
+from funcrl.loop.rollouts.grade import Graded, comparable, punish_overlong
+from funcrl.loop.rollouts.ranks import draw_and_grade
+from funcrl.rl import metrics
+from funcrl.rl.batching import mask_truncated
+from funcrl.tasks.contracts import Environment
+
+# Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
+PROMPTS, DRAWS, ORDER, WARM_START, EVALUATION = range(1, 6)  # 0 is for new weights
+
+
+class Policy(NamedTuple):
+    """A policy of a run."""
+
+    version: int  # the number of steps that it has learned from
+    trained: Params  # parameters, or adapters
+    params: Params  # to generate with
+
+
+class Rolled(NamedTuple):
+    """The completions of one step, their rewards and their metrics."""
+
+    completed: Completed
+    graded: Graded
+    rollout: Rollout | None  # None where no completion has another one to be compared with
+    numbers: dict[str, float]
+    policy: Policy  # that drew them
+
+
+def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:
+    """Return the rollout of a step, drawn and rewarded."""
+    start = time.perf_counter()
+    first = (index - 1) * config.num_prompts
+    prompts = parts.task.prompts(rng.fold_in(config.seed, PROMPTS), first, config.num_prompts)
+    if len(prompts) != config.num_prompts:
+        raise ValueError(
+            f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
+            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
+        )
+    seed = rng.fold_in(config.seed, DRAWS, index)
+    completed, graded, generate = draw_and_grade(config, parts, prompts, parts.sampling, seed)
+    generated = start + generate
+    if config.overlong:
+        most = config.sampling.max_tokens * parts.task.max_turns
+        lengths = completed.samples.mask.sum(dim=1).cpu()
+        graded = punish_overlong(graded, lengths, most, config.overlong)
+    rollout, numbers = _compared(config, completed, graded)
+    if isinstance(parts.task, Environment):
+        numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
+    if graded.errors:
+        numbers["num_reward_errors"] = len(graded.errors)
+    numbers |= {"time/generate": generate, "time/reward": time.perf_counter() - generated}
+    return Rolled(completed, graded, rollout, numbers, policy)
+
+
+def left_out(rolled: Rolled, index: int) -> Iterator[str]:
+    """Yield lines that say which completions of a step are not trained on."""
+    errors = rolled.graded.errors
+    if errors:
+        yield f"Step {index} left out {len(errors)}: {errors[0]}"
+    if rolled.rollout is None:
+        yield f"Step {index} trains on nothing: no group has two completions with a reward."
+
+
+def _compared(
+    config: TrainConfig, completed: Completed, graded: Graded
+) -> tuple[Rollout | None, dict[str, float]]:
+    """Return the rollout of the completions that can be compared, if any, and its metrics."""
+    total = comparable(graded.total, completed.group_size)
+    kept = total.isfinite()
+    if not kept.any():
+        return None, {}
+    rollout = to_rollout(completed, total)
+    device = rollout.tokens.device
+    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
+    reasons = completed.samples.finish_reasons
+    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
+    cut = cut.to(device)
+    numbers = metrics.describe_rollout(rollout, named, cut)
+    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
