@@ -29,6 +29,7 @@ from funcrl import (
     numerics,
     ops,
     optim,
+    parallel,
     ratios,
     rewards,
     rng,
@@ -327,8 +328,24 @@ TABLE_OF_CALLS = {
     "losses.penalty": (losses.penalty(0.1, "k3+", 0.1), (funcrl.TokenScores(*T[:2]), T[2], T[0])),
     "metrics.token_means": (metrics.token_means, (METRICS, torch.tensor(3))),
     "metrics.merge": (metrics.merge, ([METRICS, METRICS], [1, torch.tensor(3)])),
+    "metrics.merge_ranks": (metrics.merge_ranks, (METRICS, COUNT, parallel.ALONE.data)),
+    "metrics.num_samples": (metrics.num_samples, (COLLATED,)),
     "metrics.to_floats": (metrics.to_floats, (METRICS,)),
     "metrics.describe_rollout": (metrics.describe_rollout, (ROLLOUT, {"x": ROLLOUT.rewards})),
+    **{  # of one rank; tests/integration/rl/test_ranks.py has several
+        f"parallel.{function.__name__}": (function, (value, parallel.ALONE.data))
+        for function, value in [
+            *((each, T[0]) for each in (
+                parallel.psum, parallel.pmax, parallel.all_gather, parallel.psum_scatter,
+                parallel.broadcast, parallel.gather_objects,
+            )),
+            *((each, GRADS) for each in (
+                parallel.psum_tree, parallel.pairwise_psum_tree, parallel.broadcast_tree,
+            )),
+        ]
+    },
+    "parallel.make_mesh": (parallel.make_mesh, ()),
+    "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Axis(3, 1))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
     "optim.muon": optimizer(optim.muon(0.1)),
