@@ -32,7 +32,7 @@ from funcrl.cli.train import base_config, list_models, read_line, run_train
 from funcrl.config import EvalConfig, TrainConfig
 from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
-from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory
+from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks
 from funcrl.generators import EngineError
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
@@ -145,6 +145,8 @@ def run_command(args: Sequence[str]) -> None:
     command, whole = COMMANDS[name], "--help-all" in wanted
     configs = list(command.configs)
     if not wanted:
+        if name != "train":
+            refuse_ranks(name)
         command.run(rest)
         return
     if name == "train":

@@ -56,17 +56,20 @@ def end_forked_child(process: int) -> None:
     os._exit(1)
 
 
-def refuse_ranks(function: str) -> None:
+def refuse_ranks(function: str, advice: str = "") -> None:
     """Raise in one of several processes that torchrun or accelerate has started.
 
     Each would do the same work, none of it shared.
+
+    Args:
+        function: or command, that several processes do not share.
+        advice: what to do.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise ValueError(
-            f"{function} expects mesh=funcrl.parallel.make_mesh() in one of several processes, got "
-            f"none in one of {world_size} (WORLD_SIZE), as torchrun and accelerate start them: "
-            f"each would do the same work by itself. docs/scaling.md says how."
+            f"{function} expects one process, got one of {world_size} (WORLD_SIZE), as torchrun "
+            f"and accelerate start them: each would do the same work by itself.{advice}"
         )
 
 

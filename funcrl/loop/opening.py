@@ -90,7 +90,7 @@ def open_run(
     The arguments are those of `train`, and the names of the parts that it was given by themselves.
     """
     if mesh == ALONE:
-        refuse_ranks("train")
+        refuse_ranks("train", " mesh=funcrl.parallel.make_mesh() shares it (docs/scaling.md).")
     if fork is not None and resume:
         raise ValueError(f"train expects resume or fork, got both ({fork}).")
     folder = open_folder(config.run_dir, resume)

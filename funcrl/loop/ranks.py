@@ -22,6 +22,11 @@ def check_ranks_agree(config: TrainConfig, facts: Mapping[str, str], mesh: Mesh)
         facts: of its task and its code.
         mesh: of the ranks.
     """
+    if mesh.host.size > 1 and config.generator == "vllm" and config.vllm.form == "server":
+        raise ValueError(
+            f"train expects --vllm.form native or unified, in the process of each of its "
+            f"{mesh.host.size} ranks, got server: such servers belong to one trainer."
+        )
     own = _flat(to_plain(config)) | {f"the fact {name}": text for name, text in facts.items()}
     own |= {
         "the version of funcrl": f"{VERSION} {commit() or ''}".strip(),
