@@ -8,6 +8,7 @@ import rank_cases
 import torch
 from cases import equal, tiny_batch, tiny_model
 from rank_cases import COMPILED, cases_of
+from ranks import run_ranks
 
 import funcrl
 from funcrl.parallel import ALONE, Axis, own_rows
