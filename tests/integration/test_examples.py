@@ -1,13 +1,17 @@
 """Each example is short, says what it takes, learns in a few steps, and leaves nothing behind."""
 
 import importlib
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from engines import needs_vllm
+
+import funcrl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -108,3 +112,24 @@ class TestVLLM:
     def test_it_learns(self, load):
         example = load("vllm_loop")
         assert gain(example.main(example.Config(steps=25))) > 0.06
+
+
+@pytest.mark.slow
+def test_ray_starts_the_ranks_of_a_run(tmp_path):
+    """On this machine, with a home of its own: Ray leaves files there."""
+    command = [
+        sys.executable, "-W", "ignore", EXAMPLES / "ray_train.py", "--num-workers", "2",
+        "--run-dir", "run", "--steps", "3", "--warm-start.steps", "1", "--num-prompts", "4",
+        "--evaluation.every", "0",
+    ]  # fmt: skip
+    environment = {
+        "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=tmp_path, env=os.environ | environment,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks, step 3, reward" in done.stdout
+    assert [row["step"] for row in funcrl.runs.read_history(tmp_path / "run")] == [0, 1, 2, 3]
