@@ -75,8 +75,9 @@ def joined_ranks(config: TrainConfig) -> Iterator[Mesh]:
             f"(--ranks.meet), got: {error}"
         ) from error
     yield make_mesh(config.ranks.timeout)
-    # After an error the others may be gone, which this would wait for.
-    distributed.destroy_process_group()
+    # After an error the others may be gone, which this would wait for. vLLM's engine has done it.
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def left_alone(error: BaseException) -> str:

@@ -150,12 +150,14 @@ def train(
         _loop(config, parts, record, rollouts, stop)
         record.wait()
         _check_updated(record)
+        # Before the generator is closed: vLLM's engine takes all process groups along.
+        rows = runs.read_history(start.folder) if is_first else []
+        history = of_first_rank(rows, mesh.host)
     except BaseException as error:
         record.save_unsaved(error)
         raise
     finally:
         at_end.close()
-    history = of_first_rank(runs.read_history(start.folder) if is_first else [], mesh.host)
     return Trained(record.progress.state, history, start.folder)
 
 

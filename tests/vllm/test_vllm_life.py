@@ -1,6 +1,9 @@
 """vLLM's engine beside a trainer: what it takes of the GPU, its sleep, and how it dies."""
 
 import gc
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -31,6 +34,7 @@ from funcrl.generators.vllm.memory import (
     work_bytes,
 )
 from funcrl.generators.vllm.settings import sleep_arguments
+from funcrl.run import runs
 from funcrl.run.views import SilentView
 
 SAMPLING = Sampling(4, max_tokens=8)
@@ -339,3 +343,27 @@ def test_what_a_user_is_told():
     assert out_of_memory("generate", RuntimeError("boom")) is None
     assert "has died of KeyError: 'row'. It is closed" in str(died("push", KeyError("row")))
     assert sleep_arguments(VLLMConfig()) == {}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a GPU for each rank")
+class TestRanks:
+    pytestmark = needs_vllm
+
+    def test_each_rank_has_an_engine(self, tmp_path):
+        """Started by torchrun; the ratio of what they draw to what the trainer has is 1."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "funcrl", "train", "--run-dir", tmp_path / "run", "--generator", "vllm",
+            "--steps", "2", "--num-prompts", "4", "--num-generations", "2",
+            "--warm-start.steps", "1", "--evaluation.every", "0",
+        ]  # fmt: skip
+        threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        done = subprocess.run(
+            list(map(str, command)), env=os.environ | threads, capture_output=True, text=True,
+            timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = runs.read_history(tmp_path / "run")
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        for row in rows[1:]:
+            assert row["sampling/sampling_logp_difference/max"] < 1e-4
