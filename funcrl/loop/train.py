@@ -129,7 +129,7 @@ def train(
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     check_packing(config, parts)
-    facts = facts_of(config, parts, start.given)
+    facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.data.size)}
     check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)

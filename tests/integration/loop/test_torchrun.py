@@ -138,6 +138,11 @@ def test_a_run_has_the_bits_of_one_process(tmp_path, whole, ranks, options):
     threads = torch.get_num_threads()
     try:
         assert len(funcrl.train(config, resume=True).history) == 8
+        (change,) = [
+            row for _, row in runs.each_line("train", tmp_path / "run" / runs.CHANGES)
+            if row["option"] == "ranks"
+        ]  # fmt: skip
+        assert (change["from"], change["to"]) == (str(ranks), "1")
     finally:
         torch.set_num_threads(threads)
 
