@@ -74,11 +74,11 @@ def go_on_together(record: Record | Follower, like: TrainState, mesh: Mesh) -> N
     known = None if own is None else (own.step, own.row, len(own.older))
     step, row, num_older = of_first_rank(known, mesh.host)
     state, older = (like, (like.params,) * num_older) if own is None else (own.state, own.older)
-    state, older = broadcast_tree((state, older), mesh.data)
+    state, older = broadcast_tree((state, older), mesh.all)
     if isinstance(record, Follower):
         record.go_on(Progress(step, state, row, older))
 
 
 def reference_of_first(reference: Params, mesh: Mesh) -> Params:
     """Return the reference policy of the rank that records."""
-    return dict(broadcast_tree(dict(reference), mesh.data))
+    return dict(broadcast_tree(dict(reference), mesh.all))

@@ -129,7 +129,7 @@ def train(
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     check_packing(config, parts)
-    facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.data.size)}
+    facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.all.size)}
     check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
@@ -377,7 +377,7 @@ def _update(
         count = min(config.num_minibatches, batch.tokens.shape[0])
         for part in minibatches(batch, parts.algorithm, count, order):
             rows_of_all = to_rows(config, part)
-            own = own_rows(rows_of_all, parts.mesh.data, in_order=config.numerics == "exact")
+            own = own_rows(rows_of_all, parts.mesh, in_order=config.numerics == "exact")
             state, report = parts.step(state, own)
             if parts.agrees and rolled.policy.version == index - 1 and not reports:
                 _check_agreement(report, index)
@@ -388,7 +388,7 @@ def _update(
 
 def _scored(config: TrainConfig, parts: Parts, params: Params, rows: Sample) -> torch.Tensor:
     """Return the log-probabilities [B, T] of rows, of which each rank computes some."""
-    axis, count = parts.mesh.data, len(rows.tokens)
+    axis, count = parts.mesh.all, len(rows.tokens)
     size = -(-count // axis.size)
     places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=rows.tokens.device)
     own = rows if axis.size == 1 else tree.map(lambda leaf: leaf[places % count], rows)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core import numerics, tree
 from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
 from funcrl.core.types import GradientTransformation, Params, Tree
+from funcrl.parallel import ALONE, Axis, all_gather, global_norm
 
 
 class EmptyState(NamedTuple):
@@ -127,12 +128,18 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
 
 @checked
-def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
+def skip_nonfinite(
+    inner: GradientTransformation, axis: Axis = ALONE.shard
+) -> GradientTransformation:
     """Return `inner` that skips, and counts, updates that are not finite.
 
     An update is skipped where a number of the gradients, the updates or the inner state is not
     finite, or the float32 sum of a leaf overflows. The choice is made by `where` on the device: no
     synchronisation, and it can be traced.
+
+    Args:
+        inner: the transformation.
+        axis: of ranks that hold rows of each leaf: all skip what is not finite on one.
 
     Example:
         >>> import torch, funcrl
@@ -160,6 +167,8 @@ def skip_nonfinite(inner: GradientTransformation) -> GradientTransformation:
         tree.check_same_shapes(name, "inner's new state", inner_state, "its last", state.inner)
         # The result is checked as well: the square of a finite gradient may overflow in a moment.
         finite = _all_finite((grads, updates, inner_state))
+        if axis.size > 1:
+            finite = all_gather(finite[None], axis).all()
         new, unflatten = tree.flatten((updates, inner_state))
         # The list alone holds the new leaves, so that each is freed as soon as it is replaced.
         del updates, inner_state
@@ -187,10 +196,14 @@ def apply_updates(params: Params, updates: Tree) -> Params:
 
 
 @checked
-def clip_by_global_norm(max_norm: Positive) -> GradientTransformation:
+def clip_by_global_norm(max_norm: Positive, axis: Axis = ALONE.shard) -> GradientTransformation:
     """Return the transformation that scales gradients to a global norm of at most `max_norm`.
 
         g * min(1, max_norm / |g|)
+
+    Args:
+        max_norm: the largest norm.
+        axis: of ranks that hold rows of each leaf, such as `mesh.shard`.
 
     Example:
         >>> import torch, funcrl
@@ -201,7 +214,7 @@ def clip_by_global_norm(max_norm: Positive) -> GradientTransformation:
 
     def clip(grads: TensorTree, params: Params) -> Tree:
         del params
-        factor = (max_norm / tree.global_norm(grads)).clamp(max=1.0)
+        factor = (max_norm / global_norm(grads, axis)).clamp(max=1.0)
         return tree.scale(grads, factor)
 
     return stateless(clip)

@@ -4,21 +4,28 @@ from funcrl.parallel.collectives import all_gather, broadcast, pmax, psum, psum_
 from funcrl.parallel.mesh import ALONE, Axis, Mesh, make_mesh
 from funcrl.parallel.objects import gather_objects
 from funcrl.parallel.rows import own_rows
+from funcrl.parallel.shards import Layout, global_norm, layout_of, psum_shard_tree, shard, unshard
 from funcrl.parallel.trees import broadcast_tree, pairwise_psum_tree, psum_tree
 
 __all__ = [
     "ALONE",
     "Axis",
+    "Layout",
     "Mesh",
     "all_gather",
     "broadcast",
     "broadcast_tree",
     "gather_objects",
+    "global_norm",
+    "layout_of",
     "make_mesh",
     "own_rows",
     "pairwise_psum_tree",
     "pmax",
     "psum",
     "psum_scatter",
+    "psum_shard_tree",
     "psum_tree",
+    "shard",
+    "unshard",
 ]

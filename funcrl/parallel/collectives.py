@@ -107,7 +107,7 @@ def psum(x: Tensor, axis: Axis) -> Tensor:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.psum(torch.tensor([1.0, 2.0]), mesh.data)
+        >>> funcrl.parallel.psum(torch.tensor([1.0, 2.0]), mesh.all)
         tensor([1., 2.])
     """
     summed: Tensor = x if axis.size == 1 else _apply(_Reduce, x, "sum", axis)
@@ -121,7 +121,7 @@ def pmax(x: Tensor, axis: Axis) -> Tensor:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.pmax(torch.tensor([1.0, 2.0]), mesh.data)
+        >>> funcrl.parallel.pmax(torch.tensor([1.0, 2.0]), mesh.all)
         tensor([1., 2.])
     """
     largest: Tensor = x if axis.size == 1 else _apply(_Reduce, x, "max", axis)
@@ -137,7 +137,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.all_gather(torch.tensor([1.0, 2.0]), mesh.data)
+        >>> funcrl.parallel.all_gather(torch.tensor([1.0, 2.0]), mesh.all)
         tensor([1., 2.])
     """
     whole: Tensor = x if axis.size == 1 else _apply(_Gather, x, axis, _dim("all_gather", x, dim))
@@ -158,7 +158,7 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.psum_scatter(torch.tensor([1.0, 2.0]), mesh.data)
+        >>> funcrl.parallel.psum_scatter(torch.tensor([1.0, 2.0]), mesh.all)
         tensor([1., 2.])
     """
     if axis.size == 1:
@@ -180,7 +180,7 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.broadcast(torch.tensor([1.0, 2.0]), mesh.data)
+        >>> funcrl.parallel.broadcast(torch.tensor([1.0, 2.0]), mesh.all)
         tensor([1., 2.])
     """
     if axis.size == 1:

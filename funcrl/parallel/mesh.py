@@ -17,18 +17,21 @@ class Axis(NamedTuple):
 class Mesh(NamedTuple):
     """The ranks of a run, as one of them sees them; one rank alone by default.
 
-    It is a plain value: two ranks differ in the `rank` of its axes alone.
+    It is a plain value: two ranks differ in the `rank` of its axes alone. The ranks are a grid of
+    `data.size` times `shard.size`.
     """
 
-    data: Axis = Axis()  # the ranks, each with rows of its own, that hold the same parameters
-    host: Axis = Axis()  # the same ranks on a group of the CPU, for Python objects
+    data: Axis = Axis()  # ranks that hold the same shards
+    shard: Axis = Axis()  # ranks that hold the whole state together, each some rows of each leaf
+    all: Axis = Axis()  # all ranks, each of which has rows of the batch of its own
+    host: Axis = Axis()  # the same on a group of the CPU, for Python objects
     rollouts: Axis = Axis()  # one more, for the thread that draws while a step trains
 
 
 ALONE = Mesh()
 
 
-def make_mesh(timeout: float = 600.0) -> Mesh:
+def make_mesh(timeout: float = 600.0, shard: int = 1) -> Mesh:
     """Return the mesh of all ranks of torch.distributed; that of one rank where it has not begun.
 
     All ranks call it, in the same order as their other collectives: it makes process groups, with
@@ -36,21 +39,42 @@ def make_mesh(timeout: float = 600.0) -> Mesh:
 
     Args:
         timeout: seconds until a collective fails that a rank does not join.
+        shard: how many neighbouring ranks hold a state together; it divides the number of ranks.
 
     Example:
         >>> import funcrl
         >>> mesh = funcrl.parallel.make_mesh()  # in one process, without torchrun
-        >>> mesh.data
+        >>> mesh.all
         Axis(size=1, rank=0, group='')
     """
     if not (timeout > 0):
         raise ValueError(f"make_mesh expects timeout > 0, got {timeout}.")
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return Mesh()
-    size, rank = distributed.get_world_size(), distributed.get_rank()
+    size = distributed.get_world_size() if distributed.is_initialized() else 1
+    if shard < 1 or size % shard:
+        raise ValueError(f"make_mesh expects shard to divide the {size} ranks, got {shard}.")
+    if size == 1:
+        return ALONE
+    rank, limit = distributed.get_rank(), timedelta(seconds=timeout)
 
-    def made(backend: str | None) -> Axis:
-        group: Any = distributed.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+    def axis(backend: str | None = None) -> Axis:
+        group: Any = distributed.new_group(backend=backend, timeout=limit)
         return Axis(size, rank, group.group_name)
 
-    return Mesh(made(None), made("gloo"), made("gloo"))
+    def axis_among(parts: list[list[int]]) -> Axis:
+        own = Axis()
+        for ranks in parts if len(parts[0]) > 1 else []:  # each rank helps to make each group
+            group: Any = distributed.new_group(ranks, timeout=limit)
+            if rank in ranks:
+                own = Axis(len(ranks), ranks.index(rank), group.group_name)
+        return own
+
+    blocks = [list(range(first, first + shard)) for first in range(0, size, shard)]
+    columns = [list(range(first, size, shard)) for first in range(shard)]
+    every = axis()
+    return Mesh(
+        data=every if shard == 1 else axis_among(columns),
+        shard=every if shard == size else axis_among(blocks),
+        all=every,
+        host=axis("gloo"),
+        rollouts=axis("gloo"),
+    )

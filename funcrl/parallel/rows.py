@@ -6,11 +6,11 @@ from torch import Tensor
 from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import PackedBatch, Rows
-from funcrl.parallel.mesh import Axis
+from funcrl.parallel.mesh import Axis, Mesh
 
 
 @checked
-def own_rows(batch: Rows, axis: Axis, in_order: bool = False) -> Rows:
+def own_rows(batch: Rows, mesh: Mesh, in_order: bool = False) -> Rows:
     """Return this rank's rows of a batch that was collated or packed whole, the same on all ranks.
 
     Weights are of the whole batch, so the sum of the ranks' gradients is the batch's. All ranks get
@@ -19,7 +19,7 @@ def own_rows(batch: Rows, axis: Axis, in_order: bool = False) -> Rows:
 
     Args:
         batch: the whole one.
-        axis: `mesh.data`.
+        mesh: of all ranks.
         in_order: give each rank neighbouring rows, in halves or quarters of the batch, as a step
             with exact numerics adds them: 1, 2 and 4 ranks then have the same bits.
 
@@ -32,9 +32,10 @@ def own_rows(batch: Rows, axis: Axis, in_order: bool = False) -> Rows:
         ...     policy_version=torch.zeros(3, dtype=torch.int64))
         >>> batch = funcrl.collate(rollout, funcrl.grpo())
         >>> second = funcrl.parallel.Axis(size=2, rank=1)
-        >>> funcrl.parallel.own_rows(batch, second).mask.any(dim=1)
+        >>> funcrl.parallel.own_rows(batch, funcrl.parallel.Mesh(all=second)).mask.any(dim=1)
         tensor([ True, False])
     """
+    axis = mesh.all
     if axis.size == 1:
         return batch
     order = _in_order(batch, axis) if in_order else _balanced(batch, axis)

@@ -24,7 +24,7 @@ def psum_tree(values: TensorTree, axis: Axis) -> Tree:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.psum_tree({"w": torch.tensor([1.0, 2.0])}, mesh.data)
+        >>> funcrl.parallel.psum_tree({"w": torch.tensor([1.0, 2.0])}, mesh.all)
         {'w': tensor([1., 2.])}
     """
     if axis.size == 1:
@@ -51,7 +51,7 @@ def pairwise_psum_tree(values: TensorTree, axis: Axis) -> Tree:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.pairwise_psum_tree({"w": torch.tensor([1.0, 2.0])}, mesh.data)
+        >>> funcrl.parallel.pairwise_psum_tree({"w": torch.tensor([1.0, 2.0])}, mesh.all)
         {'w': tensor([1., 2.])}
     """
     if axis.size == 1:
@@ -66,7 +66,7 @@ def broadcast_tree(values: TensorTree, axis: Axis) -> Tree:
     Example:
         >>> import torch, funcrl
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.parallel.broadcast_tree({"w": torch.tensor([1.0, 2.0])}, mesh.data)
+        >>> funcrl.parallel.broadcast_tree({"w": torch.tensor([1.0, 2.0])}, mesh.all)
         {'w': tensor([1., 2.])}
     """
     return tree.map(lambda leaf: broadcast(leaf, axis), values)

@@ -16,7 +16,15 @@ from funcrl.core import tree
 from funcrl.core.numerics import pairwise, pairwise_sum
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import ExactModelFn, Metrics, ModelFn, Params, Rows, TokenScores
-from funcrl.parallel import ALONE, Axis, pairwise_psum_tree, psum_tree
+from funcrl.parallel import (
+    ALONE,
+    Axis,
+    Mesh,
+    pairwise_psum_tree,
+    psum_shard_tree,
+    psum_tree,
+    shard,
+)
 from funcrl.rl.backward import one_number, reduce_rows, value_and_grad
 from funcrl.rl.grads import Gradient, PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
@@ -32,7 +40,7 @@ def score_gradient(
     per_sample: PerSampleTransform | None = None,
     microbatch: int | None = None,
     function: str = "score_gradient",
-    axis: Axis = ALONE.data,
+    mesh: Mesh = ALONE,
 ) -> Callable[[Params, Rows], Gradient]:
     """Return `(params, batch) -> Gradient` of a loss of scores, summed over the batch.
 
@@ -42,10 +50,11 @@ def score_gradient(
         per_sample: a transform of the gradients of samples.
         microbatch: rows differentiated at a time.
         function: for errors.
-        axis: over whose ranks to sum, each of which has rows of its own.
+        mesh: of ranks that have rows of their own, over which to sum; where they share a state,
+            each gets its shards of the gradients.
     """
     if isinstance(model_fn, ExactModelFn) and per_sample is None:
-        return _gradient_in_blocks(model_fn, loss_fn, microbatch, function, axis)
+        return _gradient_in_blocks(model_fn, loss_fn, microbatch, function, mesh)
 
     def sample_loss(params: Params, sample: Any) -> tuple[Tensor, Metrics]:
         return loss_fn(model_fn(params, sample), sample)
@@ -54,7 +63,11 @@ def score_gradient(
 
     def gradient(params: Params, batch: Rows) -> Gradient:
         found = of_rank(params, batch)
-        return _metrics_of_ranks(found._replace(grads=psum_tree(found.grads, axis)), batch, axis)
+        is_shared = mesh.shard.size > 1
+        grads = (
+            psum_shard_tree(found.grads, mesh) if is_shared else psum_tree(found.grads, mesh.all)
+        )
+        return _metrics_of_ranks(found._replace(grads=grads), batch, mesh.all)
 
     return gradient
 
@@ -64,7 +77,7 @@ def _gradient_in_blocks(
     loss_fn: ScoreLossFn,
     microbatch: int | None,
     function: str,
-    axis: Axis,
+    mesh: Mesh,
 ) -> Callable[[Params, Rows], Gradient]:
     def score_loss(_: Params, scored: tuple[TokenScores, Any]) -> tuple[Tensor, Metrics]:
         return loss_fn(*scored)
@@ -80,7 +93,7 @@ def _gradient_in_blocks(
         return Gradient(grads, loss, metrics)
 
     def gradient(params: Params, batch: Rows) -> Gradient:
-        split, block = model_fn.split(params), _block_size(num_rows(function, batch), axis.size)
+        split, block = model_fn.split(params), _block_size(num_rows(function, batch), mesh.all.size)
 
         def parts() -> Iterator[tuple[Gradient, int]]:
             for chunk in split_rows(function, batch, microbatch):
@@ -89,10 +102,11 @@ def _gradient_in_blocks(
                 yield of_chunk(split, chunk, scores_of), rows
 
         total, _ = pairwise(parts(), _sum_of_two)
-        joined = model_fn.join(pairwise_psum_tree(total.grads, axis))
+        joined = model_fn.join(pairwise_psum_tree(total.grads, mesh.all))
         # The sums were in at least float32.
         grads = {name: joined[name].to(leaf.dtype) for name, leaf in params.items()}
-        return _metrics_of_ranks(total._replace(grads=grads), batch, axis)
+        found = total._replace(grads=shard(grads, mesh.shard))
+        return _metrics_of_ranks(found, batch, mesh.all)
 
     return gradient
 

@@ -87,7 +87,7 @@ def merge_ranks(report: Metrics, weight: Tensor, axis: Axis) -> Metrics:
         >>> report = funcrl.Metrics(
         ...     sums={"num_tokens": torch.tensor(4)}, means={}, maxes={}, last={})
         >>> mesh = funcrl.parallel.Mesh()
-        >>> funcrl.metrics.merge_ranks(report, torch.tensor(4), mesh.data).sums
+        >>> funcrl.metrics.merge_ranks(report, torch.tensor(4), mesh.all).sums
         {'num_tokens': tensor(4)}
     """
     if axis.size == 1:

@@ -10,6 +10,7 @@ from funcrl import optim
 from funcrl.core import checks, tree
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import (
+    Absent,
     Algorithm,
     Batch,
     ExactModelFn,
@@ -27,7 +28,18 @@ from funcrl.core.types import (
 )
 from funcrl.models.logprobs import reading_segments, score
 from funcrl.optim.base import refuse_writes
-from funcrl.parallel import ALONE, Axis, Mesh, all_gather, psum
+from funcrl.parallel import (
+    ALONE,
+    Axis,
+    Layout,
+    Mesh,
+    all_gather,
+    global_norm,
+    layout_of,
+    psum,
+    shard,
+    unshard,
+)
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
@@ -47,6 +59,7 @@ def grpo_step(
     microbatch: Count | None = None,
     prepare: PrepareFn | None = None,
     mesh: Mesh = ALONE,
+    layout: Layout | Absent = (),
 ) -> Step:
     """Return the step `state, metrics = step(state, batch)` that trains `model_fn`.
 
@@ -73,8 +86,12 @@ def grpo_step(
         prepare: `(scores, batch) -> batch`, such as `funcrl.top_entropy(0.2)`; costs one forward
             pass.
         mesh: of the ranks that take the step together, from `funcrl.parallel.make_mesh()`. Each is
-            given rows of its own, `funcrl.parallel.own_rows(batch, mesh.data)`, and all get the
-            state and the metrics of one rank with the whole batch.
+            given rows of its own, `funcrl.parallel.own_rows(batch, mesh)`, and all get the
+            state and the metrics of one rank with the whole batch. Where `mesh.shard` has several
+            ranks, each holds some rows of each leaf of the optimizer's state, which must then be of
+            each number by itself; `clip_by_global_norm(max_norm, mesh.shard)` is the norm of all.
+        layout: of the whole parameters, from `funcrl.parallel.layout_of(params)`: the parameters of
+            the state are shards too, and are put together for each step. `init` takes whole ones.
 
     Returns:
         A `Step`: `step.init(params, seed=0)` makes the first state, `step(state, batch)` the next
@@ -99,11 +116,14 @@ def grpo_step(
     algorithm = grpo() if algorithm is None else algorithm
     mixing = mixing_parts(algorithm)
     if optimizer is None:
-        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
-    transformation = optim.skip_nonfinite(_checked(refuse_writes("grpo_step", optimizer)))
+        clip = optim.clip_by_global_norm(1.0, mesh.shard)
+        optimizer = optim.chain(clip, optim.adamw(1e-6))
+    transformation = optim.skip_nonfinite(
+        _checked(refuse_writes("grpo_step", optimizer)), mesh.shard
+    )
 
     gradient = score_gradient(
-        model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step", mesh.data
+        model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step", mesh
     )
 
     @checked
@@ -113,10 +133,11 @@ def grpo_step(
         # a state of leaves that require grad would keep every past step alive.
         params = tree.map(lambda leaf: leaf.detach().clone(), params)
         device = tree.leaves(params)[0].device
-        opt_state = transformation.init(params)
+        own = shard(params, mesh.shard)
+        opt_state = transformation.init(own)
         tree.check_tensors("grpo_step's init", "the optimizer's state", opt_state.inner)
         return TrainState(
-            params=params,
+            params=own if layout else params,
             opt_state=opt_state,
             step=torch.zeros((), dtype=torch.int64, device=device),
             seed=torch.full((), seed, dtype=torch.int64, device=device),
@@ -126,16 +147,19 @@ def grpo_step(
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
         batch = _counted("grpo_step", batch, per_sample, mixing)
+        params = unshard(state.params, layout, mesh.shard) if layout else state.params
         if prepare is not None:
-            scores = score(model_fn, state.params, batch, microbatch)
-            prepared = _of_all_ranks(prepare, scores, batch, mesh.data)
+            scores = score(model_fn, params, batch, microbatch)
+            prepared = _of_all_ranks(prepare, scores, batch, mesh.all)
             batch = _counted("grpo_step(prepare=...)", prepared, per_sample, mixing)
-        found = gradient(state.params, batch)
-        grad_norm = tree.global_norm(found.grads)
-        updates, opt_state = transformation.update(found.grads, state.opt_state, state.params)
+        found = gradient(params, batch)
+        grad_norm = global_norm(found.grads, mesh.shard)
+        own = state.params if layout else shard(params, mesh.shard)
+        updates, opt_state = transformation.update(found.grads, state.opt_state, own)
         found = found._replace(grads={})  # so that it is not in memory beside the new parameters
-        params = optim.apply_updates(state.params, updates)
-        metrics = _report(found, batch, grad_norm, opt_state, mesh.data)
+        own = optim.apply_updates(own, updates)
+        params = own if layout else unshard(own, layout_of(params), mesh.shard)
+        metrics = _report(found, batch, grad_norm, opt_state, mesh.all)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     return Step(init, update)

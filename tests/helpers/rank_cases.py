@@ -15,7 +15,7 @@ from cases import tiny_model
 from torch import distributed
 
 import funcrl
-from funcrl.parallel import make_mesh, own_rows
+from funcrl.parallel import layout_of, make_mesh, own_rows, unshard
 
 STEPS = 20
 
@@ -40,10 +40,13 @@ def rollout_of(seed, prompts=4, samples=2, length=9):
 
 def steps(
     mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
-    schedule=True, model=None, **options,
+    schedule=True, model=None, shard="none", **options,
 ):  # fmt: skip
     """The parameters after some steps in a row with a schedule, and the metrics of each."""
     model = model or tiny_model()
+    size = mesh.all.size
+    if shard != "none":  # all ranks hold a state together, or two of four do
+        mesh = make_mesh(timeout=200.0, shard=2 if size == 4 and shard == "pairs" else size)
     params = funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64)
     model_fn = funcrl.logprob_fn(model)
     if exact:
@@ -55,9 +58,12 @@ def steps(
     else:
         trained = params
     rate = funcrl.optim.warmup(3, funcrl.optim.constant(1e-3)) if schedule else 1e-3
-    optimizer = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.adamw(rate))
+    optimizer = funcrl.optim.chain(
+        funcrl.optim.clip_by_global_norm(1.0, mesh.shard), funcrl.optim.adamw(rate)
+    )
+    layout = layout_of(trained) if shard in ("state", "pairs") else ()
     step = funcrl.grpo_step(
-        model_fn, algorithm=algorithm, optimizer=optimizer, mesh=mesh, **options
+        model_fn, algorithm=algorithm, optimizer=optimizer, mesh=mesh, layout=layout, **options
     )
     state, reports = step.init(trained), []
     for seed in range(STEPS):
@@ -72,12 +78,16 @@ def steps(
             batch = funcrl.tree.map(lambda x: x.float() if x.is_floating_point() else x, batch)
         if pack:
             batch = pack(rollout, algorithm, ref_logprobs=ref)
-        batch = own_rows(batch, mesh.data, in_order=exact)
+        batch = own_rows(batch, mesh, in_order=exact)
         if compiled is not None and seed == 0:
             step = funcrl.compile_step(funcrl.donate(step), state, batch, compiled)
         state, metrics = step(state, batch)
         reports.append(funcrl.metrics.to_floats(metrics))
-    return {"params": dict(state.params), "reports": reports}
+    params = unshard(state.params, layout, mesh.shard) if layout else state.params
+    held = sum(
+        leaf.numel() for leaf in funcrl.tree.leaves(state)
+    )  # numbers of the state, on a rank
+    return {"params": dict(params), "reports": reports, "held": held}
 
 
 KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
@@ -98,6 +108,17 @@ CASES = {
     "clipped": partial(steps, algorithm=funcrl.grpo(), **CLIP),
     "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
     "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
+    "optimizer": partial(steps, **KL, shard="optimizer"),
+    "optimizer, clipped": partial(steps, algorithm=funcrl.grpo(), **CLIP, shard="optimizer"),
+    "state": partial(steps, **KL, shard="state", microbatch=1),
+    "state, packed": partial(
+        steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16), shard="state"
+    ),
+    "state, lora": partial(steps, algorithm=funcrl.gspo(), lora=True, shard="state"),
+    "state, entropy": partial(
+        steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1, shard="state"
+    ),
+    "state in pairs": partial(steps, algorithm=funcrl.grpo(), shard="pairs"),
     "exact": partial(steps, **EXACT),
     "exact, six rows": partial(steps, **EXACT, drop=2),
 }  # fmt: skip
@@ -105,12 +126,20 @@ CASES = {
 # Inductor's are its own.
 COMPILED = {
     "traced, clipped": (partial(CASES["clipped, seven rows"], compiled=aot), "clipped, seven rows"),
+    "traced state": (partial(CASES["state"], compiled=aot), "state"),
     "exact, traced": (partial(CASES["exact"], compiled=aot), "exact"),
     "inductor": (
         partial(CASES["kl"], compiled=funcrl.CompileConfig(backend="inductor")), "inductor"
     ),
 }  # fmt: skip
-UNEVEN = ("grpo", "seven rows", "clipped, seven rows", "entropy", "packed")  # for three ranks
+UNEVEN = (
+    "grpo",
+    "clipped, seven rows",
+    "entropy",
+    "packed",
+    "state",
+    "optimizer, clipped",
+)  # for three ranks
 
 
 def cases_of(size):

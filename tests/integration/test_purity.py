@@ -345,7 +345,7 @@ TABLE_OF_CALLS = {
         ]
     },
     "parallel.make_mesh": (parallel.make_mesh, ()),
-    "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Axis(3, 1))),
+    "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Mesh(all=parallel.Axis(3, 1)))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
     "optim.muon": optimizer(optim.muon(0.1)),

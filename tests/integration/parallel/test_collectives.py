@@ -21,7 +21,7 @@ folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank,
     world_size=size, timeout=timedelta(seconds=100))
 mesh = make_mesh(timeout=100.0)
-axis = mesh.data
+axis = mesh.all
 assert (axis.size, axis.rank) == (size, rank)
 ranks = [torch.arange(4.0).double() + each for each in range(size)]
 x, whole = ranks[rank], torch.stack(ranks)

@@ -11,7 +11,7 @@ from rank_cases import COMPILED, cases_of
 from ranks import run_ranks
 
 import funcrl
-from funcrl.parallel import ALONE, Axis, own_rows
+from funcrl.parallel import ALONE, Axis, Mesh, own_rows
 
 
 def results(folder, size):
@@ -63,7 +63,7 @@ def test_ranks_take_the_steps_of_one(alone, together, name, size):
 def test_each_row_is_on_one_rank(size, rows, in_order):
     case = rank_cases.rollout_of(0, prompts=rows, samples=1)
     batch = funcrl.collate(case, funcrl.reinforce())
-    parts = [own_rows(batch, Axis(size, rank), in_order) for rank in range(size)]
+    parts = [own_rows(batch, Mesh(all=Axis(size, rank)), in_order) for rank in range(size)]
     assert len({len(part.mask) for part in parts}) == 1
     assert len(parts[0].mask) == -(-rows // size) or in_order
     found = torch.cat([part.tokens[part.mask.any(dim=1)] for part in parts])
@@ -83,7 +83,7 @@ def test_a_mesh_of_one_rank_traces_to_the_same_graph():
     )
     state = plain.init(funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64))
     batch = tiny_batch()
-    assert own_rows(batch, ALONE.data) is batch
+    assert own_rows(batch, ALONE) is batch
     one, other = (funcrl.trace(step.update, state, batch).code for step in (plain, meshed))
     assert one == other
 
