@@ -74,7 +74,7 @@ def joined_ranks(config: TrainConfig) -> Iterator[Mesh]:
             f"train expects its {size} ranks to meet within {config.ranks.meet:g} s "
             f"(--ranks.meet), got: {error}"
         ) from error
-    yield make_mesh(config.ranks.timeout)
+    yield make_mesh(config.ranks.timeout, shard=1 if config.shard == "none" else size)
     # After an error the others may be gone, which this would wait for. vLLM's engine has done it.
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -162,7 +162,7 @@ MAY_CHANGE = (
     # How it is computed: the same mathematics at another speed, rounded otherwise.
     "device", "numerics", "threads", "microbatch", "logprob-chunk", "slots",
     "length-multiple", "packing", "pack-length", "pack-rows", "attend", "compile",
-    "reward-concurrency", "ranks",
+    "reward-concurrency", "ranks", "shard",
     # What draws: its log-probabilities are recorded with each sample.
     "generator", "vllm",
 )  # fmt: skip

@@ -72,6 +72,9 @@ class TrainConfig:
     one's own as file.py:Name."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
+    shard: Literal["none", "optimizer", "state"] = "none"
+    """What the ranks of torchrun share, each holding a part: nothing, the optimizer's state
+    (ZeRO-1), or the parameters too, which are put together for each step (ZeRO-3)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype to compute in; the parameters and their updates stay float32."""
     numerics: Literal["native", "exact"] = "native"

@@ -27,7 +27,7 @@ from funcrl.loop import data, from_config, sources
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import Lora, is_shape
-from funcrl.parallel import ALONE, Mesh
+from funcrl.parallel import ALONE, Layout, Mesh, layout_of, unshard
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard
@@ -64,6 +64,7 @@ class _Fields(NamedTuple):
     optimizer: GradientTransformation
     per_sample: PerSampleTransform | None  # of the gradients of samples, before their sum
     prepare: PrepareFn | None
+    layout: Layout | Absent  # of the whole parameters, where the state has this rank's rows alone
     step: Step
     generator: Generator
     lora: Lora | None  # where adapters are trained
@@ -127,7 +128,7 @@ class Parts(_Fields):
         return not replaced and self.config.agrees
 
     def policy(self, trained: Params) -> Params:
-        """Return the parameters to generate with, from what is trained."""
+        """Return the parameters to generate with, from what is trained, whole."""
         return trained if self.lora is None else self.lora.merge(trained)
 
 
@@ -235,6 +236,10 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
         from_config.check_generator(function, "generator to be", given["generator"])
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{function} expects --device cpu where torch sees no GPU, got cuda.")
+    if "step" in given and config.shard != "none":
+        raise ValueError(
+            f"{function} expects --shard none with a step of one's own, got {config.shard}."
+        )
     if "step" in given and config.compile is not None:
         raise ValueError(
             f"{function} expects --no-compile with a step of one's own, which "
@@ -315,8 +320,20 @@ def _step(making: _Making) -> Step:
         prepare=making["prepare"],
         microbatch=config.microbatch,
         mesh=making.mesh,
+        layout=making["layout"],
     )
     return step if config.compile is None else compile_at_first(donate(step), config.compile)
+
+
+def _layout(making: _Making) -> Layout | Absent:
+    """Return the whole shapes of what is trained, if the ranks share it."""
+    if making.mesh.shard.size == 1 or making.config.shard != "state":
+        return ()
+    if making["lora"] is not None:
+        return layout_of(making["lora"].init(0))
+    if not isinstance(making["params"], tuple):
+        return layout_of(making["params"])
+    return layout_of(dict(sorted(making["model"].named_parameters())))
 
 
 def _per_sample(making: _Making) -> PerSampleTransform | None:
@@ -336,12 +353,20 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "lora": (("model", "params"), _adapters),
     "model_fn": (("model", "lora"), _model_fn),
     "algorithm": ((), lambda making: from_config.algorithm_of(making.config)),
-    "optimizer": ((), lambda making: from_config.optimizer_of(making.config)),
+    "optimizer": ((), lambda making: from_config.optimizer_of(making.config, making.mesh.shard)),
     "per_sample": ((), _per_sample),
     "prepare": ((), lambda _: None),
-    "step": (("model_fn", "algorithm", "optimizer", "per_sample", "prepare"), _step),
+    "layout": (("model", "params", "lora"), _layout),
+    "step": (("model_fn", "algorithm", "optimizer", "per_sample", "prepare", "layout"), _step),
     "generator": (("model", "task"), _generator),
 }
+
+
+def whole_params(parts: Parts, state: TrainState) -> Params:
+    """Return what a state trains, put together from the shards of all ranks."""
+    if isinstance(parts.layout, tuple):
+        return state.params
+    return unshard(state.params, parts.layout, parts.mesh.shard)
 
 
 def first_params(parts: Parts) -> Params:

@@ -19,6 +19,7 @@ from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
+from funcrl.parallel import ALONE, Axis
 from funcrl.rl import algorithms, ratios
 from funcrl.tasks.contracts import Task
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named
@@ -154,7 +155,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 
 
-def optimizer_of(config: TrainConfig) -> GradientTransformation:
+def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTransformation:
     """Return the optimizer that a configuration names, after clipping to a global norm."""
     options = config.optimizer
     rate = _schedule(config)
@@ -163,6 +164,11 @@ def optimizer_of(config: TrainConfig) -> GradientTransformation:
         refusable = {"weight-decay": options.weight_decay}
         made = _own("optimizer", options.name, known, refusable, {}, GradientTransformation)
     elif options.name == "muon":
+        if axis.size > 1:
+            raise ValueError(
+                f"train expects --shard none with --optimizer.name muon, which needs whole "
+                f"matrices, got {config.shard}."
+            )
         made = optim.chain(
             optim.masked(optim.muon(rate, weight_decay=options.weight_decay), _is_muons),
             optim.masked(
@@ -174,7 +180,7 @@ def optimizer_of(config: TrainConfig) -> GradientTransformation:
         made = optim.sgd(rate, weight_decay=options.weight_decay)
     else:
         made = optim.adamw(rate, weight_decay=options.weight_decay)
-    return optim.chain(optim.clip_by_global_norm(options.max_grad_norm), made)
+    return optim.chain(optim.clip_by_global_norm(options.max_grad_norm, axis), made)
 
 
 def _is_muons(path: str, leaf: Tensor) -> bool:

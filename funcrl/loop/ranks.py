@@ -5,11 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcrl.config import TrainConfig, to_plain
+from funcrl.core import tree
 from funcrl.core.process import VERSION, commit
 from funcrl.core.types import Params, TrainState
-from funcrl.parallel import Axis, Mesh, broadcast_tree, gather_objects
+from funcrl.loop.build import Parts, empty_state, trained_like
+from funcrl.parallel import Axis, Mesh, broadcast, broadcast_tree, gather_objects, shard, whole_leaf
+from funcrl.rl.step import grpo_step
 from funcrl.run.follower import Follower
 from funcrl.run.record import Progress, Record
 
@@ -22,6 +26,11 @@ def check_ranks_agree(config: TrainConfig, facts: Mapping[str, str], mesh: Mesh)
         facts: of its task and its code.
         mesh: of the ranks.
     """
+    if mesh.all.size > 1 and (mesh.shard.size > 1) != (config.shard != "none"):
+        raise ValueError(
+            f"train expects make_mesh(shard=N) of several ranks with --shard optimizer or state, "
+            f"and of one with none, got --shard {config.shard} and {mesh.shard.size}."
+        )
     if mesh.host.size > 1 and config.generator == "vllm" and config.vllm.form == "server":
         raise ValueError(
             f"train expects --vllm.form native or unified, in the process of each of its "
@@ -62,21 +71,65 @@ def agreed(stop: Callable[[], bool], mesh: Mesh) -> Callable[[], bool]:
     return lambda: any(gather_objects(stop(), mesh.host))
 
 
-def go_on_together(record: Record | Follower, like: TrainState, mesh: Mesh) -> None:
-    """Give each rank the last finished step of the rank that records.
+def whole_like(parts: Parts) -> TrainState:
+    """Return the state of one process, of tensors that have shapes and dtypes but no values."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = grpo_step(parts.model_fn, optimizer=parts.optimizer)
+        return step.init(dict(trained_like(parts)), parts.config.seed)
+
+
+def empty_values(like: TrainState) -> TrainState:
+    """Return a state on the CPU, of any values, to restore a checkpoint into."""
+    empty: TrainState = tree.map(
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"), like
+    )
+    return empty
+
+
+def whole_state(parts: Parts, state: TrainState) -> TrainState:
+    """Return a state put together from the shards of all ranks, on the CPU of the first one.
+
+    All ranks call it; what the others get is of no use. One leaf at a time is whole on a device.
+    """
+    axis = parts.mesh.shard
+    if axis.size == 1:
+        return state
+    leaves, unflatten = tree.flatten(state)
+    shapes = [tuple(leaf.shape) for leaf in tree.leaves(whole_like(parts))]
+    is_first = parts.mesh.all.rank == 0
+    for place, shape in enumerate(shapes):
+        whole = whole_leaf(leaves[place], shape, axis)
+        leaves[place] = whole.cpu() if is_first else whole.new_empty(())
+    whole_tree: TrainState = unflatten(leaves)
+    return whole_tree
+
+
+def go_on_together(record: Record | Follower, parts: Parts) -> None:
+    """Give each rank its part of the last finished step of the rank that records.
 
     Args:
-        record: of this rank, which must have begun or resumed on the first.
-        like: a state of the run's structure.
-        mesh: of the ranks.
+        record: of this rank; on the first one it has resumed a whole state.
+        parts: of the run.
     """
+    mesh = parts.mesh
+    if mesh.all.size == 1:
+        return
     own = None if isinstance(record, Follower) else record.progress
     known = None if own is None else (own.step, own.row, len(own.older))
     step, row, num_older = of_first_rank(known, mesh.host)
-    state, older = (like, (like.params,) * num_older) if own is None else (own.state, own.older)
-    state, older = broadcast_tree((state, older), mesh.all)
-    if isinstance(record, Follower):
-        record.go_on(Progress(step, state, row, older))
+    like = (empty_state(parts), (dict(trained_like(parts)),) * num_older)
+    whole = like if mesh.shard.size == 1 else (whole_like(parts), like[1])
+    leaves, unflatten = tree.flatten(like)
+    given = leaves if own is None else tree.leaves((own.state, own.older))
+    for place, shape in enumerate(tuple(leaf.shape) for leaf in tree.leaves(whole)):
+        local = leaves[place]
+        sent = torch.empty(shape, dtype=local.dtype, device=local.device)
+        if own is not None:
+            sent = given[place].to(local.device)
+        received = broadcast(sent, mesh.all)
+        leaves[place] = received if local.shape == shape else shard(received, mesh.shard)
+    state, older = unflatten(leaves)
+    record.go_on(Progress(step, state, row, older))
 
 
 def reference_of_first(reference: Params, mesh: Mesh) -> Params:

@@ -16,16 +16,19 @@ from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
-from funcrl.loop.build import Parts, build, empty_state, first_params
+from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.export import Trained
 from funcrl.loop.opening import Start, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing, to_rows
 from funcrl.loop.ranks import (
     agreed,
     check_ranks_agree,
+    empty_values,
     go_on_together,
     of_first_rank,
     reference_of_first,
+    whole_like,
+    whole_state,
 )
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record
@@ -35,7 +38,7 @@ from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products
-from funcrl.parallel import ALONE, Mesh, all_gather, own_rows
+from funcrl.parallel import ALONE, Mesh, all_gather, broadcast_tree, own_rows
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs
@@ -133,10 +136,11 @@ def train(
     check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
-    record: Record | Follower = Follower(start.folder)
+    whole = None if mesh.shard.size == 1 else partial(whole_state, parts)
+    record: Record | Follower = Follower(config, start.folder, whole)
     if is_first:
         remember_code(config, start.given, view.note)
-        record = Record(config, start.folder, parts.task.name, view, command, facts, kept)
+        record = Record(config, start.folder, parts.task.name, view, command, facts, kept, whole)
     at_end = ExitStack()  # what is closed, last to first, whatever fails
     if own_generator:
         at_end.callback(parts.generator.close)
@@ -144,7 +148,8 @@ def train(
     try:
         if of_first_rank(_goes_on(parts, record, start), mesh.host) is None:
             _begin(config, parts, record, started, stop)
-        go_on_together(record, empty_state(parts), mesh)
+        else:
+            go_on_together(record, parts)
         rollouts = rollouts_of(config, parts, record)
         at_end.callback(rollouts.close)
         _loop(config, parts, record, rollouts, stop)
@@ -165,7 +170,9 @@ def _goes_on(parts: Parts, record: Record | Follower, start: Start) -> int | Non
     """Return the step of the checkpoint that a run goes on from; None if it begins."""
     if isinstance(record, Follower):
         return None
-    like, needs_reference = empty_state(parts), parts.kl > 0
+    is_shared = parts.mesh.shard.size > 1
+    like = empty_values(whole_like(parts)) if is_shared else empty_state(parts)
+    needs_reference = parts.kl > 0
     if start.parent is not None:
         return record.forked(start.parent, like, needs_reference)
     return record.resumed(like, needs_reference)
@@ -186,6 +193,7 @@ def _begin(
         clock = time.perf_counter()
         params, numbers = _warm_started(config, parts, params, prompts, record, stop)
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
+    params = dict(broadcast_tree(dict(params), parts.mesh.all))
     if config.evaluation.every:
         row |= _evaluated(config, parts, parts.policy(params), 0, prompts)
     record.begin(parts.step.init(params, config.seed), row)
@@ -253,16 +261,16 @@ def _loop(
     stop: Callable[[], bool],
 ) -> None:
     """Run the remaining steps."""
-    done, state = record.progress.step, record.progress.state
-    reference = None
+    done, trained = record.progress.step, whole_params(parts, record.progress.state)
+    state, reference = record.progress.state, None
     if parts.kl:
         if isinstance(record, Record):
-            reference = reference_policy(record.folder, done, state.params)
-        reference = reference_of_first(reference or state.params, parts.mesh)
+            reference = reference_policy(record.folder, done, trained)
+        reference = reference_of_first(reference or trained, parts.mesh)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
-    rollouts.give(done, state.params)
+    rollouts.give(done, trained)
     skipped = _Skipped(record.progress.row, state)
     for index in range(done + 1, config.steps + 1):
         state, row, seen = _step(config, parts, record, rollouts, reference, index)
@@ -277,6 +285,7 @@ def _loop(
         for line in skipped.lines(row, state):
             record.note(line)
         if stop() and index < config.steps:
+            record.save_together()  # while all ranks are here
             raise KeyboardInterrupt
 
 
@@ -336,7 +345,7 @@ def _step(
         record.give_up_state()
     state, numbers = _update(config, parts, old, rolled, reference, index)
     trained = time.perf_counter()
-    rollouts.give(index, state.params)
+    rollouts.give(index, whole_params(parts, state))
     pushed = time.perf_counter()
     row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
     row |= {"time/train": trained - rewarded, "time/push": pushed - trained}

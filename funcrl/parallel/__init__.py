@@ -4,7 +4,15 @@ from funcrl.parallel.collectives import all_gather, broadcast, pmax, psum, psum_
 from funcrl.parallel.mesh import ALONE, Axis, Mesh, make_mesh
 from funcrl.parallel.objects import gather_objects
 from funcrl.parallel.rows import own_rows
-from funcrl.parallel.shards import Layout, global_norm, layout_of, psum_shard_tree, shard, unshard
+from funcrl.parallel.shards import (
+    Layout,
+    global_norm,
+    layout_of,
+    psum_shard_tree,
+    shard,
+    unshard,
+    whole_leaf,
+)
 from funcrl.parallel.trees import broadcast_tree, pairwise_psum_tree, psum_tree
 
 __all__ = [
@@ -28,4 +36,5 @@ __all__ = [
     "psum_tree",
     "shard",
     "unshard",
+    "whole_leaf",
 ]

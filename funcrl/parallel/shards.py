@@ -103,11 +103,16 @@ def global_norm(values: TensorTree, axis: Axis) -> Tensor:
     return norm if axis.size == 1 else tree.leaf_norm(all_gather(norm[None], axis))
 
 
+@checked
 def whole_leaf(leaf: Tensor, shape: tuple[int, ...], axis: Axis) -> Tensor:
-    """Return a leaf of which each rank has a shard; one that is whole on each is the first's."""
-    if axis.size == 1 or (leaf.shape == shape and leaf.ndim == 0):
-        return leaf
-    return _whole(leaf, shape, axis)
+    """Return a leaf of a whole shape, of which this is the shard; one of that shape is it already.
+
+    Example:
+        >>> import torch, funcrl
+        >>> funcrl.parallel.whole_leaf(torch.ones(2), (2,), funcrl.parallel.Mesh().shard)
+        tensor([1., 1.])
+    """
+    return leaf if leaf.shape == shape else _whole(leaf, shape, axis)
 
 
 def _whole(leaf: Tensor, shape: tuple[int, ...], axis: Axis) -> Tensor:

@@ -1,9 +1,9 @@
 """Writes a run's folder: its metrics, completions and checkpoints; and resumes it."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from funcrl import config as configs
 from funcrl.config import TrainConfig
@@ -28,6 +28,8 @@ from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
 
+# A state of which each rank has a part -> the whole one; all ranks call it.
+WholeFn: TypeAlias = Callable[[TrainState], TrainState]
 _OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
 
@@ -47,12 +49,12 @@ class Record:
     def __init__(
         self, config: TrainConfig, folder: Path, title: str, view: View,
         command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
-        tokenizer: Mapping[str, bytes] | None = None,
+        tokenizer: Mapping[str, bytes] | None = None, whole: WholeFn | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.note, self._config = folder, view.note, config
         self._display = _Display(view, f"{title} in {config.run_dir}")
         self._progress: Progress | None = None
-        self._tokenizer = tokenizer or {}
+        self._tokenizer, self._whole = tokenizer or {}, whole
         self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._traces = Traces(folder)
@@ -65,6 +67,7 @@ class Record:
             self._traces.remove_folders()
             raise
         self._given_up = False  # whether an update is overwriting the state
+        self._began_to_save = -1  # the step that was to be saved last
 
     @property
     def progress(self) -> Progress:
@@ -138,6 +141,10 @@ class Record:
             write_facts(self.folder, self._config, self._facts, self._tokenizer)
         self._display.start(self.folder, self._config, found.step)
 
+    def go_on(self, progress: Progress) -> None:
+        """Go on with this rank's part of the last finished step."""
+        self._progress = progress
+
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
         self._display.start(self.folder, self._config, 0)
@@ -180,11 +187,20 @@ class Record:
         self._given_up = True
 
     def save(self) -> None:
-        """Begin a checkpoint of the last finished step."""
+        """Begin a checkpoint of the last finished step, with all ranks where they share it."""
         step, state, row, older = self.progress
+        self._began_to_save = step
+        if self._whole is not None:
+            state = self._whole(state)
         runs.sync_lines(self.folder)  # before what goes on from them
         facts = {"step": step, "row": row}
         self._checkpoints.save(step, state, facts, score_of(row), older)
+
+    def save_together(self) -> None:
+        """Save the last finished step if all ranks share it, and it has not been saved."""
+        is_new = self._began_to_save != self.progress.step
+        if is_new and self._whole is not None and self._config.checkpoint.every:
+            self.save()
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose, and report what is saved.
@@ -232,6 +248,8 @@ class Record:
         try:
             self.wait()
             unsaved = self._progress is not None and self._progress.step != self._checkpoints.newest
+            if unsaved and self._whole is not None:  # which the other ranks may not join
+                return OSError("each rank has a part of it, and they did not end together.")
             if unsaved and not self._given_up:
                 self.save()
                 self.wait()

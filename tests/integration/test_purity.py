@@ -345,6 +345,14 @@ TABLE_OF_CALLS = {
         ]
     },
     "parallel.make_mesh": (parallel.make_mesh, ()),
+    "parallel.layout_of": (parallel.layout_of, (MATRICES,)),
+    "parallel.shard": (parallel.shard, (MATRICES, parallel.Axis(3, 1))),
+    "parallel.unshard": (
+        parallel.unshard, (MATRICES, parallel.layout_of(MATRICES), parallel.ALONE.shard)
+    ),
+    "parallel.whole_leaf": (parallel.whole_leaf, (T[0], (6,), parallel.ALONE.shard)),
+    "parallel.global_norm": (parallel.global_norm, (GRADS, parallel.ALONE.shard)),
+    "parallel.psum_shard_tree": (parallel.psum_shard_tree, (GRADS, parallel.ALONE)),
     "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Mesh(all=parallel.Axis(3, 1)))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
