@@ -15,8 +15,8 @@ from torch import Tensor
 from funcrl.config import TrainConfig
 from funcrl.core import tree
 from funcrl.core.types import Params
-from funcrl.loop.build import Parts
-from funcrl.loop.rollouts.roll import Policy, Rolled, roll
+from funcrl.loop.build import Parts, whole_params
+from funcrl.loop.rollouts.roll import Policy, Rolled, roll, whole_policy
 from funcrl.run.follower import Follower
 from funcrl.run.record import Record
 
@@ -69,9 +69,12 @@ class InTurn:
 
     def give(self, version: int, trained: Params) -> None:
         """Push what a step has trained."""
-        policy = Policy(version, trained, self._parts.policy(trained))
-        self._policies = [policy]
-        self._parts.generator.push(policy.params, version)
+        parts = self._parts
+        params = parts.policy(whole_params(parts, trained))
+        parts.generator.push(params, version)
+        # Where the ranks share what is trained, the generator alone has it whole.
+        is_shared = not isinstance(parts.layout, tuple)
+        self._policies = [Policy(version, trained, () if is_shared else params, is_shared)]
 
     def take(self, index: int) -> Rolled:
         """Draw the rollout of a step."""
@@ -124,7 +127,8 @@ class Ahead:
 
     def give(self, version: int, trained: Params) -> None:
         """Keep what a step has trained, in memory that no later step writes to."""
-        kept = tree.map(torch.clone, trained) if self._parts.donates else trained
+        whole = whole_params(self._parts, trained)
+        kept = tree.map(torch.clone, whole) if self._parts.donates else whole
         self._policies.append(Policy(version, kept, self._parts.policy(kept)))
         while self._policies[0].version < version - self._config.max_staleness:
             self._policies.popleft()
@@ -168,7 +172,7 @@ class Ahead:
 
     def _roll(self, index: int, policy: Policy) -> Rolled:
         start = time.perf_counter()
-        self._parts.generator.push(policy.params, policy.version)
+        self._parts.generator.push(whole_policy(self._parts, policy), policy.version)
         pushed = time.perf_counter() - start
         rolled = roll(self._config, self._parts, index, policy)
         generate = pushed + rolled.numbers["time/generate"]

@@ -362,11 +362,11 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
 }
 
 
-def whole_params(parts: Parts, state: TrainState) -> Params:
-    """Return what a state trains, put together from the shards of all ranks."""
+def whole_params(parts: Parts, trained: Params) -> Params:
+    """Return what a state trains, put together from the shards of all ranks if they share it."""
     if isinstance(parts.layout, tuple):
-        return state.params
-    return unshard(state.params, parts.layout, parts.mesh.shard)
+        return trained
+    return unshard(trained, parts.layout, parts.mesh.shard)
 
 
 def first_params(parts: Parts) -> Params:

@@ -32,7 +32,7 @@ from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
 class Trained(NamedTuple):
     """The result of a run."""
 
-    state: TrainState
+    state: TrainState  # of ranks that share it, this one's part
     history: list[dict[str, Any]]  # the rows of metrics.jsonl, NaN where they are null
     run_dir: Path  # the run's folder
 

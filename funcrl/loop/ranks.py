@@ -73,8 +73,8 @@ def agreed(stop: Callable[[], bool], mesh: Mesh) -> Callable[[], bool]:
 
 def whole_like(parts: Parts) -> TrainState:
     """Return the state of one process, of tensors that have shapes and dtypes but no values."""
+    step = grpo_step(parts.model_fn, optimizer=parts.optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        step = grpo_step(parts.model_fn, optimizer=parts.optimizer)
         return step.init(dict(trained_like(parts)), parts.config.seed)
 
 

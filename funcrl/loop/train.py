@@ -33,7 +33,15 @@ from funcrl.loop.ranks import (
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record
 from funcrl.loop.rollouts.ranks import draw_and_grade
-from funcrl.loop.rollouts.roll import EVALUATION, ORDER, WARM_START, Rolled, left_out
+from funcrl.loop.rollouts.roll import (
+    EVALUATION,
+    ORDER,
+    WARM_START,
+    Rolled,
+    left_out,
+    whole_policy,
+    whole_trained,
+)
 from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
@@ -261,16 +269,17 @@ def _loop(
     stop: Callable[[], bool],
 ) -> None:
     """Run the remaining steps."""
-    done, trained = record.progress.step, whole_params(parts, record.progress.state)
-    state, reference = record.progress.state, None
+    done, state = record.progress.step, record.progress.state
+    reference = None
     if parts.kl:
+        reference = whole_params(parts, state.params)
         if isinstance(record, Record):
-            reference = reference_policy(record.folder, done, trained)
-        reference = reference_of_first(reference or trained, parts.mesh)
+            reference = reference_policy(record.folder, done, reference)
+        reference = reference_of_first(reference, parts.mesh)
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
-    rollouts.give(done, trained)
+    rollouts.give(done, state.params)
     skipped = _Skipped(record.progress.row, state)
     for index in range(done + 1, config.steps + 1):
         state, row, seen = _step(config, parts, record, rollouts, reference, index)
@@ -279,7 +288,7 @@ def _loop(
             record.note(f"Exact numerics use funcrl's own kernel for {'; '.join(slow)}.")
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
-            policy = rollouts.newest.params
+            policy = whole_policy(parts, rollouts.newest)
             row |= rollouts.run(partial(_evaluated, config, parts, policy, index, prompts))
         record.advance(state, row, seen, rollouts.older)
         for line in skipped.lines(row, state):
@@ -345,7 +354,7 @@ def _step(
         record.give_up_state()
     state, numbers = _update(config, parts, old, rolled, reference, index)
     trained = time.perf_counter()
-    rollouts.give(index, whole_params(parts, state))
+    rollouts.give(index, state.params)
     pushed = time.perf_counter()
     row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
     row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
@@ -373,7 +382,7 @@ def _update(
     if parts.sampling.truncates:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
-        drawn_by = rolled.policy.trained
+        drawn_by = whole_trained(parts, rolled.policy)
         behavior = _scored(config, parts, drawn_by, rows)
         rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()

@@ -13,7 +13,7 @@ from funcrl.core.types import Algorithm, Params, Rollout, Sample
 from funcrl.loop.build import Parts
 from funcrl.loop.rollouts.draw import Completed
 from funcrl.loop.rollouts.grade import Graded, comparable
-from funcrl.loop.rollouts.roll import Rolled
+from funcrl.loop.rollouts.roll import Rolled, whole_trained
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length
 from funcrl.run.runs import Completion
@@ -122,6 +122,6 @@ def completions_to_record(
     if index != 1 and index % config.log.completions_every and index != config.steps:
         return to_completions(completed, graded, index, 1, advantages)
     rows = to_completions(completed, graded, index, config.log.num_completions, advantages)
-    trained, multiple = policy.trained, config.length_multiple
+    trained, multiple = whole_trained(parts, policy), config.length_multiple
     tokens = tokens_of_first(parts, trained, completed, rollout, multiple)
     return [rows[0]._replace(**tokens), *rows[1:]]

@@ -41,14 +41,16 @@ def draw_and_grade(
     axis, start = parts.mesh.rollouts, time.perf_counter()
     places = own_prompts([prompt.text for prompt in prompts], axis)
     own = [prompts[place] for place in places]
-    completed = complete(parts.task, parts.generator, own, sampling, seed) if own else None
+    completed = None
+    if own or axis.size == 1:
+        completed = complete(parts.task, parts.generator, own, sampling, seed)
     seconds = time.perf_counter() - start
     rewarded: list[Rewarded] = []
     if completed is not None:
         limits = limits_of(config)
         rewarded = batch_rewards(parts.task, completed.prompts, completed.outcomes, limits)
     share = _Share(places, completed, rewarded)
-    if axis.size > 1 or completed is None:
+    if axis.size > 1:
         share = _joined(prompts, _of_all_ranks(share, axis), config.device)
     every = graded_of(parts.task, share.rewarded, config.reward_weights, config.on_reward_error)
     assert share.completed is not None  # there is a prompt
@@ -73,8 +75,10 @@ def _of_all_ranks(share: _Share, axis: Axis) -> list[_Share]:
     """Return what all ranks have drawn, without what is of no use elsewhere or cannot travel."""
     completed = share.completed
     if completed is not None:
-        samples = tree.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, completed)
-        completed = samples._replace(prompts=[], outcomes=[])
+        samples = tree.map(
+            lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, completed.samples
+        )
+        completed = completed._replace(prompts=[], outcomes=[], samples=samples)
     rewarded = [each._replace(cause=None) for each in share.rewarded]
     shares = gather_objects(_Share(share.places, completed, rewarded), axis)
     shares[axis.rank] = shares[axis.rank]._replace(rewarded=share.rewarded)  # with its errors

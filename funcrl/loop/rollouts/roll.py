@@ -8,8 +8,8 @@ import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core import rng
-from funcrl.core.types import Params, Rollout
-from funcrl.loop.build import Parts
+from funcrl.core.types import Absent, Params, Rollout
+from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.rollouts.draw import Completed, to_rollout
 from funcrl.loop.rollouts.grade import Graded, comparable, punish_overlong
 from funcrl.loop.rollouts.ranks import draw_and_grade
@@ -26,7 +26,20 @@ class Policy(NamedTuple):
 
     version: int  # the number of steps that it has learned from
     trained: Params  # parameters, or adapters
-    params: Params  # to generate with
+    params: Params | Absent  # to generate with; absent where they were pushed and not kept
+    is_shared: bool = False  # whether `trained` is this rank's shards
+
+
+def whole_trained(parts: Parts, policy: Policy) -> Params:
+    """Return the whole parameters, or adapters, of a policy; all ranks call it."""
+    return whole_params(parts, policy.trained) if policy.is_shared else policy.trained
+
+
+def whole_policy(parts: Parts, policy: Policy) -> Params:
+    """Return the whole parameters to generate with; all ranks call it."""
+    if not isinstance(policy.params, tuple):
+        return policy.params
+    return parts.policy(whole_trained(parts, policy))
 
 
 class Rolled(NamedTuple):
