@@ -1,0 +1,74 @@
+"""What ranks send in a step, counted from its graph on a group of 64 that does not exist."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import math
+import torch
+from cases import tiny_batch, tiny_model
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import funcrl
+from funcrl.parallel import Axis, Mesh, layout_of, own_rows
+
+SIZE = 64
+distributed.init_process_group("fake", rank=3, world_size=SIZE, store=FakeStore())
+EVERY = Axis(SIZE, 3, distributed.group.WORLD.group_name)
+model = tiny_model()
+params = funcrl.init_params(model, seed=0)
+whole = sum(leaf.numel() for leaf in params.values())
+rows = {name: math.ceil(leaf.shape[0] / SIZE) for name, leaf in params.items()}  # of a rank
+held = sum(rows[name] * leaf[0].numel() for name, leaf in params.items())
+
+
+def sent(shard):
+    # Bytes that each kind of collective takes in, and the largest tensor that one gives.
+    mesh = Mesh(shard=EVERY, all=EVERY) if shard else Mesh(data=EVERY, all=EVERY)
+    layout = layout_of(params) if shard == "state" else ()
+    step = funcrl.grpo_step(funcrl.logprob_fn(model), mesh=mesh, layout=layout)
+    state = step.init(params)
+    numbers = [leaf.numel() for leaf in funcrl.tree.leaves(state.params)]
+    graph = funcrl.trace(step.update, state, own_rows(tiny_batch(dtype=torch.float32), mesh))
+    found, largest = {}, 0
+    for node in graph.graph.nodes:
+        name = str(node.target)
+        if "_c10d_functional" in name and "wait" not in name:
+            value = node.args[0].meta["val"]
+            kind = name.split(".")[1]
+            if value.dtype == torch.float32:  # metrics are float64
+                found[kind] = found.get(kind, 0) + value.nbytes
+                largest = max(largest, node.meta["val"].nbytes)
+    return sum(numbers), found, largest
+
+
+most = max(leaf.nbytes for leaf in params.values())
+numbers, found, _ = sent("")
+assert numbers == whole
+assert found == {"all_reduce": 4 * whole}, found
+numbers, found, largest = sent("optimizer")
+assert numbers == whole
+scattered = {"reduce_scatter_tensor": 4 * SIZE * held}
+norms = 2 * 4  # of the gradients, for the metric and for the clip
+assert found == scattered | {"all_gather_into_tensor": 4 * held + norms}, (found, held)
+numbers, found, largest = sent("state")
+assert numbers == held
+assert found == scattered | {"all_gather_into_tensor": 4 * held + norms}, (found, held)
+assert largest <= 4 * SIZE * max(rows[name] * leaf[0].numel() for name, leaf in params.items())
+"""
+
+
+@pytest.mark.slow
+def test_what_is_sent_is_what_the_arithmetic_says():
+    paths = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
