@@ -21,6 +21,7 @@ from funcrl.core.types import Metrics, Rows, Step, TrainState
 from funcrl.graph.aliases import written_inputs
 from funcrl.graph.capture import Program, capture
 from funcrl.graph.donation import check_own_memory
+from funcrl.graph.gathers import gather_late
 from funcrl.graph.lowering import (
     add_fences,
     embedding_by_kernel,
@@ -170,9 +171,9 @@ def step_graph(step: Step, state: TrainState, batch: Rows, config: CompileConfig
     graph = trace(step.update, state, tree.map(_contiguous, batch))
     if config.fuse == "per_sample":
         graph = fuse_per_sample(graph)
-    if config.remat == "none":
-        return graph
-    return remat(graph, config.remat, config.remat_budget or None)
+    if config.remat != "none":
+        graph = remat(graph, config.remat, config.remat_budget or None)
+    return gather_late(graph)
 
 
 def _check(state: TrainState, config: CompileConfig) -> None:
