@@ -262,7 +262,7 @@ def dying_bytes(pieces, args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "all at once", "two turns"])
+@pytest.mark.parametrize("name", ["all at once", "two turns"])
 def test_memory_grows_by_what_one_piece_is_given(name):
     """A caller holds what it passes until the call returns: for one layer's backward pass all that
     its forward pass kept, of which a flat graph frees some while it runs. With three layers that

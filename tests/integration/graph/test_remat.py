@@ -346,7 +346,7 @@ def test_trees_in_and_out_stay_trees():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("policy", ["selective"])
 def test_nothing_is_merged_away_by_autograds_compiler(policy):
     from torch._dynamo.backends.common import aot_autograd
 

@@ -104,7 +104,6 @@ def test_several_updates_of_an_older_policys_rollout_want_a_bound_of_their_own(t
 
 # What a checkpoint has to bring back, each in its own way.
 KINDS = {
-    "one behind": {"max_staleness": 1},
     "two behind, several updates": {
         "max_staleness": 2, "num_minibatches": 2, "num_iterations": 2,
         "algorithm": AlgorithmConfig(kl=0.1, entropy=0.05, max_importance=2.0),

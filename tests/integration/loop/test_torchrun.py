@@ -152,9 +152,8 @@ def test_a_run_has_the_bits_of_one_process(tmp_path, whole, ranks, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), STATE])
-def test_ranks_that_are_killed_go_on_to_the_same_bits(tmp_path, whole, options):
-    process = torchrun(tmp_path / "run", 2, options, restarts=3)
+def test_ranks_that_are_killed_go_on_to_the_same_bits(tmp_path, whole):
+    process = torchrun(tmp_path / "run", 2, restarts=3)
     for rank, step in ((1, 1), (0, 3)):
         wait_for_step(tmp_path / "run", step)
         os.kill(pid_of(process, rank), signal.SIGKILL)
@@ -162,7 +161,7 @@ def test_ranks_that_are_killed_go_on_to_the_same_bits(tmp_path, whole, options):
     status, output = ended(process)
     assert status == 0, output
     assert "another rank has ended or does not answer" in output
-    assert_same_run(tmp_path / "run", whole, SHARED if options else 0.0)
+    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.slow

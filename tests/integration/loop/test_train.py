@@ -769,7 +769,7 @@ def test_a_task_without_held_out_prompts_warms_up_on_others_of_its_own(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_a_compiled_run_ends_in_the_same_bits(tmp_path, backend):
     """Beside one whose rows are as long: rounding may depend on how many numbers are summed.
 

@@ -84,7 +84,7 @@ def peaks(layers, remat):
     return nbytes, held, predict_peak(written), predict_peak(late)
 
 
-for remat in ("none", "full"):
+for remat in ("full",):
     (few, held_few, written_few, late_few), (many, held_many, written_many, late_many) = (
         peaks(layers, remat) for layers in (4, 8)
     )
