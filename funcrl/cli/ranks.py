@@ -12,7 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from funcrl.config import TrainConfig
-from funcrl.parallel import ALONE, Mesh, make_mesh
+from funcrl.parallel import Mesh, make_mesh
+from funcrl.parallel.mesh import ALONE
 
 # What an error of a collective says that another rank has left, or has not come.
 _OF_OTHERS = ("connection closed by peer", "connection reset by peer", "timed out", "timeout")

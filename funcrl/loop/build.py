@@ -27,7 +27,8 @@ from funcrl.loop import data, from_config, sources
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import Lora, is_shape
-from funcrl.parallel import ALONE, Layout, Mesh, layout_of, unshard
+from funcrl.parallel import Layout, Mesh, layout_of, unshard
+from funcrl.parallel.mesh import ALONE
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard

@@ -19,7 +19,8 @@ from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
-from funcrl.parallel import ALONE, Axis
+from funcrl.parallel import Axis
+from funcrl.parallel.mesh import ALONE
 from funcrl.rl import algorithms, ratios
 from funcrl.tasks.contracts import Task
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named

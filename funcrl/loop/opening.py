@@ -13,7 +13,8 @@ from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
 from funcrl.loop.ranks import of_first_rank
 from funcrl.loop.sources import options_of_run, parts_of_network
-from funcrl.parallel import ALONE, Mesh
+from funcrl.parallel import Mesh
+from funcrl.parallel.mesh import ALONE
 from funcrl.run import runs
 from funcrl.run.folder import (
     check_options_kept,

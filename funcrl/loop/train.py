@@ -46,7 +46,8 @@ from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products
-from funcrl.parallel import ALONE, Mesh, all_gather, broadcast_tree, own_rows
+from funcrl.parallel import Mesh, all_gather, broadcast_tree, own_rows
+from funcrl.parallel.mesh import ALONE
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.run import runs

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core import numerics, tree
 from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
 from funcrl.core.types import GradientTransformation, Params, Tree
-from funcrl.parallel import ALONE, Axis, all_gather, global_norm
+from funcrl.parallel import Axis, all_gather, global_norm
+from funcrl.parallel.mesh import ALONE
 
 
 class EmptyState(NamedTuple):

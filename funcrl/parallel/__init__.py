@@ -1,7 +1,7 @@
 """Many ranks: a mesh as a value, collectives that are the identity without one, rows of a rank."""
 
 from funcrl.parallel.collectives import all_gather, broadcast, pmax, psum, psum_scatter
-from funcrl.parallel.mesh import ALONE, Axis, Mesh, make_mesh
+from funcrl.parallel.mesh import Axis, Mesh, make_mesh
 from funcrl.parallel.objects import gather_objects
 from funcrl.parallel.rows import own_rows
 from funcrl.parallel.shards import (
@@ -16,7 +16,6 @@ from funcrl.parallel.shards import (
 from funcrl.parallel.trees import broadcast_tree, pairwise_psum_tree, psum_tree
 
 __all__ = [
-    "ALONE",
     "Axis",
     "Layout",
     "Mesh",

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
+from funcrl.core.arguments import Count, FinitePositive, checked
+
 
 class Axis(NamedTuple):
     """Ranks that share a collective, as one of them sees them; one rank alone by default."""
@@ -31,7 +33,8 @@ class Mesh(NamedTuple):
 ALONE = Mesh()
 
 
-def make_mesh(timeout: float = 600.0, shard: int = 1) -> Mesh:
+@checked
+def make_mesh(timeout: FinitePositive = 600.0, shard: Count = 1) -> Mesh:
     """Return the mesh of all ranks of torch.distributed; that of one rank where it has not begun.
 
     All ranks call it, in the same order as their other collectives: it makes process groups, with
@@ -47,10 +50,8 @@ def make_mesh(timeout: float = 600.0, shard: int = 1) -> Mesh:
         >>> mesh.all
         Axis(size=1, rank=0, group='')
     """
-    if not (timeout > 0):
-        raise ValueError(f"make_mesh expects timeout > 0, got {timeout}.")
     size = distributed.get_world_size() if distributed.is_initialized() else 1
-    if shard < 1 or size % shard:
+    if size % shard:
         raise ValueError(f"make_mesh expects shard to divide the {size} ranks, got {shard}.")
     if size == 1:
         return ALONE

@@ -31,8 +31,8 @@ def own_rows(batch: Rows, mesh: Mesh, in_order: bool = False) -> Rows:
         ...     behavior_logprobs=torch.full((3, 3), -2.0), rewards=torch.tensor([0.0, 1.0, 0.0]),
         ...     policy_version=torch.zeros(3, dtype=torch.int64))
         >>> batch = funcrl.collate(rollout, funcrl.grpo())
-        >>> second = funcrl.parallel.Axis(size=2, rank=1)
-        >>> funcrl.parallel.own_rows(batch, funcrl.parallel.Mesh(all=second)).mask.any(dim=1)
+        >>> first = funcrl.parallel.Mesh(all=funcrl.parallel.Axis(size=2, rank=0))
+        >>> funcrl.parallel.own_rows(batch, first).mask.any(dim=1)  # one row, and one of padding
         tensor([ True, False])
     """
     axis = mesh.all

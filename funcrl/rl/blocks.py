@@ -17,7 +17,6 @@ from funcrl.core.numerics import pairwise, pairwise_sum
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import ExactModelFn, Metrics, ModelFn, Params, Rows, TokenScores
 from funcrl.parallel import (
-    ALONE,
     Axis,
     Mesh,
     pairwise_psum_tree,
@@ -25,6 +24,7 @@ from funcrl.parallel import (
     psum_tree,
     shard,
 )
+from funcrl.parallel.mesh import ALONE
 from funcrl.rl.backward import one_number, reduce_rows, value_and_grad
 from funcrl.rl.grads import Gradient, PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples

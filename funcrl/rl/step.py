@@ -29,7 +29,6 @@ from funcrl.core.types import (
 from funcrl.models.logprobs import reading_segments, score
 from funcrl.optim.base import refuse_writes
 from funcrl.parallel import (
-    ALONE,
     Axis,
     Layout,
     Mesh,
@@ -40,6 +39,7 @@ from funcrl.parallel import (
     shard,
     unshard,
 )
+from funcrl.parallel.mesh import ALONE
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens

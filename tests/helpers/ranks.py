@@ -21,7 +21,7 @@ def run_ranks(command, size, seconds=300.0):
         while None in codes and not any(codes) and time.monotonic() < end:
             time.sleep(0.05)
             codes = [rank.poll() for rank in ranks]
-        assert codes == [0] * size
+        assert codes == [0] * size, codes
     finally:
         for rank in ranks:
             rank.kill()

@@ -43,6 +43,7 @@ RATE = optim.sgd(0.1)
 
 # By the name of the argument, which means the same nearly everywhere.
 VALUES: dict[str, Any] = {
+    "axis": funcrl.parallel.Mesh().all, "mesh": funcrl.parallel.Mesh(),
     "a": purity.MATRICES, "accuracy": lambda params: 1.0, "adapters": {}, "advantages": LOGPROBS,
     "algorithm": funcrl.grpo(), "angles": torch.zeros(3, 4), "answer": "5", "array": None,
     "b": purity.MATRICES, "base": purity.MICRO_PARAMS, "batch": purity.BATCH,
@@ -147,6 +148,12 @@ OWN: dict[str, dict[str, Any]] = {
     "rewards.weighted_sum": {"rewards": {"x": LOGPROBS}, "weights": None},
     "rng.splitmix64": {"value": torch.zeros(2, dtype=torch.int64)},
     "rollouts.grade": {"weights": None},
+    "metrics.merge_ranks": {"report": purity.METRICS, "weight": torch.tensor(2)},
+    "parallel.gather_objects": {"value": "mine"},
+    "parallel.whole_leaf": {"leaf": torch.zeros(3), "shape": (3,)},
+    "parallel.layout_of": {"params": purity.MATRICES},
+    "parallel.unshard": {
+        "shards": purity.MATRICES, "layout": funcrl.parallel.layout_of(purity.MATRICES)},
     "rollouts.to_completions": {"step": 1},
     "rows.over_rows": {"fn": purity.MODEL_FN},
     "save": {"path": FOLDER / "saved", "state": purity.MATRICES},

@@ -4,8 +4,10 @@ import importlib
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -116,20 +118,22 @@ class TestVLLM:
 
 @pytest.mark.slow
 def test_ray_starts_the_ranks_of_a_run(tmp_path):
-    """On this machine, with a home of its own: Ray leaves files there."""
+    """On this machine, with a home of its own, and a short one: Ray leaves sockets there."""
+    home = tempfile.mkdtemp(prefix="ray")
     command = [
         sys.executable, "-W", "ignore", EXAMPLES / "ray_train.py", "--num-workers", "2",
         "--run-dir", "run", "--steps", "3", "--warm-start.steps", "1", "--num-prompts", "4",
         "--evaluation.every", "0",
     ]  # fmt: skip
     environment = {
-        "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0",
+        "HOME": home, "RAY_TMPDIR": home, "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
         list(map(str, command)), cwd=tmp_path, env=os.environ | environment,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+    shutil.rmtree(home, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 ranks, step 3, reward" in done.stdout
     assert [row["step"] for row in funcrl.runs.read_history(tmp_path / "run")] == [0, 1, 2, 3]

@@ -328,12 +328,12 @@ TABLE_OF_CALLS = {
     "losses.penalty": (losses.penalty(0.1, "k3+", 0.1), (funcrl.TokenScores(*T[:2]), T[2], T[0])),
     "metrics.token_means": (metrics.token_means, (METRICS, torch.tensor(3))),
     "metrics.merge": (metrics.merge, ([METRICS, METRICS], [1, torch.tensor(3)])),
-    "metrics.merge_ranks": (metrics.merge_ranks, (METRICS, COUNT, parallel.ALONE.data)),
+    "metrics.merge_ranks": (metrics.merge_ranks, (METRICS, COUNT, parallel.Mesh().data)),
     "metrics.num_samples": (metrics.num_samples, (COLLATED,)),
     "metrics.to_floats": (metrics.to_floats, (METRICS,)),
     "metrics.describe_rollout": (metrics.describe_rollout, (ROLLOUT, {"x": ROLLOUT.rewards})),
     **{  # of one rank; tests/integration/rl/test_ranks.py has several
-        f"parallel.{function.__name__}": (function, (value, parallel.ALONE.data))
+        f"parallel.{function.__name__}": (function, (value, parallel.Mesh().data))
         for function, value in [
             *((each, T[0]) for each in (
                 parallel.psum, parallel.pmax, parallel.all_gather, parallel.psum_scatter,
@@ -348,11 +348,11 @@ TABLE_OF_CALLS = {
     "parallel.layout_of": (parallel.layout_of, (MATRICES,)),
     "parallel.shard": (parallel.shard, (MATRICES, parallel.Axis(3, 1))),
     "parallel.unshard": (
-        parallel.unshard, (MATRICES, parallel.layout_of(MATRICES), parallel.ALONE.shard)
+        parallel.unshard, (MATRICES, parallel.layout_of(MATRICES), parallel.Mesh().shard)
     ),
-    "parallel.whole_leaf": (parallel.whole_leaf, (T[0], (6,), parallel.ALONE.shard)),
-    "parallel.global_norm": (parallel.global_norm, (GRADS, parallel.ALONE.shard)),
-    "parallel.psum_shard_tree": (parallel.psum_shard_tree, (GRADS, parallel.ALONE)),
+    "parallel.whole_leaf": (parallel.whole_leaf, (T[0], (6,), parallel.Mesh().shard)),
+    "parallel.global_norm": (parallel.global_norm, (GRADS, parallel.Mesh().shard)),
+    "parallel.psum_shard_tree": (parallel.psum_shard_tree, (GRADS, parallel.Mesh())),
     "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Mesh(all=parallel.Axis(3, 1)))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),

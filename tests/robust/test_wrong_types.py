@@ -40,12 +40,14 @@ _MASKED = [(f"optim.{name}", "mask") for name in (
     "adamw", "add_decayed_weights", "freeze", "masked", "sgd")]  # fmt: skip
 _TREES = [
     ("clip_per_sample()", "grads"), ("per_sample_norms", "grads"), ("rows.num_rows", "batch"),
-    ("rows.split_rows", "batch"), ("tree.global_norm", "tree"),
+    ("rows.split_rows", "batch"), ("tree.global_norm", "tree"), ("parallel.global_norm", "values"),
 ]  # fmt: skip
 _EMPTY_TREES = [
     ("optim.current_learning_rate", "opt_state"), ("optim.skip_nonfinite().update", "grads"),
     ("optim.scale_by_learning_rate().update", "grads"), ("save", "state"), ("tree.cast", "tree"),
-    ("tree.zeros_like", "tree"),
+    ("tree.zeros_like", "tree"), ("parallel.broadcast_tree", "values"),
+    ("parallel.pairwise_psum_tree", "values"), ("parallel.psum_shard_tree", "values"),
+    ("parallel.psum_tree", "values"), ("parallel.shard", "values"),
 ]  # fmt: skip
 SILENT: dict[tuple[str, str], tuple[set[str], str]] = {
     **dict.fromkeys(_ANY_TREE, (ALL, "any object is a tree: what is no container is a leaf")),
@@ -63,6 +65,7 @@ SILENT: dict[tuple[str, str], tuple[set[str], str]] = {
     ("checks.check_rank", "value"): (TENSOR, "what the check is for"),
     ("checks.check_shape", "value"): (TENSOR, "what the check is for"),
     ("checks.check_tensor", "value"): (TENSOR, "what the check is for"),
+    ("parallel.gather_objects", "value"): (ALL, "anything that can be pickled"),
     ("rollouts.named_rewards", "outcome"): (ALL, "an environment's state is of any kind"),
     ("trace", "args"): (TENSOR, "what the traced function takes"),
 }  # fmt: skip

@@ -5,7 +5,8 @@ import torch
 from ranks import run_ranks
 
 import funcrl
-from funcrl.parallel import ALONE, all_gather, broadcast, pmax, psum, psum_scatter
+from funcrl.parallel import all_gather, broadcast, pmax, psum, psum_scatter
+from funcrl.parallel.mesh import ALONE
 
 PROGRAM = """
 import sys

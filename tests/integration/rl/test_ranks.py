@@ -11,7 +11,8 @@ from rank_cases import COMPILED, cases_of
 from ranks import run_ranks
 
 import funcrl
-from funcrl.parallel import ALONE, Axis, Mesh, own_rows
+from funcrl.parallel import Axis, Mesh, own_rows
+from funcrl.parallel.mesh import ALONE
 
 
 def results(folder, size):
