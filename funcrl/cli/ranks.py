@@ -12,18 +12,13 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from funcrl.config import TrainConfig
+from funcrl.core.process import num_ranks
 from funcrl.parallel import Mesh, make_mesh
 from funcrl.parallel.mesh import ALONE
 
 # What an error of a collective says that another rank has left, or has not come.
 _OF_OTHERS = ("connection closed by peer", "connection reset by peer", "timed out", "timeout")
 _NAMES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def num_ranks() -> int:
-    """Return how many processes torchrun has started for this run; 1 without it."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    return int(size) if size.isdigit() and int(size) > 0 else 1
 
 
 def rank_label() -> str:

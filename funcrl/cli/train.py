@@ -24,9 +24,10 @@ from funcrl.cli.options import (
     value_of,
     with_compile_options,
 )
-from funcrl.cli.ranks import is_restarted, joined_ranks, num_ranks
+from funcrl.cli.ranks import is_restarted, joined_ranks
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.core.printing import print_safely
+from funcrl.core.process import num_ranks
 from funcrl.loop import memory, sources
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import estimate_memory
@@ -149,7 +150,6 @@ def _run(
     command: Sequence[str],
     trust: bool | Sequence[str],
 ) -> None:
-    is_first = os.environ.get("RANK", "0") == "0"
     stop = _Stop(patience=2.0 if num_ranks() > 1 else 0.0)
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -165,7 +165,7 @@ def _run(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if not is_first:
+    if mesh.all.rank:  # the first one says how it went
         return
     first, last = trained.history[0], trained.history[-1]
     began, ended = held_out(first), held_out(last)

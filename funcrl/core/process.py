@@ -56,6 +56,12 @@ def end_forked_child(process: int) -> None:
     os._exit(1)
 
 
+def num_ranks() -> int:
+    """Return how many processes torchrun or accelerate has started together; 1 without them."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdigit() and int(size) > 0 else 1
+
+
 def refuse_ranks(function: str, advice: str = "") -> None:
     """Raise in one of several processes that torchrun or accelerate has started.
 
@@ -65,10 +71,9 @@ def refuse_ranks(function: str, advice: str = "") -> None:
         function: or command, that several processes do not share.
         advice: what to do.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size.isdigit() and int(world_size) > 1:
+    if num_ranks() > 1:
         raise ValueError(
-            f"{function} expects one process, got one of {world_size} (WORLD_SIZE), as torchrun "
+            f"{function} expects one process, got one of {num_ranks()} (WORLD_SIZE), as torchrun "
             f"and accelerate start them: each would do the same work by itself.{advice}"
         )
 

@@ -39,10 +39,10 @@ def gather_late(module: GraphModule) -> GraphModule:
     Args:
         module: a traced step, after `remat`; without gathers of its inputs it is returned as it is.
     """
+    if not any(_is_of_input(node) for node in module.graph.nodes):
+        return module
     graph = copied(module.graph)
     gathers = [node for node in graph.nodes if _is_of_input(node)]
-    if not gathers:
-        return module
     places = {node: place for place, node in enumerate(graph.nodes)}
     for gather in gathers:
         parts = _parameter(gather)  # the gather, and views of what it gives
@@ -59,7 +59,6 @@ def gather_late(module: GraphModule) -> GraphModule:
             graph.erase_node(part)
     for scatter in graph.find_nodes(op="call_function", target=_C10D.reduce_scatter_tensor.default):
         _move_after_gradient(scatter)
-    graph.lint()
     return as_module(graph, module)
 
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funcrl.config import TrainConfig, to_plain
 from funcrl.core import tree
 from funcrl.core.process import VERSION, commit
-from funcrl.core.types import Params, TrainState
+from funcrl.core.types import TrainState
 from funcrl.loop.build import Parts, empty_state, trained_like
-from funcrl.parallel import Axis, Mesh, broadcast, broadcast_tree, gather_objects, shard, whole_leaf
+from funcrl.parallel import Axis, Mesh, broadcast, gather_objects, shard, whole_leaf
 from funcrl.rl.step import grpo_step
 from funcrl.run.follower import Follower
 from funcrl.run.record import Progress, Record
@@ -130,8 +130,3 @@ def go_on_together(record: Record | Follower, parts: Parts) -> None:
         leaves[place] = received if local.shape == shape else shard(received, mesh.shard)
     state, older = unflatten(leaves)
     record.go_on(Progress(step, state, row, older))
-
-
-def reference_of_first(reference: Params, mesh: Mesh) -> Params:
-    """Return the reference policy of the rank that records."""
-    return dict(broadcast_tree(dict(reference), mesh.all))

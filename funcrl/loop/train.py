@@ -26,7 +26,6 @@ from funcrl.loop.ranks import (
     empty_values,
     go_on_together,
     of_first_rank,
-    reference_of_first,
     whole_like,
     whole_state,
 )
@@ -276,7 +275,7 @@ def _loop(
         reference = whole_params(parts, state.params)
         if isinstance(record, Record):
             reference = reference_policy(record.folder, done, reference)
-        reference = reference_of_first(reference, parts.mesh)
+        reference = dict(broadcast_tree(dict(reference), parts.mesh.all))
         if parts.donates:  # the first step overwrites its state, which must not be the reference
             reference = tree.map(torch.clone, reference)
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
