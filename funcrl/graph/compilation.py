@@ -29,7 +29,7 @@ from funcrl.graph.lowering import (
     select_for_scatter,
     start_workers,
 )
-from funcrl.graph.nodes import as_module, copied, is_gathering
+from funcrl.graph.nodes import as_module, copied, is_free, is_uncompiled
 from funcrl.graph.per_sample import fuse_per_sample
 from funcrl.graph.regions import split_repeated
 from funcrl.graph.remat import remat
@@ -241,7 +241,8 @@ def _compiled(graph: GraphModule, config: CompileConfig) -> Program:
     pieces.recompile()
     for piece in pieces.children():
         assert isinstance(piece, GraphModule)
-        if all(is_gathering(n) for n in piece.graph.nodes if n.op == "call_function"):
+        computed = [n for n in piece.graph.nodes if n.op == "call_function" and not is_free(n)]
+        if all(map(is_uncompiled, computed)):
             continue
         _compile_piece(piece, config.backend)
     if config.cache_dir is None:

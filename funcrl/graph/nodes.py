@@ -30,6 +30,7 @@ class Origin(NamedTuple):
     forward: str = ""  # on a backward node, the name of the node that it differentiates
     is_seed: bool = False  # what a backward pass begins with, such as the `ones_like` of a loss
     path: str = ""  # on an input, its place in the arguments: "0.params.norm.weight"
+    is_sent: bool = False  # whether it is, or makes, what a rank sends to others meanwhile
 
 
 def origin_of(node: Node) -> Origin:
@@ -113,6 +114,7 @@ def draws(node: fx.Node) -> bool:
 
 
 GATHERED = "gathered"  # the phase of a list of many numbers, such as the norms of all leaves
+SENT = "sent in "  # and a phase: what ranks send each other while they compute
 _MANY = 8
 _CONSTANTS = {
     torch.ops.aten.zeros.default,
@@ -145,6 +147,8 @@ def _label(node: Node, labels: Mapping[Node, Label]) -> Label:
     origin = origin_of(node)
     if is_gathering(node):
         return Label(origin.microbatch, GATHERED, "")
+    if origin.is_sent:
+        return Label(origin.microbatch, SENT + origin.phase, origin.layer or origin.module)
     reads = [source_of(read) for read in node.all_input_nodes]
     if len(reads) == 1 and reads[0] in labels:
         alone = labels[reads[0]]
@@ -163,6 +167,15 @@ def is_gathering(node: Node) -> bool:
     if node.target is not torch.ops.aten.stack.default or len(node.all_input_nodes) <= _MANY:
         return False
     return all(read.meta["val"].ndim <= 1 for read in node.all_input_nodes)
+
+
+def is_uncompiled(node: Node) -> bool:
+    """Return whether a node of a piece of its own is run as it is.
+
+    A compiler that does not see who waits for a collective could give the memory of what is sent
+    to another tensor meanwhile.
+    """
+    return is_gathering(node) or recorded_origin(node).is_sent
 
 
 def is_free(node: Node) -> bool:
@@ -254,7 +267,8 @@ def _in_turn(
 
     def order(node: Node) -> tuple[int, int]:
         first = min((place[reader] for reader in followers[node]), default=place[node])
-        return (place[node], 1) if waits[node] else (first, 0)
+        is_fixed = waits[node] or recorded_origin(node).is_sent
+        return (place[node], 1) if is_fixed else (first, 0)
 
     return sorted(waits, key=order)
 

@@ -18,7 +18,15 @@ from torch.fx.node import map_arg
 
 from funcrl.core.arguments import checked
 from funcrl.graph.aliases import writes, written_by
-from funcrl.graph.nodes import GATHERED, Label, draws, find_labels, is_free, runs_of, source_of
+from funcrl.graph.nodes import (
+    Label,
+    draws,
+    find_labels,
+    is_free,
+    is_uncompiled,
+    runs_of,
+    source_of,
+)
 
 
 class _Piece(NamedTuple):
@@ -71,7 +79,7 @@ def _merged(
     merged: list[list[Node]] = []
     joins = False
     for run, form in zip(runs, forms, strict=True):
-        alone = counts[form] == 1 and labels[run[0]].phase != GATHERED
+        alone = counts[form] == 1 and not all(map(is_uncompiled, run))
         if joins and alone:
             merged[-1] += run
         else:

@@ -18,7 +18,6 @@ from funcrl.core.types import Params
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.rollouts.roll import Policy, Rolled, roll, whole_policy
 from funcrl.run.follower import Follower
-from funcrl.run.record import Record
 
 _Result = TypeVar("_Result")
 _PATIENCE = 2.0  # seconds until the end of a run says what it waits for
@@ -48,7 +47,7 @@ class Rollouts(Protocol):
         """Let go of the generator."""
 
 
-def rollouts_of(config: TrainConfig, parts: Parts, record: Record | Follower) -> Rollouts:
+def rollouts_of(config: TrainConfig, parts: Parts, record: Follower) -> Rollouts:
     """Return the rollouts of the steps that remain of a run, drawn as its options say."""
     return Ahead(config, parts, record) if config.max_staleness else InTurn(config, parts)
 
@@ -70,11 +69,11 @@ class InTurn:
     def give(self, version: int, trained: Params) -> None:
         """Push what a step has trained."""
         parts = self._parts
-        params = parts.policy(whole_params(parts, trained))
-        parts.generator.push(params, version)
         # Where the ranks share what is trained, the generator alone has it whole.
         is_shared = not isinstance(parts.layout, tuple)
-        self._policies = [Policy(version, trained, () if is_shared else params, is_shared)]
+        policy = Policy(version, trained, () if is_shared else parts.policy(trained), is_shared)
+        parts.generator.push(whole_policy(parts, policy), version)
+        self._policies = [policy]
 
     def take(self, index: int) -> Rolled:
         """Draw the rollout of a step."""
@@ -99,7 +98,7 @@ class Ahead:
     a stream of its own. An error in it is raised by the `take` of its step.
     """
 
-    def __init__(self, config: TrainConfig, parts: Parts, record: Record | Follower) -> None:
+    def __init__(self, config: TrainConfig, parts: Parts, record: Follower) -> None:
         self._config, self._parts = config, parts
         self._note = record.note
         done, older = record.progress.step, record.progress.older

@@ -14,8 +14,8 @@ from funcrl.core.types import TrainState
 from funcrl.loop.build import Parts, empty_state, trained_like
 from funcrl.parallel import Axis, Mesh, broadcast, gather_objects, shard, whole_leaf
 from funcrl.rl.step import grpo_step
-from funcrl.run.follower import Follower
-from funcrl.run.record import Progress, Record
+from funcrl.run.follower import Follower, Progress, WholeFn
+from funcrl.run.record import Record
 
 
 def check_ranks_agree(config: TrainConfig, facts: Mapping[str, str], mesh: Mesh) -> None:
@@ -86,25 +86,27 @@ def empty_values(like: TrainState) -> TrainState:
     return empty
 
 
-def whole_state(parts: Parts, state: TrainState) -> TrainState:
-    """Return a state put together from the shards of all ranks, on the CPU of the first one.
+def whole_state_fn(parts: Parts) -> WholeFn:
+    """Return a function that puts a state together from the shards of all ranks, on the first one.
 
-    All ranks call it; what the others get is of no use. One leaf at a time is whole on a device.
+    All ranks call it; what the others get is of no use. The whole state is on the first one's CPU,
+    and one leaf at a time is whole on a device.
     """
-    axis = parts.mesh.shard
-    if axis.size == 1:
-        return state
-    leaves, unflatten = tree.flatten(state)
+    axis, is_first = parts.mesh.shard, parts.mesh.all.rank == 0
     shapes = [tuple(leaf.shape) for leaf in tree.leaves(whole_like(parts))]
-    is_first = parts.mesh.all.rank == 0
-    for place, shape in enumerate(shapes):
-        whole = whole_leaf(leaves[place], shape, axis)
-        leaves[place] = whole.cpu() if is_first else whole.new_empty(())
-    whole_tree: TrainState = unflatten(leaves)
-    return whole_tree
+
+    def whole_state(state: TrainState) -> TrainState:
+        leaves, unflatten = tree.flatten(state)
+        for place, shape in enumerate(shapes):
+            whole = whole_leaf(leaves[place], shape, axis)
+            leaves[place] = whole.cpu() if is_first else whole.new_empty(())
+        whole_tree: TrainState = unflatten(leaves)
+        return whole_tree
+
+    return whole_state
 
 
-def go_on_together(record: Record | Follower, parts: Parts) -> None:
+def go_on_together(record: Follower, parts: Parts) -> None:
     """Give each rank its part of the last finished step of the rank that records.
 
     Args:
@@ -114,7 +116,7 @@ def go_on_together(record: Record | Follower, parts: Parts) -> None:
     mesh = parts.mesh
     if mesh.all.size == 1:
         return
-    own = None if isinstance(record, Follower) else record.progress
+    own = record.progress if isinstance(record, Record) else None
     known = None if own is None else (own.step, own.row, len(own.older))
     step, row, num_older = of_first_rank(known, mesh.host)
     like = (empty_state(parts), (dict(trained_like(parts)),) * num_older)

@@ -27,7 +27,7 @@ from funcrl.loop.ranks import (
     go_on_together,
     of_first_rank,
     whole_like,
-    whole_state,
+    whole_state_fn,
 )
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record
@@ -144,8 +144,8 @@ def train(
     check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
     kept = {} if tokenizer_place("train", config) else tokenizer_files(parts.task.tokenizer)
-    whole = None if mesh.shard.size == 1 else partial(whole_state, parts)
-    record: Record | Follower = Follower(config, start.folder, whole)
+    whole = None if mesh.shard.size == 1 else whole_state_fn(parts)
+    record = Follower(config, start.folder, whole)
     if is_first:
         remember_code(config, start.given, view.note)
         record = Record(config, start.folder, parts.task.name, view, command, facts, kept, whole)
@@ -174,9 +174,9 @@ def train(
     return Trained(record.progress.state, history, start.folder)
 
 
-def _goes_on(parts: Parts, record: Record | Follower, start: Start) -> int | None:
+def _goes_on(parts: Parts, record: Follower, start: Start) -> int | None:
     """Return the step of the checkpoint that a run goes on from; None if it begins."""
-    if isinstance(record, Follower):
+    if not isinstance(record, Record):
         return None
     is_shared = parts.mesh.shard.size > 1
     like = empty_values(whole_like(parts)) if is_shared else empty_state(parts)
@@ -189,7 +189,7 @@ def _goes_on(parts: Parts, record: Record | Follower, start: Start) -> int | Non
 def _begin(
     config: TrainConfig,
     parts: Parts,
-    record: Record | Follower,
+    record: Follower,
     started: float,
     stop: Callable[[], bool],
 ) -> None:
@@ -212,7 +212,7 @@ def _warm_started(
     parts: Parts,
     params: Params,
     eval_prompts: Sequence[Prompt],
-    record: Record | Follower,
+    record: Follower,
     stop: Callable[[], bool],
 ) -> tuple[Params, dict[str, float]]:
     """Return the parameters after the warm start, and its numbers; say what it does on the way."""
@@ -264,7 +264,7 @@ def _warm_started(
 def _loop(
     config: TrainConfig,
     parts: Parts,
-    record: Record | Follower,
+    record: Follower,
     rollouts: Rollouts,
     stop: Callable[[], bool],
 ) -> None:
@@ -324,7 +324,7 @@ class _Skipped:
         return int(row.get("num_skipped_updates") or 0), int(state.step)
 
 
-def _check_updated(record: Record | Follower) -> None:
+def _check_updated(record: Follower) -> None:
     """Raise if each update of a run was skipped."""
     _, state, row, _ = record.progress
     if 0 < int(state.step) == row.get("num_skipped_updates"):
@@ -337,7 +337,7 @@ def _check_updated(record: Record | Follower) -> None:
 def _step(
     config: TrainConfig,
     parts: Parts,
-    record: Record | Follower,
+    record: Follower,
     rollouts: Rollouts,
     reference: Params | None,
     index: int,

@@ -1,17 +1,29 @@
-"""What a rank has in place of a record where another one writes the run's folder."""
+"""The last finished step of a run, and when it is saved; another rank writes the run's folder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.config import TrainConfig
 from funcrl.core.types import Params, TrainState
-from funcrl.run.record import Progress, WholeFn
 from funcrl.run.runs import Completion
+
+# A state of which each rank has a part -> the whole one; all ranks call it.
+WholeFn: TypeAlias = Callable[[TrainState], TrainState]
+
+
+class Progress(NamedTuple):
+    """The last finished step, from which a run can be resumed."""
+
+    step: int
+    state: TrainState
+    row: dict[str, Any]  # of metrics.jsonl; those before it are only there
+    # What was trained after the steps before it, oldest first, as far as rollouts need it.
+    older: tuple[Params, ...] = ()
 
 
 class Follower:
-    """The last finished step of a run that another rank records: nothing is written or shown."""
+    """What a rank keeps of a run that another one records: nothing is written or shown."""
 
     def __init__(self, config: TrainConfig, folder: Path, whole: WholeFn | None = None) -> None:
         self.folder, self._config, self._whole = folder, config, whole
@@ -22,14 +34,14 @@ class Follower:
     def progress(self) -> Progress:
         """The last finished step."""
         if self._progress is None:
-            raise RuntimeError("Follower expects begin or go_on first.")
+            raise RuntimeError(f"{type(self).__name__} expects begin or go_on first.")
         return self._progress
 
     def note(self, text: str) -> None:
         """Say nothing: the rank that records does."""
 
     def go_on(self, progress: Progress) -> None:
-        """Take the last finished step of the rank that records."""
+        """Go on with this rank's part of the last finished step."""
         self._progress = progress
 
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
@@ -38,34 +50,43 @@ class Follower:
         if self._config.checkpoint.every:
             self.save()
 
-    def save(self) -> None:
-        """Give this rank's part to a checkpoint."""
-        self._began_to_save = self.progress.step
-        if self._whole is not None:
-            self._whole(self.progress.state)
-
     def advance(
         self,
         state: TrainState,
         row: dict[str, Any],
         seen: Sequence[Completion],
+        # Trained after the steps before it, if a resumed run draws with that.
         older: Sequence[Params] = (),
     ) -> None:
         """Take a finished step."""
-        del seen
         self._progress = Progress(row["step"], state, row, tuple(older))
+        self._show(seen)
         every = self._config.checkpoint.every
         if every and (row["step"] == self._config.steps or not row["step"] % every):
             self.save()
 
+    def _show(self, seen: Sequence[Completion]) -> None:
+        """Show nothing."""
+
+    def save(self) -> None:
+        """Begin a checkpoint of the last finished step, with all ranks where they share it."""
+        step, state, row, older = self.progress
+        self._began_to_save = step
+        self._write(
+            Progress(step, state if self._whole is None else self._whole(state), row, older)
+        )
+
+    def _write(self, whole: Progress) -> None:
+        """Write nothing."""
+
     def save_together(self) -> None:
-        """Give this rank's part of the last finished step, if it has not been saved."""
+        """Save the last finished step if all ranks share it, and it has not been saved."""
         is_new = self._began_to_save != self.progress.step
         if is_new and self._whole is not None and self._config.checkpoint.every:
             self.save()
 
     def give_up_state(self) -> None:
-        """Do nothing: no checkpoint reads the state."""
+        """Let an update overwrite the last finished step's state, until the next `advance`."""
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save nothing."""

@@ -1,9 +1,9 @@
 """Writes a run's folder: its metrics, completions and checkpoints; and resumes it."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from funcrl import config as configs
 from funcrl.config import TrainConfig
@@ -24,26 +24,15 @@ from funcrl.run.folder import (
     write_changes,
     write_facts,
 )
+from funcrl.run.follower import Follower, Progress, WholeFn
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
 
-# A state of which each rank has a part -> the whole one; all ranks call it.
-WholeFn: TypeAlias = Callable[[TrainState], TrainState]
 _OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
 
-class Progress(NamedTuple):
-    """The last finished step, from which a run can be resumed."""
-
-    step: int
-    state: TrainState
-    row: dict[str, Any]  # of metrics.jsonl; those before it are only there
-    # What was trained after the steps before it, oldest first, as far as rollouts need it.
-    older: tuple[Params, ...] = ()
-
-
-class Record:
+class Record(Follower):
     """The folder of a run and everything that is written to it."""
 
     def __init__(
@@ -51,10 +40,10 @@ class Record:
         command: Sequence[str] = (), facts: Mapping[str, str] | None = None,
         tokenizer: Mapping[str, bytes] | None = None, whole: WholeFn | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.note, self._config = folder, view.note, config
+        super().__init__(config, folder, whole)
+        self._view = view
         self._display = _Display(view, f"{title} in {config.run_dir}")
-        self._progress: Progress | None = None
-        self._tokenizer, self._whole = tokenizer or {}, whole
+        self._tokenizer = tokenizer or {}
         self._facts = environment(command) | dict(facts or {})
         kept = config.checkpoint.keep_last, config.checkpoint.keep_best
         self._traces = Traces(folder)
@@ -67,14 +56,10 @@ class Record:
             self._traces.remove_folders()
             raise
         self._given_up = False  # whether an update is overwriting the state
-        self._began_to_save = -1  # the step that was to be saved last
 
-    @property
-    def progress(self) -> Progress:
-        """The last finished step."""
-        if self._progress is None:
-            raise RuntimeError("Record expects begin or resumed first.")
-        return self._progress
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._view.note(text)
 
     def resumed(self, like: TrainState, needs_reference: bool = False) -> int | None:
         """Resume from the newest good checkpoint and return its step; None if there is none.
@@ -141,26 +126,20 @@ class Record:
             write_facts(self.folder, self._config, self._facts, self._tokenizer)
         self._display.start(self.folder, self._config, found.step)
 
-    def go_on(self, progress: Progress) -> None:
-        """Go on with this rank's part of the last finished step."""
-        self._progress = progress
-
     def begin(self, state: TrainState, row: dict[str, Any]) -> None:
         """Write down the state before the first step."""
         self._display.start(self.folder, self._config, 0)
         for name in (runs.METRICS, runs.COMPLETIONS):  # of an earlier attempt without a checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        self._progress = Progress(0, state, row)
+        self._progress = Progress(0, state, row)  # which is saved also where its line cannot be
         runs.append_lines(self.folder / runs.METRICS, [row])
-        if self._config.checkpoint.every:
-            self.save()
+        super().begin(state, row)
 
     def advance(
         self,
         state: TrainState,
         row: dict[str, Any],
         seen: Sequence[Completion],
-        # Trained after the steps before it, if a resumed run draws with that.
         older: Sequence[Params] = (),
     ) -> None:
         """Write down a finished step, and show it."""
@@ -173,12 +152,12 @@ class Record:
         runs.append_lines(metrics, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each.to_row() for each in seen])
         # Only now, because a step whose lines could not be written must be run again.
-        self._progress = Progress(row["step"], state, row, tuple(older))
+        super().advance(state, row, seen, older)
+
+    def _show(self, seen: Sequence[Completion]) -> None:
+        """Show a finished step, whose state is whole again."""
         self._given_up = False
-        self._display.step(row, seen)
-        every = self._config.checkpoint.every
-        if every and (row["step"] == self._config.steps or not row["step"] % every):
-            self.save()
+        self._display.step(self.progress.row, seen)
 
     def give_up_state(self) -> None:
         """Let an update overwrite the last finished step's state, until the next `advance`."""
@@ -186,21 +165,11 @@ class Record:
             self._checkpoints.wait()
         self._given_up = True
 
-    def save(self) -> None:
-        """Begin a checkpoint of the last finished step, with all ranks where they share it."""
-        step, state, row, older = self.progress
-        self._began_to_save = step
-        if self._whole is not None:
-            state = self._whole(state)
+    def _write(self, whole: Progress) -> None:
+        """Begin to write a checkpoint."""
+        step, state, row, older = whole
         runs.sync_lines(self.folder)  # before what goes on from them
-        facts = {"step": step, "row": row}
-        self._checkpoints.save(step, state, facts, score_of(row), older)
-
-    def save_together(self) -> None:
-        """Save the last finished step if all ranks share it, and it has not been saved."""
-        is_new = self._began_to_save != self.progress.step
-        if is_new and self._whole is not None and self._config.checkpoint.every:
-            self.save()
+        self._checkpoints.save(step, state, {"step": step, "row": row}, score_of(row), older)
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose, and report what is saved.

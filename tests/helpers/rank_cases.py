@@ -105,11 +105,9 @@ CASES = {
     "packed": partial(steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16)),
     "prefixes": partial(steps, **KL, pack=partial(funcrl.pack_groups, length=14)),
     "lora": partial(steps, algorithm=funcrl.grpo(), lora=True),
-    "clipped": partial(steps, algorithm=funcrl.grpo(), **CLIP),
     "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
     "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
-    "optimizer": partial(steps, **KL, shard="optimizer"),
-    "optimizer, clipped": partial(steps, algorithm=funcrl.grpo(), **CLIP, shard="optimizer"),
+    "optimizer": partial(steps, **KL, **CLIP, shard="optimizer"),
     "state": partial(steps, **KL, shard="state", microbatch=1),
     "state, packed": partial(
         steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16), shard="state"
@@ -132,22 +130,20 @@ COMPILED = {
         partial(CASES["kl"], compiled=funcrl.CompileConfig(backend="inductor")), "inductor"
     ),
 }  # fmt: skip
-UNEVEN = (
-    "grpo",
-    "clipped, seven rows",
-    "entropy",
-    "packed",
-    "state",
-    "optimizer, clipped",
-)  # for three ranks
+# Those of more ranks than two: rows that they do not divide, and halves of halves.
+THREE = ("grpo", "clipped, seven rows", "entropy", "packed", "state", "optimizer")
+FOUR = ("dapo", "prefixes", "one row", "state in pairs", "exact", "exact, six rows")
 
 
 def cases_of(size):
     """The cases that so many ranks run."""
-    if size == 3:
-        return {name: CASES[name] for name in UNEVEN}
-    compiled = {name: case for name, (case, like) in COMPILED.items() if size == 2 or name == like}
-    return CASES | compiled if size <= 2 else CASES
+    if size > 2:
+        return {name: CASES[name] for name in (THREE if size == 3 else FOUR)}
+    if size == 1:
+        return CASES | {name: case for name, (case, like) in COMPILED.items() if name == like}
+    padded = {"one row", "state in pairs"}  # a rank of padding, and halves of a whole
+    two = {name: case for name, case in CASES.items() if name not in padded}
+    return two | {name: case for name, (case, _) in COMPILED.items()}
 
 
 def main(folder, rank, size):

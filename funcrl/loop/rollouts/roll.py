@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from funcrl.config import TrainConfig
-from funcrl.core import rng
+from funcrl.core import rng, tree
 from funcrl.core.types import Absent, Params, Rollout
 from funcrl.loop.build import Parts, whole_params
+from funcrl.loop.from_config import compute_dtype
 from funcrl.loop.rollouts.draw import Completed, to_rollout
 from funcrl.loop.rollouts.grade import Graded, comparable, punish_overlong
 from funcrl.loop.rollouts.ranks import draw_and_grade
@@ -39,7 +40,11 @@ def whole_policy(parts: Parts, policy: Policy) -> Params:
     """Return the whole parameters to generate with; all ranks call it."""
     if not isinstance(policy.params, tuple):
         return policy.params
-    return parts.policy(whole_trained(parts, policy))
+    trained, dtype = policy.trained, compute_dtype(parts.config)
+    casts = parts.lora is None and "generator" not in parts.replaced
+    if casts and dtype is not None and parts.config.numerics == "native":
+        trained = tree.cast(trained, dtype)  # as the generator does: half as much is sent
+    return parts.policy(whole_params(parts, trained) if policy.is_shared else trained)
 
 
 class Rolled(NamedTuple):

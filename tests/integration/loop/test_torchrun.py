@@ -129,14 +129,14 @@ PACKED = ("--packing", "prefixes", "--pack-length", "32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "options"), [(2, ()), (3, STATE), (4, PACKED)])
+@pytest.mark.parametrize(("ranks", "options"), [(3, STATE), (2, PACKED)])
 def test_a_run_has_the_bits_of_one_process(tmp_path, whole, ranks, options):
-    """In rows of samples, or packed, or sharing its state; then one process goes on with it."""
+    """Sharing its state, or packed; then one process goes on with it."""
     status, output = ended(torchrun(tmp_path / "run", ranks, options))
     assert status == 0, output
     assert output.count("step 6/6") == 1  # one view
     if options != PACKED:
-        assert_same_run(tmp_path / "run", whole, SHARED if options else 0.0)
+        assert_same_run(tmp_path / "run", whole, SHARED)
     packed = {"packing": "prefixes", "pack_length": 32} if options == PACKED else {}
     config = replace(CONFIG, run_dir=tmp_path / "run", steps=7, **packed)
     threads = torch.get_num_threads()
@@ -179,9 +179,8 @@ def test_a_rank_that_hangs_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
-def test_ctrl_c_saves_once(tmp_path, shard):
-    options = ("--steps", "500", "--checkpoint.every", "100", "--shard", shard)
+def test_ctrl_c_saves_once(tmp_path):
+    options = ("--steps", "500", "--checkpoint.every", "100", "--shard", "optimizer")
     process = torchrun(tmp_path / "run", 2, options)
     wait_for_step(tmp_path / "run", 2)
     process.send_signal(signal.SIGINT)  # to torchrun, which sends it on

@@ -186,16 +186,12 @@ def test_packed_rows_have_the_bits_of_those_that_compute_logits_anew(numerics):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [("micro-batches", "selective"), ("clipped", "full")],
-)
-def test_compiled_and_donated_steps_have_the_bits_of_the_eager_one(name, remat):
+def test_compiled_and_donated_steps_have_the_bits_of_the_eager_one():
     model, batch = tiny_model(num_layers=2), tiny_batch()
     params = funcrl.init_params(model, seed=0, dtype=torch.float64)
-    step = step_of(model, "all", **STEPS[name])
+    step = step_of(model, "all", **STEPS["clipped"])
     wanted = three_steps(step, step.init(params), batch)
-    config = CompileConfig(backend="aot_eager", fuse="none", remat=remat)
+    config = CompileConfig(backend="aot_eager", fuse="none", remat="full")
     fast = funcrl.compile_step(funcrl.donate(step), step.init(params), batch, config)
     assert equal(three_steps(fast, step.init(params), batch), wanted)
 
