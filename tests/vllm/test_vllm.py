@@ -32,10 +32,8 @@ from funcrl.tasks import Prompt
 from funcrl.weights.names import as_stored
 
 VARIANTS = [
-    ("native", "llama", "float32", "auto"),
     ("native", "qwen2", "float32", "auto"),
     ("native", "qwen3", "bfloat16", "auto"),
-    ("unified", "qwen3", "float32", "auto"),
     ("unified", "llama", "bfloat16", "auto"),
     ("unified", "narrow", "float32", "auto"),
     ("unified", "qwen2", "bfloat16", "funcrl"),

@@ -17,7 +17,6 @@ VARIANTS = [
     ("llama", "float32", "sampling"),
     ("qwen2", "bfloat16", "policy"),
     ("qwen3", "bfloat16", "sampling"),
-    ("qwen3", "float32", "policy"),
 ]
 
 

@@ -111,8 +111,9 @@ def both(captured, model, params, sampling, slots=256, prompts=PROMPTS, seed=3):
     return found[0]
 
 
-@pytest.mark.parametrize("slots", [pytest.param(5, marks=pytest.mark.slow), 256])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("name", "slots"), [*((name, 256) for name in SAMPLINGS), ("both stops", 5), ("top-p", 5)]
+)
 def test_captured_samples_are_the_ordinary_ones(captured, steps, name, slots):
     model, params = make()
     samples = both(captured, model, params, SAMPLINGS[name], slots)
@@ -178,7 +179,7 @@ def request_of(sampling, prompts=PROMPTS, slots=256, context_length=96):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", ["one token", "both stops", "top-p", "the context"])
 def test_all_pages_are_given_back(name):
     """Also where there are too few for all prompts that have slots: the others wait."""
     model, params = make()

@@ -112,8 +112,9 @@ KINDS = {
         "max_staleness": 1, "length_multiple": 4,
         "compile": CompileConfig(backend="eager", fuse="none"),
     },
-    "adapters": {"max_staleness": 2, "lora": LoraConfig(rank=2)},
-    "truncated": {"max_staleness": 1, "sampling": Sampling(max_tokens=3, top_k=5)},
+    "adapters, truncated": {
+        "max_staleness": 2, "lora": LoraConfig(rank=2), "sampling": Sampling(max_tokens=3, top_k=5)
+    },
 }  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def test_a_run_repeats_and_resumes_to_the_same_bits(tmp_path, name):
 @pytest.mark.slow
 def test_kills_of_a_run_ahead_end_in_the_same_bits(tmp_path):
     """SIGKILL at random moments, while rollouts are being drawn."""
-    assert_kills_end_in_the_same_bits(tmp_path, kills=3, max_staleness=2)
+    assert_kills_end_in_the_same_bits(tmp_path, kills=2, max_staleness=2)
 
 
 @pytest.mark.slow
@@ -323,7 +324,7 @@ def test_an_error_of_a_step_ends_the_thread(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1)])
 def test_a_fork_may_draw_from_older_or_newer_policies(tmp_path, before, after):
     """It has the policies that its parent kept; the first rollouts are of the oldest of them."""
     options = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=1e-2, schedule="constant")}

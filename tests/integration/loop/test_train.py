@@ -170,7 +170,7 @@ def assert_kills_end_in_the_same_bits(tmp_path, kills, max_staleness=0, model="m
 @pytest.mark.slow
 def test_kills_end_in_the_same_bits(tmp_path):
     """SIGKILL at random moments, in saves and in the warm start too."""
-    assert_kills_end_in_the_same_bits(tmp_path, kills=5)
+    assert_kills_end_in_the_same_bits(tmp_path, kills=3)
 
 
 @pytest.mark.slow
