@@ -26,6 +26,11 @@ def rank_label() -> str:
     return f"funcrl (rank {os.environ.get('RANK', '?')})" if num_ranks() > 1 else "funcrl"
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is the one of all ranks that speaks."""
+    return num_ranks() == 1 or os.environ.get("RANK") == "0"
+
+
 def is_restarted() -> bool:
     """Return whether torchrun has started these ranks again, because one of them had failed."""
     return _restarts() not in ("", "0")

@@ -24,7 +24,7 @@ from funcrl.cli.options import (
     value_of,
     with_compile_options,
 )
-from funcrl.cli.ranks import is_restarted, joined_ranks
+from funcrl.cli.ranks import is_first_rank, is_restarted, joined_ranks
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.core.printing import print_safely
 from funcrl.core.process import num_ranks
@@ -81,7 +81,8 @@ def run_train(args: Sequence[str]) -> None:
     elif start.resume is not None:
         check_options_kept("train", options, start.resume)
     if start.dry_run:
-        print_safely(describe_run(options, start.resume, start.trust))
+        if is_first_rank():
+            print_safely(describe_run(options, start.resume, start.trust))
         return
     _say_of_other_gpus(options)
     if is_restarted() and options.run_dir is None:
@@ -234,7 +235,7 @@ def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     network = sources.network_of("train", config, source, size, tokenizer, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
-    return _as_sizes(config, network, estimate_memory(config, network, task))
+    return _as_sizes(config, network, estimate_memory(config, network, task, num_ranks()))
 
 
 def _sizes_of_others(network: nn.Module) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     network = sources.network_of("train", config, source, vocab_size)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
-    estimate = memory.estimate_memory(config, network.config, 0, turns or 1)
+    estimate = memory.estimate_memory(config, network.config, 0, turns or 1, num_ranks())
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"
     return sizes
@@ -271,5 +272,6 @@ def _as_sizes(
     return {
         "num_parameters": memory.num_params(network.config),
         "num_trained": memory.num_trained(config, network.config),
+        **({"num_ranks": num_ranks()} if num_ranks() > 1 else {}),  # the memory is of each
         "memory": needs,
     }

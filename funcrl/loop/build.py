@@ -343,7 +343,8 @@ def _per_sample(making: _Making) -> PerSampleTransform | None:
 
 
 def _generator(making: _Making) -> Generator:
-    return from_config.generator_of(making.function, making.config, making["model"], making["task"])
+    model, task, num_ranks = making["model"], making["task"], making.mesh.all.size
+    return from_config.generator_of(making.function, making.config, model, task, num_ranks)
 
 
 # Each part, those before it that it is made of, and what makes it.

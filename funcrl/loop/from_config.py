@@ -204,7 +204,9 @@ def _schedule(config: TrainConfig) -> Any:
     return optim.warmup(options.warmup, rate) if options.warmup else rate
 
 
-def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Task) -> Generator:
+def generator_of(
+    function: str, config: TrainConfig, model: nn.Module, task: Task, num_ranks: int
+) -> Generator:
     """Return the generator that a configuration names, for a network and the task's texts."""
     decode, dtype = task.tokenizer.decode, compute_dtype(config)
     given: dict[str, Any] = {"decode": decode, "slots": config.slots, "dtype": dtype}
@@ -225,7 +227,7 @@ def generator_of(function: str, config: TrainConfig, model: nn.Module, task: Tas
         engine = replace(engine, logprobs="sampling")
     beside = 0
     if config.device == "cuda" and not engine.cache_bytes:
-        needs = estimate_memory(config, model, task)
+        needs = estimate_memory(config, model, task, num_ranks)
         # An engine that sleeps lends its memory to the update.
         beside = needs.state + (0 if engine.sleep else needs.training)
     return VLLM(
@@ -258,11 +260,13 @@ def compute_dtype(config: TrainConfig) -> torch.dtype | None:
     return None if config.dtype == "float32" else getattr(torch, config.dtype)
 
 
-def estimate_memory(config: TrainConfig, model: Transformer, task: Task) -> memory.MemoryEstimate:
+def estimate_memory(
+    config: TrainConfig, model: Transformer, task: Task, num_ranks: int
+) -> memory.MemoryEstimate:
     """Return the memory that training will need, if the first prompts are as long as any."""
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
-    return memory.estimate_memory(config, model.config, longest, task.max_turns)
+    return memory.estimate_memory(config, model.config, longest, task.max_turns, num_ranks)
 
 
 def _own(

@@ -92,32 +92,61 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     )
 
 
-def _rows_of_training(config: TrainConfig, prompt: int, completion: int) -> tuple[int, int]:
-    """Return the rows of an update, and their tokens, if all samples are as long as they may be."""
+def _rows_of_training(
+    config: TrainConfig, prompt: int, completion: int, num_ranks: int
+) -> tuple[int, int]:
+    """Return a rank's rows of an update, and their tokens, if all samples are of full length."""
     samples = config.num_prompts * config.num_generations // config.num_minibatches
     length = prompt + completion
     width = length + -length % config.length_multiple
     if config.packing == "none":
-        return samples, width
+        return -(-samples // num_ranks), width
     packed = config.pack_length or LONGEST * width
     total = samples * length
     if config.packing == "prefixes":
         total -= max(samples - config.num_prompts, 0) * max(prompt - 1, 0)
     rows = -(-total // packed)
-    return rows + -rows % config.pack_rows, packed
+    return -(-(rows + -rows % config.pack_rows) // num_ranks), packed
+
+
+class _Shares(NamedTuple):
+    """The bytes of float32 numbers of all that is trained, as a rank has them."""
+
+    parameters: int
+    gradients: int
+    moments: int  # one of AdamW's two
+    gathered: int  # whole parameters within a step, where a rank holds some rows of each
+
+
+def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _Shares:
+    whole = _FLOAT * num_trained(config, shape)
+    part = -(-whole // num_ranks)
+    if config.shard == "none" or num_ranks == 1:
+        return _Shares(whole, whole, whole, gathered=0)
+    # A compiled step scatters each gradient at once, and has two layers' parameters whole.
+    is_late = config.compile is not None
+    gradients = part if is_late else whole
+    if config.shard == "optimizer":
+        return _Shares(whole, gradients, part, gathered=0)
+    return _Shares(part, gradients, part, 2 * whole // shape.num_layers if is_late else whole)
 
 
 @checked
 def estimate_memory(
-    config: TrainConfig, shape: TransformerConfig, prompt_tokens: int, num_turns: int = 1
+    config: TrainConfig,
+    shape: TransformerConfig,
+    prompt_tokens: int,
+    num_turns: int = 1,
+    num_ranks: int = 1,
 ) -> MemoryEstimate:
-    """Return what training with this configuration needs.
+    """Return what training with this configuration needs, on each rank.
 
     Args:
         config: the run's.
         shape: the model's.
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
+        num_ranks: that train together; `config.shard` says what they share.
 
     Example:
         >>> import funcrl
@@ -127,16 +156,21 @@ def estimate_memory(
         True
     """
     c, params, trained = shape, _FLOAT * num_params(shape), _FLOAT * num_trained(config, shape)
+    share = _shares(config, shape, num_ranks)
+    is_shared = share.parameters < trained
     merged = params if config.lora.rank else 0  # the base, and the base with the adapters merged
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
     length = prompt_tokens + completion
-    all_rows, padded = _rows_of_training(config, prompt_tokens, completion)
+    all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
     scores = padded if config.attend == "native" else 1  # one number by the flash kernel
     kept = [_kept_by_block(c, kind, scores) for kind in c.kinds]
     kept_bytes = sum(block * compute + widened * _FLOAT for block, widened in kept)
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
+    # Whole parameters are nowhere else where ranks share them, or have no other form.
+    has_copy = config.device == "cpu" or bool(copies) or is_shared
+    cast = min(copies, share.gathered) if is_shared and not merged else copies
     tokens, chunk = rows * padded, config.logprob_chunk
     # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
     if chunk == "all":
@@ -144,25 +178,29 @@ def estimate_memory(
         logits = tokens * (2 * compute + (0 if has_kernel else 4 * _FLOAT))
     else:
         logits = min(chunk, tokens) * 4 * _FLOAT
-    slots = min(config.slots, config.num_prompts * config.num_generations)
+    slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
     on_gpu = config.generator == "sampler" and config.device == "cuda"
     captured = on_gpu and copies and captured_runs(c)
+    # What ranks share is put together for a checkpoint on the first one's host.
+    is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
+    older = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
     return MemoryEstimate(
-        parameters=trained + 2 * merged if merged else params,
-        optimizer=2 * trained,
+        parameters=share.parameters + 2 * merged,
+        optimizer=2 * share.moments,
         reference=trained if config.algorithm.kl else 0,
         older=_num_older(config) * (trained + merged),
-        sampler=num_params(shape) * compute if config.device == "cpu" or copies else 0,
-        activations=rows * padded * kept_bytes + copies,
+        sampler=num_params(shape) * compute if has_copy else 0,
+        activations=rows * padded * kept_bytes + cast,
         logits=logits * c.vocab_size,
-        gradients=trained + merged + per_sample,
+        gradients=share.gradients + share.gathered + merged + per_sample,
         # With several updates a step, the state before the first is kept.
-        next_state=3 * trained * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=(3 + config.max_staleness) * trained if config.checkpoint.every else 0,
+        next_state=(share.parameters + 2 * share.moments)
+        * min(config.num_iterations * config.num_minibatches, 2),
+        checkpoint=older * trained,
         cache=cache,
         kept_cache=cache if captured else 0,
     )

@@ -8,7 +8,7 @@ import torch
 import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl import memory
-from funcrl.config import Sampling, TrainConfig
+from funcrl.config import CompileConfig, Sampling, TrainConfig
 
 
 @pytest.mark.slow
@@ -81,3 +81,28 @@ def test_the_memory_estimate_knows_of_packed_rows():
     # 2,560 tokens without 28 prompts of 59: 908, three rows of 320, and four with rows of padding.
     assert activations(packing="prefixes", **flash) * 2560 == plain * 960
     assert activations(packing="prefixes", **flash, pack_rows=2) * 2560 == plain * 1280
+
+
+def test_the_memory_estimate_knows_of_ranks():
+    """By hand: what eight ranks have of all numbers that are trained, of four bytes each."""
+    shape = funcrl.models.shape("micro", vocab_size=13)
+    options = {"num_prompts": 32, "num_generations": 8, "slots": 256, "device": "cuda"}
+    whole = 4 * memory.num_params(shape)
+    one, *eight = (
+        memory.estimate_memory(TrainConfig(**options, shard=shard), shape, 6, num_ranks=ranks)
+        for ranks, shard in ((1, "none"), (8, "none"), (8, "optimizer"), (8, "state"))
+    )
+    part = -(-whole // 8)
+    assert [each.parameters for each in eight] == [whole, whole, part]
+    assert [each.optimizer for each in eight] == [2 * whole, 2 * part, 2 * part]
+    assert [each.next_state for each in eight] == [3 * whole, whole + 2 * part, 3 * part]
+    assert [each.gradients for each in eight] == [whole, whole, 2 * whole]  # whole parameters too
+    assert [each.sampler for each in eight] == [0, 0, whole]  # which has nothing to refer to
+    assert [each.checkpoint for each in eight] == [3 * whole, 0, 0]  # on the first one's host
+    for each in eight:
+        assert each.cache == one.cache / 8
+        assert each.activations == one.activations / 8
+    fast = TrainConfig(**options, shard="state", compile=CompileConfig())
+    late = memory.estimate_memory(fast, shape, 6, num_ranks=8)
+    assert late.gradients == part + 2 * whole // shape.num_layers  # two layers' parameters
+    assert memory.estimate_memory(TrainConfig(**options, shard="state"), shape, 6) == one
