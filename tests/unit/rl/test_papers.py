@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 ROWS = [
     row
     for row in re.findall(r"^\| .*? \| `(funcrl\..*?)` \| ?(.*?) ?\|$", PAGE, re.MULTILINE)
-    if "funcrl.top_entropy" not in row[1] and "funcrl.recenter" not in row[1]  # in test_step.py
+    if "prepare=" not in row[1] and "funcrl.recenter" not in row[1]  # below, and in test_step.py
 ]
 
 
@@ -238,3 +238,76 @@ def test_packed_rows_are_for_every_algorithm_but_gmpo(page, expression):
 def test_the_index_has_every_algorithm_of_this_file():
     listed = {expression for expression, _ in ROWS}
     assert {name.partition(" of `")[0] for name in PAPERS} == listed
+
+
+def with_covariances(x):
+    """Each sampled token with its covariance, that of the largest first."""
+    cells = [(i, t) for i in x.sequences for t in x.rows[i]]
+    own = {i: oracles.standardized(x.rewards, x.group, i) for i in x.sequences}
+    mean = oracles.mean([x.logprobs[cell].detach() for cell in cells])
+    mean_advantage = oracles.mean([own[i] for i, _ in cells])
+    found = [
+        ((x.logprobs[i, t].detach() - mean) * (own[i] - mean_advantage), (i, t)) for i, t in cells
+    ]
+    return sorted(found, key=lambda each: -each[0]), own
+
+
+def kl_cov(x, fraction):
+    found, own = with_covariances(x)
+    chosen = {cell for _, cell in found[: math.ceil(fraction * len(found))]}
+    objective = x.zero()
+    for _, (i, t) in found:
+        objective = objective + x.ratio(i, t) * own[i]
+        if (i, t) in chosen:
+            objective = objective - (x.logprobs[i, t] - x.behavior[i, t]).abs()
+    return -objective / len(found)
+
+
+def clip_cov(x, low, high):
+    """With a fraction of 1 all between the bounds are chosen."""
+    found, own = with_covariances(x)
+    kept = [cell for value, cell in found if not low <= value <= high]
+    assert 0 < len(kept) < len(found)
+    return -sum(x.ratio(i, t) * own[i] for i, t in kept) / len(found)
+
+
+@pytest.mark.parametrize(
+    ("expression", "prepare", "paper"),
+    [
+        ("funcrl.dapo(kl=1.0, kl_estimator=distance)._replace(surrogate=unclipped)",
+         "kl_cov(0.2)", lambda x: kl_cov(x, 0.2)),
+        ("funcrl.dapo()._replace(surrogate=unclipped)",
+         "clip_cov(1.0, 0.05, 0.5)", lambda x: clip_cov(x, 0.05, 0.5)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("microbatch", [None, 1, 2])
+def test_tokens_are_chosen_from_the_whole_batch(page, expression, prepare, paper, microbatch):
+    assert f"| `{expression}` | with `grpo_step(prepare={prepare.partition('(')[0]}(" in PAGE
+    case = random_case(3, spread=1.2)
+    x = oracles.Inputs(case)
+    expected = paper(x)
+    (slope,) = torch.autograd.grad(expected, x.logprobs)
+    algorithm = eval(expression, page)
+    step = funcrl.grpo_step(
+        table_model, algorithm=algorithm, prepare=eval(prepare, page), microbatch=microbatch,
+        optimizer=funcrl.optim.sgd(1.0),
+    )  # fmt: skip
+    batch = funcrl.collate(case.rollout, algorithm, case.rollout.behavior_logprobs)
+    state = step.init(case.params)
+    new, metrics = step(state, batch)
+    assert abs(metrics.means["loss"] - expected) <= 1e-12
+    moved = state.params["logprobs"] - new.params["logprobs"]
+    assert (moved - slope).abs().max() <= 1e-12
+
+
+def test_clip_cov_takes_as_many_tokens_as_it_is_told(page):
+    case = random_case(3)
+    batch = funcrl.collate(case.rollout, funcrl.dapo())
+    scores = funcrl.TokenScores(case.params["logprobs"], case.params["entropy"])
+    changed = []
+    for fraction in (0.0, 0.1, 1.0):
+        clipped = page["clip_cov"](fraction, -9.0, 9.0)(scores, batch)
+        changed.append(int((clipped.advantages != batch.advantages).sum()))
+    learning = int((batch.advantages != 0).sum())
+    assert changed[0] == 0 < changed[1] <= math.ceil(0.1 * int(batch.mask.sum()))
+    assert changed[2] == learning
