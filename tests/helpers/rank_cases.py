@@ -93,7 +93,9 @@ def steps(
 KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
 CLIP = {"per_sample": funcrl.clip_per_sample(0.05)}
 EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "model": tiny_model(numerics="exact")}
-aot = funcrl.CompileConfig(backend="aot_eager", remat="selective")
+traced = funcrl.CompileConfig(backend="eager", remat="selective")
+aot = funcrl.CompileConfig(backend="aot_eager", remat="selective")  # what is sent is not
+inductor = funcrl.CompileConfig(backend="inductor")
 CASES = {
     "grpo": partial(steps, algorithm=funcrl.grpo()),
     "gspo": partial(steps, algorithm=funcrl.gspo()),
@@ -123,11 +125,14 @@ CASES = {
 # Those that are compiled, which takes the most of their time, and the case whose numbers each has:
 # Inductor's are its own.
 COMPILED = {
-    "traced, clipped": (partial(CASES["clipped, seven rows"], compiled=aot), "clipped, seven rows"),
+    "traced, clipped": (
+        partial(CASES["clipped, seven rows"], compiled=traced), "clipped, seven rows"
+    ),
     "traced state": (partial(CASES["state"], compiled=aot), "state"),
-    "exact, traced": (partial(CASES["exact"], compiled=aot), "exact"),
+    "exact, traced": (partial(CASES["exact"], compiled=traced), "exact"),
     "inductor": (
-        partial(CASES["kl"], compiled=funcrl.CompileConfig(backend="inductor")), "inductor"
+        partial(steps, **KL, model=tiny_model(num_layers=1), compiled=inductor),
+        "inductor",
     ),
 }  # fmt: skip
 # Those of more ranks than two: rows that they do not divide, and halves of halves.

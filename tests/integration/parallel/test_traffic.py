@@ -86,7 +86,7 @@ def peaks(layers):
 
 
 (few, held_few, written_few, late_few), (many, held_many, written_many, late_many) = (
-    peaks(layers) for layers in (4, 8)
+    peaks(layers) for layers in (2, 4)
 )
 # The old state and the new one; as written, all parameters besides; else activations alone.
 shards, whole = 2 * (held_many - held_few), many - few

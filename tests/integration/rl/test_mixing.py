@@ -11,7 +11,6 @@ from funcrl import ratios
 from funcrl.core.types import Penalty, Surrogate
 from funcrl.rl.mixing import mixing_parts
 
-NAMES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
 ESTIMATORS = ["k1", "k2", "k3", "k1+", "k3+"]
 CORRECTIONS = [
     None,
@@ -98,7 +97,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo", "rloo"])
 def test_algorithms_with_a_name_keep_samples_apart(name):
     make = getattr(funcrl, name)
     for estimator, correction in zip(cycle(ESTIMATORS), CORRECTIONS, strict=False):
