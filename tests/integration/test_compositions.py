@@ -200,7 +200,7 @@ def why_refused(parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(5))
 def test_a_step_is_the_plain_loop(block):
     for seed in range(block * _BLOCK, (block + 1) * _BLOCK):
         draw = random.Random(seed)

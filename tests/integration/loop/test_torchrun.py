@@ -122,25 +122,16 @@ def whole(tmp_path_factory):
         torch.set_num_threads(threads)
 
 
-# Where the ranks share the state, the norm that clips is summed in another order.
-SHARED = 1e-6
-STATE = ("--shard", "state")
-PACKED = ("--packing", "prefixes", "--pack-length", "32")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "options"), [(3, STATE), (2, PACKED)])
-def test_a_run_has_the_bits_of_one_process(tmp_path, whole, ranks, options):
-    """Sharing its state, or packed; then one process goes on with it."""
-    status, output = ended(torchrun(tmp_path / "run", ranks, options))
+def test_ranks_that_share_their_state_do_the_run_of_one_process(tmp_path, whole):
+    """Up to the rounding of the norm that clips; then one process goes on with it."""
+    status, output = ended(torchrun(tmp_path / "run", 3, ("--shard", "state")))
     assert status == 0, output
     assert output.count("step 6/6") == 1  # one view
-    if options != PACKED:
-        assert_same_run(tmp_path / "run", whole, SHARED)
-    packed = {"packing": "prefixes", "pack_length": 32} if options == PACKED else {}
-    config = replace(CONFIG, run_dir=tmp_path / "run", steps=7, **packed)
+    assert_same_run(tmp_path / "run", whole, tolerance=1e-6)
     threads = torch.get_num_threads()
     try:
+        config = replace(CONFIG, run_dir=tmp_path / "run", steps=7)
         assert len(funcrl.train(config, resume=True).history) == 8
     finally:
         torch.set_num_threads(threads)
@@ -148,7 +139,7 @@ def test_a_run_has_the_bits_of_one_process(tmp_path, whole, ranks, options):
         row for _, row in runs.each_line("train", tmp_path / "run" / runs.CHANGES)
         if row["option"] == "ranks"
     ]  # fmt: skip
-    assert (change["from"], change["to"]) == (str(ranks), "1")
+    assert (change["from"], change["to"]) == ("3", "1")
 
 
 @pytest.mark.slow

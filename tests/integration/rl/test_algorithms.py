@@ -137,7 +137,7 @@ def check_against(algorithm, oracle, case: Case, variant, tolerance: float) -> N
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", PAPERS)
 def test_equals_the_paper_in_float64(name, variant):
-    for seed in range(3):
+    for seed in range(2):
         check(name, random_case(seed), variant, 1e-12)
 
 
@@ -183,8 +183,10 @@ SURROGATES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [*VARIANTS, compiled])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("level", "variant"),
+    [*(("token", variant) for variant in VARIANTS), ("sequence", eager), ("sequence", compiled)],
+)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_what_a_users_function_is_outside_the_mask_does_not_matter(surrogate, level, variant):
     """Not a number there, or of an infinite slope: neither gets into the loss or its gradient."""
