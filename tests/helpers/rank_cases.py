@@ -126,9 +126,10 @@ CASES = {
 # Inductor's are its own.
 COMPILED = {
     "traced, clipped": (
-        partial(CASES["clipped, seven rows"], compiled=traced), "clipped, seven rows"
+        partial(CASES["clipped, seven rows"], compiled=traced, microbatch=None),
+        "clipped, seven rows",
     ),
-    "traced state": (partial(CASES["state"], compiled=aot), "state"),
+    "traced state": (partial(steps, **KL, shard="state", compiled=aot), "kl"),
     "exact, traced": (partial(CASES["exact"], compiled=traced), "exact"),
     "inductor": (
         partial(steps, **KL, model=tiny_model(num_layers=1), compiled=inductor),
