@@ -1,11 +1,15 @@
 """What ranks send in a step, counted from its graph on a group of 64 that does not exist."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import traffic
+
+from funcrl.models import Transformer
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -106,3 +110,24 @@ def test_what_is_sent_is_what_the_arithmetic_says():
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_whole_shape_is_counted_without_its_weights():
+    """Of 3 layers: gathers of 2 passes, of 2 bytes a number; scatters of 4, a parameter each."""
+    helper = ROOT / "tests" / "helpers" / "traffic.py"
+    done = subprocess.run(
+        [sys.executable, helper, "tiny"], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    leaves = dict(Transformer(traffic.SHAPES["tiny"]).named_parameters())
+    rows = {name: -(-len(leaf) // traffic.SIZE) for name, leaf in leaves.items()}
+    whole = sum(traffic.SIZE * rows[name] * leaf[0].numel() for name, leaf in leaves.items())
+    num_gathers, gathered_of, gathered = found["all_gather_into_tensor"]
+    num_scatters, scattered, kept = found["reduce_scatter_tensor"]
+    assert num_gathers == 2 * 3 + 3  # the layers, the embedding, and the norm beside it
+    assert num_scatters == len(leaves)
+    assert gathered == pytest.approx(2 * 2 * whole / 1e9)
+    assert scattered == pytest.approx(4 * whole / 1e9)
+    assert (gathered_of, kept) == (gathered / traffic.SIZE, scattered / traffic.SIZE)
+    assert found["held"] == pytest.approx(12 * whole / traffic.SIZE / 1e9, rel=1e-2)
