@@ -62,9 +62,9 @@ def gather_late(module: GraphModule) -> GraphModule:
 
     The parameters of a layer travel together, in the dtype that they are read in, while the layer
     before computes. They are whole in each forward and backward pass until their last use there,
-    and a gradient is scattered as soon as it is whole. So two layers' parameters and one layer's
-    gradients are whole at a time, where a step as written gathers all of them first. The price is
-    a second gather of each parameter, in the backward pass. Every bit is kept.
+    and a gradient is scattered as soon as it is whole. So the parameters and gradients of two
+    layers are whole at a time, where a step as written gathers all of them first. The price is a
+    second gather of each parameter, in the backward pass. Every bit is kept.
 
     Args:
         module: a traced step, after `remat`; without gathers of its inputs it is returned as it is.

@@ -184,7 +184,7 @@ def estimate_memory(
     captured = on_gpu and copies and captured_runs(c)
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
-    older = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
+    saved = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
@@ -200,7 +200,7 @@ def estimate_memory(
         # With several updates a step, the state before the first is kept.
         next_state=(share.parameters + 2 * share.moments)
         * min(config.num_iterations * config.num_minibatches, 2),
-        checkpoint=older * trained,
+        checkpoint=saved * trained,
         cache=cache,
         kept_cache=cache if captured else 0,
     )

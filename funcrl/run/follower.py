@@ -70,11 +70,11 @@ class Follower:
 
     def save(self) -> None:
         """Begin a checkpoint of the last finished step, with all ranks where they share it."""
-        step, state, row, older = self.progress
-        self._began_to_save = step
-        self._write(
-            Progress(step, state if self._whole is None else self._whole(state), row, older)
-        )
+        whole = self.progress
+        self._began_to_save = whole.step
+        if self._whole is not None:
+            whole = whole._replace(state=self._whole(whole.state))
+        self._write(whole)
 
     def _write(self, whole: Progress) -> None:
         """Write nothing."""
@@ -86,7 +86,7 @@ class Follower:
             self.save()
 
     def give_up_state(self) -> None:
-        """Let an update overwrite the last finished step's state, until the next `advance`."""
+        """Do nothing: no checkpoint reads the state."""
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save nothing."""

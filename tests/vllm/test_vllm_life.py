@@ -51,14 +51,20 @@ def raise_in_forward(generator, error):
 
 
 class Killer(SilentView):
-    """Shows nothing, and lets the generate after a step fail."""
+    """Shows nothing, and lets the generate after a step fail: of NaN, or with an error."""
 
-    def __init__(self, built, step, error):
+    def __init__(self, built, step, error=None):
         self.built, self.last, self.error = built, step, error
 
     def step(self, row, completion):
-        if row["step"] == self.last:
-            raise_in_forward(self.built[-1].generator, self.error)
+        if row["step"] != self.last:
+            return
+        generator = self.built[-1].generator
+        if self.error is None:
+            params = generator.pushed.params
+            generator.push({name: leaf * torch.nan for name, leaf in params.items()})
+        else:
+            raise_in_forward(generator, self.error)
 
 
 def run_config(folder):
@@ -87,17 +93,24 @@ class TestRun:
             assert row["sampling/sampling_logp_difference/max"] < 1e-4
             assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
 
-    def test_one_whose_engine_dies_goes_on_to_the_same_bits(self, whole, tmp_path, monkeypatch):
-        """Of a kernel that fails after the first step."""
+    def test_one_whose_engine_dies_twice_goes_on_to_the_same_bits(
+        self, whole, tmp_path, monkeypatch
+    ):
+        """Of a policy of NaN after the first step, of a kernel that fails after the second."""
         built = watch_builds(monkeypatch)
         config = run_config(tmp_path / "run")
-        killer = Killer(built, 1, RuntimeError("a kernel failed"))
-        with pytest.raises(EngineError, match=r"VLLM\.generate .* RuntimeError: a kernel failed"):
-            funcrl.train(config, view=killer)
-        saved = {folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()}
-        assert {"0", "1"} <= saved
-        with pytest.raises(RuntimeError, match=r"VLLM\.generate .* one that is closed"):
-            built[-1].generator.generate(PROMPTS, SAMPLING, seed=0)
+        deaths = (
+            (FloatingPointError, r"VLLM\.push expects finite parameters", None),
+            (EngineError, r"VLLM\.generate .* RuntimeError: a kernel failed", "a kernel failed"),
+        )
+        for step, (kind, message, text) in enumerate(deaths, start=1):
+            killer = Killer(built, step, text and RuntimeError(text))
+            with pytest.raises(kind, match=message):
+                funcrl.train(config, view=killer, resume=step > 1)
+            saved = {folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()}
+            assert {"0", str(step)} <= saved
+            with pytest.raises(RuntimeError, match=r"VLLM\.generate .* one that is closed"):
+                built[-1].generator.generate(PROMPTS, SAMPLING, seed=0)
         resumed = funcrl.train(config, resume=True)
         assert untimed(resumed.history) == untimed(whole.history)
         for name, leaf in whole.state.params.items():

@@ -44,7 +44,7 @@ def whole_policy(parts: Parts, policy: Policy) -> Params:
     casts = parts.lora is None and "generator" not in parts.replaced
     if casts and dtype is not None and parts.config.numerics == "native":
         trained = tree.cast(trained, dtype)  # as the generator does: half as much is sent
-    return parts.policy(whole_params(parts, trained) if policy.is_shared else trained)
+    return parts.policy(whole_trained(parts, policy._replace(trained=trained)))
 
 
 class Rolled(NamedTuple):

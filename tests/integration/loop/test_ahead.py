@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from cases import equal
-from test_train import Copy, Notes, small, untimed
+from test_train import Copy, Notes, assert_kills_end_in_the_same_bits, small, untimed
 
 import funcrl
 from funcrl import runs
@@ -137,6 +137,12 @@ def test_a_run_repeats_and_resumes_to_the_same_bits(tmp_path, name):
     if name == "donated":
         plain = funcrl.train(small(tmp_path / "plain", **{**options, "compile": None}))
         assert equal(plain.state, whole.state)
+
+
+@pytest.mark.slow
+def test_kills_of_a_run_ahead_end_in_the_same_bits(tmp_path):
+    """SIGKILL at random moments, while rollouts are being drawn."""
+    assert_kills_end_in_the_same_bits(tmp_path, kills=2, max_staleness=2)
 
 
 @pytest.mark.slow
