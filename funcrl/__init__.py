@@ -32,7 +32,7 @@ from funcrl.loop.warm_start import warm_start
 from funcrl.models import init_params
 from funcrl.models.functional import functional
 from funcrl.models.initial import Lora, lora
-from funcrl.models.logprobs import logprob_fn, score, token_scores
+from funcrl.models.logprobs import Teacher, logprob_fn, score, token_scores
 from funcrl.rl import (
     advantages,
     aggregation,
@@ -46,7 +46,18 @@ from funcrl.rl import (
     rewards,
     surrogates,
 )
-from funcrl.rl.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce, rloo, sapo
+from funcrl.rl.algorithms import (
+    cispo,
+    dapo,
+    distill,
+    dr_grpo,
+    grpo,
+    gspo,
+    reinforce,
+    rloo,
+    sapo,
+    sft,
+)
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches
 from funcrl.rl.grads import (
     GradientMoments,
@@ -92,6 +103,7 @@ __all__ = [
     "Rollout",
     "Sample",
     "Step",
+    "Teacher",
     "TokenScores",
     "TrainState",
     "advantages",
@@ -105,6 +117,7 @@ __all__ = [
     "compile_step",
     "config",
     "dapo",
+    "distill",
     "donate",
     "dr_grpo",
     "drop_zero_variance",
@@ -160,6 +173,7 @@ __all__ = [
     "save",
     "save_params",
     "score",
+    "sft",
     "surrogates",
     "tasks",
     "token_scores",

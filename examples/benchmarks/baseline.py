@@ -57,6 +57,7 @@ def ordinary_loss(
     with torch.no_grad():
         metrics = [entropy, (logprobs - behavior).abs(), ratio, (ratio > 1.2).float()]
         _ = [(values * mask).sum() for values in metrics]
+    assert isinstance(batch.token_weights, Tensor)
     return -(batch.token_weights[:, 1:] * mask * objective).sum()
 
 

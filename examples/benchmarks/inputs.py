@@ -21,6 +21,7 @@ from funcrl.loop.memory import num_params
 from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.ops.attention import attend_prompts
+from funcrl.rl.aggregation import sequence_mean
 from funcrl.rl.backward import AuxLossFn
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.grads import Gradient, PerSampleTransform
@@ -267,6 +268,6 @@ def _batch(config: StepBenchConfig, seed: int) -> Batch:
         mask=mask,
         behavior_logprobs=uniform + 0.1 * torch.randn(shape, dtype=torch.float32, **drawn),
         advantages=torch.randn(config.rows, 1, dtype=torch.float32, **drawn).expand(shape),
-        token_weights=grpo().weight(mask),
+        token_weights=sequence_mean(mask),
     )
     return tree.map(lambda leaf: leaf.to(config.device).contiguous(), batch)

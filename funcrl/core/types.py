@@ -22,11 +22,13 @@ class TokenScores(NamedTuple):
 
     `logprobs[t]` scores `tokens[t]` given `tokens[:t]`, and `entropy[t]` is that of the
     distribution it was drawn from; a language model has no prediction for position 0, which
-    therefore stays out of the mask.
+    therefore stays out of the mask. `divergence[t]` is that of the distribution from a teacher's,
+    over the whole vocabulary, where a `model_fn` knows a teacher.
     """
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
+    divergence: Tensor | Absent = ()  # [T]
 
 
 class Sample(NamedTuple):
@@ -80,15 +82,22 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The input of a step, with one sample a row, so that per-sample gradients are legal."""
+    """The input of a step, with one sample a row, so that per-sample gradients are legal.
+
+    The loss has three streams, each with weights of its own: the policy gradient, cross-entropy on
+    the tokens as they are, and the divergence from a teacher. One without weights is left out.
+    """
 
     tokens: Tensor  # [B, T] int64
     positions: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] bool, True where the token is trained on
     behavior_logprobs: Tensor  # [B, T]
     advantages: Tensor  # [B, T]
-    token_weights: Tensor  # [B, T] every normalisation of the loss lives here
+    token_weights: Tensor | Absent  # [B, T] of the policy gradient, with every normalisation
     ref_logprobs: Tensor | Absent = ()  # [B, T]
+    ce_weights: Tensor | Absent = ()  # [B, T] of the cross-entropy
+    teacher_weights: Tensor | Absent = ()  # [B, T] of the divergence from a teacher
+    teacher_logprobs: Tensor | Absent = ()  # [B, T] of the teacher, where no divergence is scored
 
     def __repr__(self) -> str:
         return of_fields(self)
@@ -106,10 +115,13 @@ class PackedBatch(NamedTuple):
     mask: Tensor  # [R, T] bool
     behavior_logprobs: Tensor  # [R, T]
     advantages: Tensor  # [R, T]
-    token_weights: Tensor  # [R, T]
+    token_weights: Tensor | Absent  # [R, T]
     segment_ids: Tensor  # [R, T] int64, 0, 1, ... within a row, -1 on padding
     ref_logprobs: Tensor | Absent = ()  # [R, T]
     prefix_ids: Tensor | Absent = ()  # [R, T] int64, the segment that a token sees too, -1 for none
+    ce_weights: Tensor | Absent = ()  # [R, T]
+    teacher_weights: Tensor | Absent = ()  # [R, T]
+    teacher_logprobs: Tensor | Absent = ()  # [R, T]
 
     def __repr__(self) -> str:
         return of_fields(self)
@@ -179,16 +191,22 @@ WeightFn: TypeAlias = Callable[..., Tensor]
 
 
 class Algorithm(NamedTuple):
-    """An algorithm as five independent functions."""
+    """An algorithm as five independent functions, and the weights of two more streams of the loss.
+
+    `weight` is that of the policy gradient, which is left out without one.
+    """
 
     advantage: AdvantageFn  # (rewards [B], group [B]) -> [B]
     ratio: RatioFn  # (logprobs, behavior_logprobs, mask, segment_ids), all [T] -> Ratio
     surrogate: SurrogateFn  # (logprobs, ratio, advantages), all [T] -> Surrogate
     penalty: PenaltyFn  # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
-    weight: WeightFn  # (mask [B, T], dtype) -> token_weights [B, T]
+    weight: WeightFn | Absent  # (mask [B, T], dtype) -> token_weights [B, T]
+    ce_weight: WeightFn | Absent = ()  # the same for ce_weights
+    teacher_weight: WeightFn | Absent = ()  # the same for teacher_weights
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={described(fn)}" for name, fn in self._asdict().items())
+        given = {name: fn for name, fn in self._asdict().items() if fn != ()}
+        shown = ", ".join(f"{name}={described(fn)}" for name, fn in given.items())
         return f"Algorithm({shown})"
 
 

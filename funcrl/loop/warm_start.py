@@ -29,8 +29,7 @@ def warm_start(
 ) -> tuple[Params, dict[str, float]]:
     """Return parameters trained on right answers, and numbers: the steps and the accuracy reached.
 
-    Supervised learning is REINFORCE whose samples are the answers and whose reward is always 1:
-    the same step, with the mean over tokens. It stops at the wanted accuracy.
+    It is `grpo_step` with `algorithm=funcrl.sft()`, and stops at the wanted accuracy.
 
     Args:
         model_fn: `(params, sample) -> TokenScores`.
@@ -52,8 +51,7 @@ def warm_start(
     """
     task = check_task("warm_start", task)
     config = WarmStartConfig() if config is None else config
-    weight = algorithms.dapo().weight
-    algorithm = algorithms.reinforce(weight=weight)
+    algorithm = algorithms.sft()
     step = grpo_step(
         model_fn, algorithm=algorithm, optimizer=optim.adamw(config.learning_rate, weight_decay=0.0)
     )

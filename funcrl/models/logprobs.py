@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from funcrl.models.functional import forward_takes, logits_fn
 from funcrl.models.layers import RecurFn, recur_causal, recur_segments
 from funcrl.models.transformer import Transformer, has_delta
 from funcrl.ops import attention
+from funcrl.ops.divergences import Divergence
 
 
 def reading_segments(function: str, model_fn: ModelFn) -> ModelFn:
@@ -72,6 +73,18 @@ def _watched(row: PackedBatch, read: set[str]) -> PackedBatch:
     return WatchedRow(*row)
 
 
+class Teacher(NamedTuple):
+    """A network whose distribution over the vocabulary another one is taught."""
+
+    model: nn.Module  # with the vocabulary of the one that it teaches
+    params: Params
+    divergence: Divergence = "reverse"  # KL(pi, teacher); or "forward", KL(teacher, pi)
+
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__
+        return f"Teacher({kind}, {len(self.params)} parameters, {self.divergence!r})"
+
+
 # Tokens whose logits exact numerics hold at a time when nothing is said; any number gives the same
 # scores.
 _CHUNK = 1024
@@ -116,6 +129,7 @@ def logprob_fn(
     dtype: torch.dtype | None = None,
     attend: ops.AttendFn | None = None,
     attend_segments: ops.AttendSegmentsFn | None = None,
+    teacher: Teacher | None = None,
 ) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a network, which gives logits.
 
@@ -137,6 +151,8 @@ def logprob_fn(
         attend_segments: the same for the rows of a `PackedBatch`, of their segments and prefixes,
             such as `funcrl.ops.attend_flash_segments`. The model's own when left out, unless
             `attend` is given alone: such rows are then refused.
+        teacher: whose divergence from the policy, over the whole vocabulary, is scored as well. It
+            is a constant; `chunk`, `dtype` and what attends are its own too, where it takes them.
 
     Example:
         >>> import torch, funcrl
@@ -166,6 +182,8 @@ def logprob_fn(
                 f"logprob_fn expects a network of exact operations to take {name}=, as "
                 f"funcrl.models.Transformer does, got {type(model).__name__}, which does not."
             )
+    if teacher is not None:
+        teacher = _cast_teacher(teacher, model, chunk, dtype)
     owns = attend is None and attend_segments is None
     if owns:
         attend_segments = network_ops.attend_segments
@@ -175,6 +193,7 @@ def logprob_fn(
         chunk=chunk,
         attend=attend,
         attend_segments=attend_segments,
+        teacher=teacher,
     )
     scores_fn = scores_fn_of(model)
 
@@ -191,50 +210,134 @@ def logprob_fn(
     return model_fn
 
 
+def _cast_teacher(
+    teacher: Teacher, model: nn.Module, chunk: Any, dtype: torch.dtype | None
+) -> Teacher:
+    """Return a teacher with its weights in the dtype to compute in; raise if it cannot teach."""
+    if ops.ops_of(model).exact or ops.ops_of(teacher.model).exact:
+        raise ValueError(
+            "logprob_fn expects networks of native operations with teacher=, since the divergence "
+            "over a vocabulary has no exact ones, got exact; a batch's teacher_logprobs work there."
+        )
+    if chunk is not None and not forward_takes(teacher.model, "head"):
+        raise ValueError(
+            f"logprob_fn expects no chunk= with a teacher whose forward does not take head=, got "
+            f"chunk={chunk} for {type(teacher.model).__name__}."
+        )
+    params = tree.map(torch.Tensor.detach, teacher.params)
+    return teacher._replace(params=params if dtype is None else tree.cast(params, dtype))
+
+
 def _scores_fn(
     model: nn.Module,
     temperature: float,
     chunk: int | Literal["all"] | None,
     attend: ops.AttendFn | None,
     attend_segments: ops.AttendSegmentsFn | None,
+    teacher: Teacher | None,
 ) -> ScoresFn:
     """Return `(params, sample, dtype) -> TokenScores`; the arguments are those of `logprob_fn`.
 
     With exact operations a network that takes more axes than [T] may be given a batch of samples.
     """
     apply, network_ops = logits_fn(model), ops.ops_of(model)
-    config = model.config if isinstance(model, Transformer) else None
     # Operations of one's own need know of no cap where there is none.
-    caps = {} if config is None or config.logit_cap is None else {"cap": config.logit_cap}
+    caps = {} if _cap(model) is None else {"cap": _cap(model)}
+    taught = None if teacher is None else _Taught(teacher, temperature, attend, attend_segments)
 
     def scores_of(params: Params, sample: Row, dtype: torch.dtype | None) -> TokenScores:
-        options: dict[str, Any] = {}
-        if attend is not None:
-            options["attend"] = _each_layer(model, attend, recur_causal)
-        segment_ids = getattr(sample, "segment_ids", ())
-        if not isinstance(segment_ids, tuple):
-            prefix_ids = getattr(sample, "prefix_ids", ())
-            options |= _of_packed_row(model, segment_ids, prefix_ids, attend, attend_segments)
+        options = _options(model, sample, attend, attend_segments)
         if dtype is not None and network_ops.exact:
             options["dtype"] = dtype  # weights are cast where they are used: gradients stay wide
         elif dtype is not None:
             params = tree.cast(params, dtype)
         if chunk is None and not network_ops.exact:
             logits = apply(params, sample, **options)
-            return token_scores(logits, sample.tokens, temperature)
+            found = token_scores(logits, sample.tokens, temperature)
+            if taught is None:
+                return found
+            return found._replace(divergence=_shifted(taught.of_logits(sample, logits)))
 
-        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
             # no copy and suit a GPU's tiles.
             targets = sample.tokens.roll(-1, dims=-1)
-            return network_ops.scores(hidden, weight, targets, temperature, chunk or _CHUNK, **caps)
+            size = chunk or _CHUNK
+            found = network_ops.scores(hidden, weight, targets, temperature, size, **caps)
+            if taught is None:
+                return found
+            return *found, taught.of_hidden(sample, hidden, weight, size, _cap(model))
 
-        logprobs, entropy = apply(params, sample, head=scores, **options)
-        start = torch.zeros_like(logprobs[..., :1])
-        shifted = (torch.cat([start, part[..., :-1]], dim=-1) for part in (logprobs, entropy))
-        return TokenScores(*shifted)
+        return TokenScores(*map(_shifted, apply(params, sample, head=scores, **options)))
 
     return scores_of
+
+
+class _Taught:
+    """The divergence from a teacher, given what a network has computed of a sample."""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        temperature: float,
+        attend: ops.AttendFn | None,
+        attend_segments: ops.AttendSegmentsFn | None,
+    ) -> None:
+        self._teacher, self._temperature = teacher, temperature
+        self._apply = logits_fn(teacher.model)
+        self._attends = attend, attend_segments
+
+    def of_logits(self, sample: Row, logits: Tensor) -> Tensor:
+        """Return the divergence [T] of logits [T, V]."""
+        of_teacher = self._run(sample)
+        return ops.divergence(logits, of_teacher, self._teacher.divergence, self._temperature)
+
+    def of_hidden(
+        self, sample: Row, hidden: Tensor, weight: Tensor, chunk: CountOrAll, cap: float | None
+    ) -> Tensor:
+        """Return the divergence [T] of the last layer's output [T, D], with few logits alive."""
+        teacher_hidden, teacher_weight = self._run(sample, head=lambda x, weight: (x, weight))
+        return ops.linear_divergence(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            self._teacher.divergence,
+            self._temperature,
+            chunk,
+            cap,
+            _cap(self._teacher.model),
+        )
+
+    def _run(self, sample: Row, **head: Any) -> Any:
+        options = _options(self._teacher.model, sample, *self._attends)
+        return self._apply(self._teacher.params, sample, **head, **options)
+
+
+def _shifted(values: Tensor) -> Tensor:
+    """Return values of predictions at the tokens that they predict, 0 at the first token."""
+    return torch.cat([torch.zeros_like(values[..., :1]), values[..., :-1]], dim=-1)
+
+
+def _cap(model: nn.Module) -> float | None:
+    return model.config.logit_cap if isinstance(model, Transformer) else None
+
+
+def _options(
+    model: nn.Module,
+    sample: Row,
+    attend: ops.AttendFn | None,
+    attend_segments: ops.AttendSegmentsFn | None,
+) -> dict[str, Any]:
+    """Return the arguments of a network by which its tokens attend."""
+    options: dict[str, Any] = {}
+    if attend is not None:
+        options["attend"] = _each_layer(model, attend, recur_causal)
+    segment_ids = getattr(sample, "segment_ids", ())
+    if not isinstance(segment_ids, tuple):
+        prefix_ids = getattr(sample, "prefix_ids", ())
+        options |= _of_packed_row(model, segment_ids, prefix_ids, attend, attend_segments)
+    return options
 
 
 def _of_packed_row(
@@ -305,8 +408,10 @@ def score(
         of_rows, given = over_rows("score", reading_segments("score", model_fn)), params
     with torch.no_grad():
         parts = [of_rows(given, part) for part in split_rows("score", batch, microbatch)]
-        scores = TokenScores(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+        scores = tree.map(lambda *fields: torch.cat(fields), *parts)
     tokens = getattr(batch, "tokens", scores.logprobs)
     for name, value in scores._asdict().items():
-        checks.check_shape("score", f"model_fn(...).{name}", value, "batch.tokens", tokens.shape)
+        if not isinstance(value, tuple):
+            what = f"model_fn(...).{name}"
+            checks.check_shape("score", what, value, "batch.tokens", tokens.shape)
     return scores

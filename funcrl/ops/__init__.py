@@ -6,6 +6,7 @@ from funcrl.ops.choice import NATIVE, choose_ops, ops_of
 from funcrl.ops.chunked import linear_scores
 from funcrl.ops.contract import AttendFn, AttendSegmentsFn, GatedDeltaFn, LinearFn, Ops, Weights
 from funcrl.ops.delta import delta_gates, gated_delta_scan, short_conv
+from funcrl.ops.divergences import divergence, linear_divergence
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash, attend_flash_segments
 from funcrl.ops.logits import entropy
@@ -27,10 +28,12 @@ __all__ = [
     "attend_segments",
     "choose_ops",
     "delta_gates",
+    "divergence",
     "entropy",
     "gated_delta_scan",
     "geglu",
     "gru_scan",
+    "linear_divergence",
     "linear_scores",
     "lstm_scan",
     "ops_of",

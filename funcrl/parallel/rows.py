@@ -96,8 +96,10 @@ def _without(rows: Rows, is_row: Tensor) -> Rows:
         "mask": rows.mask & is_row,
         "behavior_logprobs": rows.behavior_logprobs.where(is_row, 0.0),
         "advantages": rows.advantages.where(is_row, 0.0),
-        "token_weights": rows.token_weights.where(is_row, 0.0),
     }
+    for name in ("token_weights", "ce_weights", "teacher_weights"):
+        if isinstance(weights := getattr(rows, name), Tensor):
+            nothing[name] = weights.where(is_row, 0.0)
     if isinstance(rows, PackedBatch):  # padding, as in rows that `pack` adds
         nothing["segment_ids"] = rows.segment_ids.where(is_row, -1)
         if isinstance(rows.prefix_ids, Tensor):

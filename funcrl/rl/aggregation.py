@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks
-from funcrl.core.arguments import Positive, checked
+from funcrl.core.arguments import Finite, Positive, checked
+from funcrl.core.printing import remembers
+from funcrl.core.types import WeightFn
 
 
 @checked
@@ -74,6 +76,29 @@ def constant(mask: Tensor, length: Positive, dtype: torch.dtype = torch.float32)
     """
     weights = _as_weights("constant", mask, dtype)
     return weights / (_num_sequences(weights) * length)
+
+
+@checked
+@remembers
+def scaled(rule: WeightFn, factor: Finite) -> WeightFn:
+    """Return the rule with its weights multiplied by a factor, the coefficient of a stream.
+
+    Args:
+        rule: `(mask [B, T], dtype) -> weights [B, T]`.
+        factor: of all weights.
+
+    Example:
+        >>> import torch, funcrl
+        >>> half = funcrl.aggregation.scaled(funcrl.aggregation.token_mean, 0.5)
+        >>> half(torch.tensor([[False, True, True]]))
+        tensor([[0.0000, 0.2500, 0.2500]])
+    """
+
+    @checked
+    def weights(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return rule(mask, dtype=dtype) * factor
+
+    return weights
 
 
 def _as_weights(function: str, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,8 @@ class Tunables(TypedDict, total=False):
             `funcrl.ratios.truncated(3.0)`; when left out the ratio is taken against them.
         weight: `(mask [B, T], dtype) -> token weights`, in place of the algorithm's own rule; see
             `funcrl.aggregation`.
+        teacher: coefficient of the mean over tokens of the divergence from a teacher, 0 when left
+            out; above 0 the batch needs `teacher_logprobs`, or the `model_fn` a teacher.
     """
 
     kl: NotNegative
@@ -33,6 +35,7 @@ class Tunables(TypedDict, total=False):
     entropy: Finite
     correction: CorrectionFn | None
     weight: WeightFn
+    teacher: NotNegative
 
 
 Scale: TypeAlias = Literal["group", "batch", "none"]
@@ -259,6 +262,44 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
     return _compose(tunables, advantage, ratios.token, surrogates.score_function, weight)
 
 
+@checked
+def sft(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
+    """Return supervised training: cross-entropy on the tokens of the mask, as they are.
+
+        L = -1 / (sum_i |y_i|) sum_i sum_t log pi(y_t)
+
+    There is no policy gradient: rewards and behaviour log-probabilities are not read.
+
+    Args:
+        weight: `(mask [B, T], dtype) -> token weights` of the cross-entropy.
+
+    Example:
+        >>> import funcrl
+        >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=funcrl.sft())
+    """
+    return reinforce()._replace(weight=(), ce_weight=weight)
+
+
+@checked
+def distill(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
+    """Return on-policy distillation alone: the divergence from a teacher (arXiv:2306.13649).
+
+        L = 1 / (sum_i |y_i|) sum_i sum_t D(pi(. | y_<t), teacher(. | y_<t))
+
+    D is what the `model_fn` scores, `funcrl.logprob_fn(model, teacher=...)`, or the estimate of
+    KL(pi, teacher) from a batch's `teacher_logprobs`. Rewards are not read; an algorithm with
+    both is one such as `funcrl.grpo(teacher=0.5)`.
+
+    Args:
+        weight: `(mask [B, T], dtype) -> token weights` of the divergence.
+
+    Example:
+        >>> import funcrl
+        >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=funcrl.distill())
+    """
+    return reinforce()._replace(weight=(), teacher_weight=weight)
+
+
 def _compose(
     tunables: Tunables,
     advantage: Scale | AdvantageFn,
@@ -266,7 +307,7 @@ def _compose(
     surrogate: SurrogateFn,
     weight: WeightFn,
 ) -> Algorithm:
-    correction = tunables.get("correction")
+    correction, teacher = tunables.get("correction"), tunables.get("teacher", 0.0)
     return Algorithm(
         advantage=advantage if callable(advantage) else _SCALES[advantage],
         ratio=ratio if correction is None else ratios.corrected(ratio, correction),
@@ -277,4 +318,5 @@ def _compose(
             tunables.get("entropy", 0.0),
         ),
         weight=tunables.get("weight", weight),
+        teacher_weight=aggregation.scaled(aggregation.token_mean, teacher) if teacher else (),
     )

@@ -1,15 +1,16 @@
 """Batches from rollouts: filters, token weights, and mini-batches."""
 
 import operator
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from funcrl.core import checks, numerics, rng, tree
 from funcrl.core.arguments import Count, checked
-from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows
+from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows, WeightFn
 
 _RowsT = TypeVar("_RowsT", Batch, PackedBatch)
 
@@ -57,7 +58,12 @@ def sampled_tokens(batch: Rows) -> Tensor:
 
 
 @checked
-def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absent = ()) -> Batch:
+def collate(
+    rollout: Rollout,
+    algorithm: Algorithm,
+    ref_logprobs: Tensor | Absent = (),
+    teacher_logprobs: Tensor | Absent = (),
+) -> Batch:
     """Return the batch of a rollout: advantages from its rewards, token weights from its mask.
 
     Sampled tokens whose behaviour log-probability is not finite leave the mask before weights are
@@ -68,8 +74,10 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
     Args:
         rollout: B = N prompts x G samples, padded on the right. `logprob_fn` cannot score a row's
             first token; only a `model_fn` that can (a bandit's, say) may have it in the mask.
-        algorithm: whose `advantage` and `weight` to use.
+        algorithm: whose `advantage`, and `weight`, `ce_weight` and `teacher_weight` to use.
         ref_logprobs: [B, T] of the reference model, for a KL penalty; finite inside the mask.
+        teacher_logprobs: [B, T] of the teacher, where the `model_fn` does not score its divergence
+            from one; finite inside the mask.
 
     Example:
         >>> import torch, funcrl
@@ -83,8 +91,9 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
                 [ 0.0000,  0.5000,  0.0000]])
     """
     _check_rollout("collate", rollout)
-    if not isinstance(ref_logprobs, tuple):
-        _check_reference(rollout, ref_logprobs)
+    for name, scored in (("ref_logprobs", ref_logprobs), ("teacher_logprobs", teacher_logprobs)):
+        if not isinstance(scored, tuple):
+            _check_scored(rollout, name, scored)
     dtype = numerics.at_least_float32(rollout.behavior_logprobs.dtype)
     behavior = torch.where(rollout.mask, rollout.behavior_logprobs, 0.0).to(dtype)
     mask = counted_tokens(rollout.mask, behavior)
@@ -106,8 +115,9 @@ def collate(rollout: Rollout, algorithm: Algorithm, ref_logprobs: Tensor | Absen
         mask=mask,
         behavior_logprobs=behavior,
         advantages=torch.where(mask, advantages[:, None], 0.0),
-        token_weights=_weights("collate", algorithm, mask, dtype),
+        **_made_weights(algorithm, mask, dtype),
         ref_logprobs=ref_logprobs,
+        teacher_logprobs=teacher_logprobs,
     )
 
 
@@ -139,12 +149,13 @@ def minibatches(batch: _RowsT, algorithm: Algorithm, count: int, seed: int) -> l
     """Return the batch's rows in `count` mini-batches, in an order drawn from the seed.
 
     Advantages stay those of the whole batch; weights are made anew, so that each mini-batch's loss
-    is normalised over that mini-batch. A packed row goes whole into one of them, and the weights
-    are those of its samples, as if each had a row of its own.
+    is normalised over that mini-batch, each stream's over the samples that had a weight in it. A
+    packed row goes whole into one of them, and the weights are those of its samples, as if each had
+    a row of its own.
 
     Args:
         batch: of B rows; of a `PackedBatch` with the positions that `pack` and `pack_groups` make.
-        algorithm: whose `weight` to use.
+        algorithm: whose weight of each of the batch's streams to use.
         count: the number of mini-batches, at most B; one is the batch itself.
         seed: of the order.
 
@@ -166,8 +177,51 @@ def minibatches(batch: _RowsT, algorithm: Algorithm, count: int, seed: int) -> l
     parts = []
     for share in order.to(batch.tokens.device).tensor_split(count):
         part: _RowsT = tree.map(operator.itemgetter(share), batch)
-        parts.append(part._replace(token_weights=_share_weights(algorithm, part)))
+        parts.append(_share_weights(algorithm, part))
     return parts
+
+
+@checked
+def join(batches: Sequence[Batch]) -> Batch:
+    """Return the rows of several batches as one, each with the weights that it has.
+
+    Rows of demonstrations beside rows that the policy drew, for example: each stream's loss stays
+    normalised over the batches that it came from. Where a batch lacks a field that another has, it
+    gets zeros.
+
+    Args:
+        batches: of one sample a row, of any lengths.
+
+    Example:
+        >>> import torch, funcrl
+        >>> rollout = funcrl.Rollout(
+        ...     tokens=torch.ones(1, 2, dtype=torch.int64), group=torch.tensor([0]),
+        ...     mask=torch.tensor([[False, True]]), behavior_logprobs=torch.zeros(1, 2),
+        ...     rewards=torch.ones(1), policy_version=torch.zeros(1, dtype=torch.int64))
+        >>> drawn = funcrl.collate(rollout, funcrl.reinforce())
+        >>> shown = funcrl.collate(rollout, funcrl.sft())
+        >>> funcrl.batching.join([drawn, shown]).ce_weights
+        tensor([[0., 0.],
+                [0., 1.]])
+    """
+    if not batches:
+        raise ValueError("join expects at least one batch, got none.")
+    width = max(batch.mask.shape[1] for batch in batches)
+    columns: dict[str, Any] = {}
+    for name in Batch._fields:
+        found = [getattr(batch, name) for batch in batches]
+        given = [each for each in found if isinstance(each, Tensor)]
+        if not given:
+            columns[name] = ()
+            continue
+        filled = [
+            batch.mask.new_zeros(batch.mask.shape, dtype=given[0].dtype)
+            if isinstance(each, tuple)
+            else each
+            for each, batch in zip(found, batches, strict=True)
+        ]
+        columns[name] = torch.cat([pad(each, (0, width - each.shape[1])) for each in filled])
+    return Batch(**columns)
 
 
 @checked
@@ -224,7 +278,7 @@ def pad_length(rollout: Rollout, multiple: Count) -> Rollout:
     _check_rollout("pad_length", rollout)
     missing = -rollout.tokens.shape[1] % multiple
     padded = {
-        name: torch.nn.functional.pad(getattr(rollout, name), (0, missing))
+        name: pad(getattr(rollout, name), (0, missing))
         for name in ("tokens", "mask", "behavior_logprobs")
     }
     return rollout._replace(**padded)
@@ -281,13 +335,54 @@ def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
     return rollout._replace(mask=rollout.mask & ~truncated[:, None])
 
 
-def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
-    """Return the token weights of the samples in some rows of a batch."""
-    dtype = part.token_weights.dtype
+# The weights of each stream of the loss in a batch, and what makes them in an algorithm.
+_STREAMS = {
+    "token_weights": "weight",
+    "ce_weights": "ce_weight",
+    "teacher_weights": "teacher_weight",
+}
+
+
+def _made_weights(
+    algorithm: Algorithm, mask: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor | Absent]:
+    """Return the weights [B, T] of each stream, absent where the algorithm has no rule."""
+    rules = {name: getattr(algorithm, of) for name, of in _STREAMS.items()}
+    return {
+        name: rule if isinstance(rule, tuple) else _weights("collate", rule, mask, dtype)
+        for name, rule in rules.items()
+    }
+
+
+def _share_weights(algorithm: Algorithm, part: _RowsT) -> _RowsT:
+    """Return some rows of a batch with the weights of a batch of their own."""
+    apart, together = _by_samples(part)
+    weights = {name: getattr(part, name) for name in _STREAMS}
+    weights = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+    for name, before in weights.items():
+        rule = getattr(algorithm, _STREAMS[name])
+        if isinstance(rule, tuple):
+            raise ValueError(
+                f"minibatches expects an algorithm with a {_STREAMS[name]} to make the {name} of a "
+                f"mini-batch, got {algorithm!r}."
+            )
+        mask = apart(part.mask)
+        if len(weights) > 1:  # of the samples that are in this stream
+            mask = mask & (apart(before) != 0).any(dim=1, keepdim=True)
+        weights[name] = together(_weights("minibatches", rule, mask, before.dtype))
+    return part._replace(**weights)
+
+
+_Moving: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def _by_samples(part: Rows) -> tuple[_Moving, _Moving]:
+    """Return what gives each sample of some rows a row of its own, and what puts them back.
+
+    A weight rule expects one sample a row. A shared prefix is no sample.
+    """
     if isinstance(part, Batch):
-        return _weights("minibatches", algorithm, part.mask, dtype)
-    # A weight rule expects one sample a row: each token is moved to a row of its sample, and its
-    # weight back to the token's place. A shared prefix is no sample.
+        return (lambda values: values), (lambda values: values)
     num_rows, length = part.segment_ids.shape
     first_id = torch.arange(num_rows, device=part.mask.device)[:, None] * length
     filled = part.segment_ids >= 0
@@ -296,15 +391,22 @@ def _share_weights(algorithm: Algorithm, part: Rows) -> Tensor:
         filled = filled & ~torch.isin(first_id + part.segment_ids, prefixes)
     ids, row = torch.unique((first_id + part.segment_ids)[filled], return_inverse=True)
     place = (row, part.positions[filled])
-    mask = part.mask.new_zeros(len(ids), length)
-    mask[place] = part.mask[filled]
-    weights = torch.zeros_like(part.token_weights)
-    weights[filled] = _weights("minibatches", algorithm, mask, dtype)[place]
-    return weights
+
+    def apart(values: Tensor) -> Tensor:
+        samples = values.new_zeros(len(ids), length)
+        samples[place] = values[filled]
+        return samples
+
+    def together(samples: Tensor) -> Tensor:
+        values = samples.new_zeros(num_rows, length)
+        values[filled] = samples[place]
+        return values
+
+    return apart, together
 
 
-def _weights(function: str, algorithm: Algorithm, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    weights = algorithm.weight(mask, dtype=dtype)
+def _weights(function: str, rule: WeightFn, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    weights = rule(mask, dtype=dtype)
     checks.check_shape(function, "algorithm.weight(...)", weights, "the mask", mask.shape)
     return weights
 
@@ -331,13 +433,13 @@ def _check_rollout(function: str, rollout: Rollout) -> None:
         )
 
 
-def _check_reference(rollout: Rollout, ref_logprobs: Tensor) -> None:
+def _check_scored(rollout: Rollout, name: str, logprobs: Tensor) -> None:
     shape = rollout.tokens.shape
-    checks.check_shape("collate", "ref_logprobs", ref_logprobs, "rollout.tokens", shape)
-    bad = rollout.mask & ~ref_logprobs.isfinite()
+    checks.check_shape("collate", name, logprobs, "rollout.tokens", shape)
+    bad = rollout.mask & ~logprobs.isfinite()
     if bad.any():
         row, token = (int(place) for place in bad.nonzero()[0])
         raise ValueError(
-            f"collate expects finite ref_logprobs inside the mask, got "
-            f"{ref_logprobs[row, token].item()} in row {row} at {token}."
+            f"collate expects finite {name} inside the mask, got "
+            f"{logprobs[row, token].item()} in row {row} at {token}."
         )

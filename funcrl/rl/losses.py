@@ -12,8 +12,9 @@ losses, once they are differentiated through `logprobs` on tokens the policy sam
 `with_kl_gradient(k1)` and `with_kl_gradient(k3)` keep the value and have the right gradient.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from funcrl.core.types import (
 EstimatorFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 # (logprobs, behavior_logprobs, ref_logprobs) -> cost [T]
 KLCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+LOSS_PART = "loss/"  # how the names of a loss's parts begin
 # k1+ and k3+ are k1 and k3 `with_kl_gradient`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
@@ -197,8 +199,9 @@ def penalty(
     return penalty_fn
 
 
-# The fields of a sample that `policy_loss` reads inside the mask.
+# The fields of a sample whose tokens count inside the mask alone; the second four may be absent.
 _READ = ("behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
+_OF_STREAMS = ("ce_weights", "teacher_weights", "teacher_logprobs")
 
 
 @checked
@@ -206,6 +209,11 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
     """Return one sample's loss and its metrics; the caller vmaps and sums.
 
         loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
+             + sum_t ce_weights[t] * -log pi(y_t)
+             + sum_t teacher_weights[t] * divergence[t]
+
+    A stream without weights is left out. The divergence from the teacher is `scores.divergence`,
+    or else the estimate of KL(pi, teacher) by `with_kl_gradient(k1)` from `teacher_logprobs`.
 
     Tokens outside the mask add nothing to the loss, its gradient or the metrics. The algorithm's
     functions see a ratio of 1 there and 0 for everything else, and what they return there is not
@@ -218,7 +226,8 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         sample: a row of a `Batch` or of a `PackedBatch`.
 
     Returns:
-        The 0-d loss, and `Metrics` in which every sum is over the sample's tokens.
+        The 0-d loss, and `Metrics` in which every sum is over the sample's tokens; of a loss of
+        several streams also `loss/policy`, `loss/cross_entropy` and `loss/teacher`, its parts.
 
     Example:
         >>> import torch, funcrl
@@ -229,54 +238,112 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         >>> scores = funcrl.TokenScores(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 0.7]))
         >>> funcrl.policy_loss(funcrl.grpo(), scores, sample)[0]
         tensor(-2.)
+        >>> sample = sample._replace(token_weights=(), ce_weights=torch.tensor([0.0, 1.0]))
+        >>> funcrl.policy_loss(funcrl.sft(), scores, sample)[0]
+        tensor(1.)
     """
     _check_sample(scores, sample)
-    kept = sample.mask
+    scores, row = _inside(scores, sample)
+    losses: dict[str, Tensor] = {}
+    metrics = Metrics({"entropy": scores.entropy.detach().sum()}, means={}, maxes={}, last={})
+    if not isinstance(row.token_weights, tuple):
+        surrogate, penalized = _policy_terms(algorithm, scores, row)
+        terms = torch.where(row.mask, penalized.cost - surrogate.objective, 0.0)
+        losses["policy"] = (row.token_weights * terms).sum()
+        metrics.sums.update(_policy_sums(row.mask, surrogate, penalized))
+    if not isinstance(row.ce_weights, tuple):
+        losses["cross_entropy"] = -(row.ce_weights * scores.logprobs).sum()
+    if not isinstance(row.teacher_weights, tuple):
+        losses["teacher"] = (row.teacher_weights * _divergence(scores, row)).sum()
+    if losses.keys() & {"policy", "teacher"}:  # of tokens that were drawn
+        difference = (scores.logprobs - row.behavior_logprobs).detach()
+        metrics.sums.update(_sampling_sums(row.mask, difference))
+        metrics.maxes["sampling/sampling_logp_difference/max"] = difference.abs().amax()
+    if len(losses) > 1:
+        metrics.sums.update({f"{LOSS_PART}{name}": part.detach() for name, part in losses.items()})
+    return functools.reduce(torch.add, losses.values()), metrics
+
+
+class _Row(NamedTuple):
+    """The fields of a sample that a loss reads, 0 outside the mask."""
+
+    mask: Tensor
+    segment_ids: Tensor | Absent
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    token_weights: Tensor | Absent
+    ref_logprobs: Tensor | Absent
+    ce_weights: Tensor | Absent
+    teacher_weights: Tensor | Absent
+    teacher_logprobs: Tensor | Absent
+
+
+def _inside(scores: TokenScores, sample: Any) -> tuple[TokenScores, _Row]:
+    """Return scores and a row with 0 outside the mask: junk there reaches neither pass."""
     nothing = torch.zeros_like(scores.logprobs)
-    # With 0 outside the mask, so that junk there reaches neither pass.
-    scores, behavior, advantages, weights, reference = tree.map(
-        lambda values: torch.where(kept, values, nothing),
-        (scores, *(getattr(sample, name) for name in _READ)),
+    scores, fields = tree.map(
+        lambda values: torch.where(sample.mask, values, nothing),
+        (scores, [getattr(sample, name, ()) for name in (*_READ, *_OF_STREAMS)]),
     )
-    ratio = algorithm.ratio(scores.logprobs, behavior, kept, getattr(sample, "segment_ids", ()))
+    return scores, _Row(sample.mask, getattr(sample, "segment_ids", ()), *fields)
+
+
+def _policy_terms(
+    algorithm: Algorithm, scores: TokenScores, row: _Row
+) -> tuple[Surrogate, Penalty]:
+    """Return what an algorithm's functions give for each token."""
+    kept, behavior = row.mask, row.behavior_logprobs
+    ratio = algorithm.ratio(scores.logprobs, behavior, kept, row.segment_ids)
     _check_part("ratio", ratio, Ratio, kept.shape)
     # The inputs of the functions are masked, and not only their outputs: a gradient of 0 times a
     # slope that is not finite is NaN, which a ratio over a whole sequence would spread.
     surrogate = algorithm.surrogate(
         scores.logprobs,
         torch.where(kept, ratio.ratio, 1.0),
-        torch.where(kept, advantages * ratio.correction, 0.0),
+        torch.where(kept, row.advantages * ratio.correction, 0.0),
     )
     _check_part("surrogate", surrogate, Surrogate, kept.shape)
-    penalized = algorithm.penalty(scores, behavior, reference)
+    penalized = algorithm.penalty(scores, behavior, row.ref_logprobs)
     _check_part("penalty", penalized, Penalty, kept.shape)
-    loss = (weights * torch.where(kept, penalized.cost - surrogate.objective, 0.0)).sum()
-    return loss, _token_metrics(kept, scores, behavior, surrogate, penalized)
+    return surrogate, penalized
 
 
-def _token_metrics(
-    kept: Tensor, scores: TokenScores, behavior: Tensor, surrogate: Surrogate, penalized: Penalty
-) -> Metrics:
-    """Return sums over the tokens inside the mask; scores and behaviour are 0 outside it."""
-    difference = (scores.logprobs - behavior).detach()
+_from_teacher = with_kl_gradient(k1)
+
+
+def _divergence(scores: TokenScores, row: _Row) -> Tensor:
+    """Return each token's divergence from the teacher."""
+    if not isinstance(scores.divergence, tuple):
+        return scores.divergence
+    if isinstance(row.teacher_logprobs, tuple):
+        raise ValueError(
+            "policy_loss expects teacher_logprobs in the batch, or a model_fn that scores the "
+            "divergence from a teacher, for a batch with teacher_weights, got neither."
+        )
+    return _from_teacher(scores.logprobs, row.behavior_logprobs, row.teacher_logprobs)
+
+
+def _policy_sums(kept: Tensor, surrogate: Surrogate, penalized: Penalty) -> dict[str, Tensor]:
+    """Return sums over the tokens inside the mask of what the algorithm's functions gave."""
     clipped = (surrogate.clipped_low, surrogate.clipped_high)
     low, high = (kept & False if isinstance(each, tuple) else each & kept for each in clipped)
-    token_values = {
-        "entropy": scores.entropy.detach(),
-        "clip_ratio/low_mean": low.to(difference.dtype),
-        "clip_ratio/high_mean": high.to(difference.dtype),
-        "clip_ratio/region_mean": (low | high).to(difference.dtype),
-        "sampling/sampling_logp_difference/mean": difference.abs(),
-        "sampling/importance_sampling_ratio/mean": numerics.exp_ratio(difference) * kept,
+    dtype = surrogate.objective.dtype
+    sums = {
+        "clip_ratio/low_mean": low.to(dtype).sum(),
+        "clip_ratio/high_mean": high.to(dtype).sum(),
+        "clip_ratio/region_mean": (low | high).to(dtype).sum(),
     }
     if not isinstance(penalized.kl, tuple):
-        token_values["kl"] = torch.where(kept, penalized.kl, 0.0)
-    return Metrics(
-        sums={name: values.sum() for name, values in token_values.items()},
-        means={},
-        maxes={"sampling/sampling_logp_difference/max": difference.abs().amax()},
-        last={},
-    )
+        sums["kl"] = torch.where(kept, penalized.kl, 0.0).sum()
+    return sums
+
+
+def _sampling_sums(kept: Tensor, difference: Tensor) -> dict[str, Tensor]:
+    """Return sums over tokens of how far the policy is from the one that drew them."""
+    return {
+        "sampling/sampling_logp_difference/mean": difference.abs().sum(),
+        "sampling/importance_sampling_ratio/mean": (numerics.exp_ratio(difference) * kept).sum(),
+    }
 
 
 def _check_sample(scores: TokenScores, sample: Any) -> None:
@@ -287,7 +354,13 @@ def _check_sample(scores: TokenScores, sample: Any) -> None:
             f"{type(sample).__name__} without {missing[0]}."
         )
     checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
-    read = {name: getattr(sample, name, ()) for name in (*_READ, "segment_ids")}
+    read = {name: getattr(sample, name, ()) for name in (*_READ, *_OF_STREAMS, "segment_ids")}
+    weights = [read[name] for name in ("token_weights", "ce_weights", "teacher_weights")]
+    if all(isinstance(each, tuple) for each in weights):
+        raise ValueError(
+            "policy_loss expects weights of at least one stream, token_weights, ce_weights or "
+            "teacher_weights, got none."
+        )
     for what, values in (("scores", scores._asdict()), ("sample", read)):
         _check_tokens(what, values, sample.mask.shape)
 

@@ -143,7 +143,7 @@ def padding_frac(batch: Rows) -> Tensor:
         >>> funcrl.metrics.padding_frac(batch)
         tensor(0.2500)
     """
-    wide = numerics.at_least_float32(batch.token_weights.dtype)
+    wide = numerics.at_least_float32(batch.behavior_logprobs.dtype)
     if isinstance(batch, PackedBatch):
         needed = batch.segment_ids >= 0
     else:

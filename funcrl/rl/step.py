@@ -44,7 +44,7 @@ from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
-from funcrl.rl.losses import policy_loss
+from funcrl.rl.losses import LOSS_PART, policy_loss
 from funcrl.rl.metrics import merge_ranks, num_samples, padding_frac, token_means
 from funcrl.rl.mixing import mixing_parts
 
@@ -192,7 +192,9 @@ def _report(
     if axis.size > 1:
         rows = psum(num_samples(batch), axis)
         counts = merge_ranks(counts, torch.ones_like(rows), axis)
-    of_tokens = token_means(found.metrics, counts.sums["num_tokens"])
+    sums = dict(found.metrics.sums)
+    of_loss = {name: sums.pop(name) for name in tuple(sums) if name.startswith(LOSS_PART)}
+    of_tokens = token_means(found.metrics._replace(sums=sums), counts.sums["num_tokens"])
     of_samples = _of_samples(found.per_sample, grad_norm, rows)
     last = {"num_skipped_updates": opt_state.num_skipped} | of_samples.last
     learning_rate = optim.current_learning_rate(opt_state)
@@ -200,7 +202,7 @@ def _report(
         last["learning_rate"] = learning_rate
     return Metrics(
         sums=counts.sums | of_samples.sums,
-        means={"loss": found.loss} | counts.means | of_tokens.means | of_samples.means,
+        means={"loss": found.loss} | of_loss | counts.means | of_tokens.means | of_samples.means,
         maxes={"grad_norm": grad_norm} | of_tokens.maxes | of_samples.maxes,
         last=last,
     )
@@ -263,6 +265,12 @@ def _check_params(params: Params) -> None:
             )
 
 
+_MAY_BE_ABSENT = (
+    "token_weights", "ref_logprobs", "prefix_ids", "ce_weights", "teacher_weights",
+    "teacher_logprobs",
+)  # fmt: skip
+
+
 def _counted(
     function: str, batch: Rows, per_sample: grads.PerSampleTransform | None, mixing: str
 ) -> Rows:
@@ -288,7 +296,7 @@ def _counted(
             f"{list(shape)}."
         )
     for name, value in batch._asdict().items():
-        if not (name in ("ref_logprobs", "prefix_ids") and isinstance(value, tuple)):
+        if not (name in _MAY_BE_ABSENT and isinstance(value, tuple)):
             checks.check_shape(function, f"batch.{name}", value, "batch.tokens", shape)
     checks.check_dtype(function, "batch.mask", batch.mask, torch.bool)
     return batch._replace(mask=counted_tokens(batch.mask, batch.behavior_logprobs))
