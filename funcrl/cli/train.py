@@ -125,7 +125,10 @@ def base_config(args: Sequence[str]) -> TrainConfig:
     _check_given_once(args)
     run, file, model = (value_of(args, name) for name in ("resume", "config", "model"))
     if run is None and file is None:
-        return TrainConfig() if model is None else defaults(model)
+        config = TrainConfig() if model is None else defaults(model)
+        if value_of(args, "algorithm.name") == "sft":  # which a warm start is
+            config = replace(config, warm_start=replace(config.warm_start, steps=0))
+        return config
     if run is not None and file is not None:
         raise ValueError("train expects --resume or --config, got both.")
     if run is not None and value_of(args, "run-dir") is not None:

@@ -17,7 +17,11 @@ from funcrl.core.arguments import (
     check_fields,
 )
 
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce")
+ALGORITHMS = (
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce", "distill", "sft",
+)  # fmt: skip
+# Those without a policy gradient, which read no reward and compare no completions.
+WITHOUT_REWARDS = ("distill", "sft")
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
 
@@ -40,16 +44,17 @@ def _one_of(names: tuple[str, ...]) -> Kind:
 AlgorithmName: TypeAlias = Annotated[str, _one_of(ALGORITHMS)]
 OptimizerName: TypeAlias = Annotated[str, _one_of(OPTIMIZERS)]
 GeneratorName: TypeAlias = Annotated[str, _one_of(GENERATORS)]
-_UNCLIPPED = ("sapo", "rloo", "reinforce")
-_UNSCALED = ("dr_grpo", "rloo", "reinforce")
+_UNCLIPPED = ("sapo", "rloo", "reinforce", *WITHOUT_REWARDS)
+_UNSCALED = ("dr_grpo", "rloo", "reinforce", *WITHOUT_REWARDS)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The policy gradient; see docs/algorithms.md."""
+    """What is learned from: rewards, a teacher, given answers; see docs/algorithms.md."""
 
     name: AlgorithmName = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, or one's own as file.py:name."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, which learn from rewards; distill,
+    from a teacher alone; sft, from the task's own answers; or one's own as file.py:name."""
     clip: tuple[FiniteNotNegative, ...] = ()
     """How far below and above 1 a ratio may be (TRL's epsilon and epsilon_high), such as 0.2 0.28;
     as the algorithm's paper says when left out. Refused where importance weights correct for the
@@ -68,6 +73,11 @@ class AlgorithmConfig:
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
     correction otherwise. The weights are those at each update, and with them nothing is clipped."""
+    teacher: Positive = 1.0
+    """Coefficient of the divergence from the teacher, its mean over tokens."""
+    divergence: Literal["reverse", "forward", "sampled"] = "reverse"
+    """The divergence: reverse is KL(policy, teacher) and forward KL(teacher, policy), over the
+    whole vocabulary; sampled is an estimate of the first from the tokens that were drawn."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +95,11 @@ class AlgorithmConfig:
             raise ValueError(
                 f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
                 f"divide by a deviation, got {self.scale_rewards}."
+            )
+        if self.max_importance is not None and self.name in WITHOUT_REWARDS:
+            raise ValueError(
+                f"train expects no --algorithm.max-importance with {self.name}, which has no "
+                f"policy gradient, got {self.max_importance}."
             )
 
 

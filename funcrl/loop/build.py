@@ -23,10 +23,11 @@ from funcrl.core.types import (
 )
 from funcrl.generators import Generator
 from funcrl.graph import compile_at_first, donate
-from funcrl.loop import data, from_config, sources
+from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import Lora, is_shape
+from funcrl.models.logprobs import Teacher
 from funcrl.parallel import Layout, Mesh, layout_of, unshard
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
@@ -35,14 +36,15 @@ from funcrl.tasks.adapt import guard
 from funcrl.tasks.contracts import Task, TaskLike
 
 REPLACEABLE = (
-    "task", "model", "params", "model_fn", "algorithm", "optimizer", "per_sample", "prepare",
-    "step", "generator",
+    "task", "model", "params", "teacher", "model_fn", "algorithm", "optimizer", "per_sample",
+    "prepare", "step", "generator",
 )  # fmt: skip
 
 
 # What each part is, where a task is checked by itself.
 _KINDS: dict[str, Any] = {
-    "model": nn.Module, "params": Params, "model_fn": Callable, "algorithm": Algorithm,
+    "model": nn.Module, "params": Params, "teacher": Teacher | None, "model_fn": Callable,
+    "algorithm": Algorithm,
     "optimizer": GradientTransformation, "per_sample": Callable | None,
     "prepare": PrepareFn | None, "step": Step,
 }  # fmt: skip
@@ -60,6 +62,7 @@ class _Fields(NamedTuple):
     task: Task
     model: nn.Module
     params: Params | Absent  # to start from; () for those of the model
+    teacher: Teacher | None
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
     optimizer: GradientTransformation
@@ -79,9 +82,9 @@ class Parts(_Fields):
 
     `parts._replace(algorithm=...)` returns parts with another one. What depends on it is made anew
     unless it has been replaced as well: a step depends on model_fn, algorithm, optimizer,
-    per_sample and prepare; a model_fn on the model; a generator on the model and the task; a model
-    that starts from nothing on the task, whose vocabulary it has. So no part is ever of an older
-    one.
+    per_sample and prepare; a model_fn on the model and the teacher; a generator on the model and
+    the task; a model that starts from nothing on the task, whose vocabulary it has. So no part is
+    ever of an older one.
 
     Example:
         >>> import funcrl
@@ -123,6 +126,18 @@ class Parts(_Fields):
         return float(getattr(self.algorithm.penalty, "kl", self.config.algorithm.kl))
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether a step trains on given answers, and on nothing that the policy draws."""
+        return self.algorithm.weight == () and self.algorithm.ce_weight != ()
+
+    @property
+    def teacher_fn(self) -> ModelFn | None:
+        """What scores sampled tokens for a batch's `teacher_logprobs`, if anything must."""
+        if self.teacher is None or self.config.algorithm.divergence != "sampled":
+            return None
+        return from_config.plain_model_fn("train", self.config, self.teacher.model)
+
+    @property
     def agrees(self) -> bool:
         """Whether the generator's log-probabilities are the trainer's own, to the last bit."""
         replaced = self.replaced & {"model", "model_fn", "step", "generator"}
@@ -152,8 +167,8 @@ def build(
         trust: run a network of one's own that the folder of a run in `config.model` names.
         mesh: of the ranks that train together.
         given: other parts in place of those that the configuration names, by their names in
-            `Parts`: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
-            generator.
+            `Parts`: model, params, teacher, model_fn, algorithm, optimizer, per_sample, prepare,
+            step, generator.
 
     Example:
         >>> import funcrl
@@ -299,8 +314,7 @@ def _adapters(making: _Making) -> Lora | None:
     if not config.lora.rank:
         return None
     base = making["params"] or sources.base_params(config, making["source"], making["model"])
-    model_fn = from_config.plain_model_fn(making.function, config, making["model"])
-    return sources.adapters_of(config, model_fn, base)
+    return sources.adapters_of(config, _plain_model_fn(making), base)
 
 
 def _model_fn(making: _Making) -> ModelFn:
@@ -308,7 +322,21 @@ def _model_fn(making: _Making) -> ModelFn:
     if adapters is not None:
         found: ModelFn = adapters.model_fn
         return found
-    return from_config.plain_model_fn(making.function, making.config, making["model"])
+    return _plain_model_fn(making)
+
+
+def _plain_model_fn(making: _Making) -> ModelFn:
+    return from_config.plain_model_fn(
+        making.function, making.config, making["model"], making["teacher"]
+    )
+
+
+def _teacher(making: _Making) -> Teacher | None:
+    """Return the model that a configuration learns from besides, with its trained parameters."""
+    config, tokenizer = making.config, making["task"].tokenizer
+    if config.teacher is None:
+        return None
+    return teachers.teacher_of(making.function, config, tokenizer, making.trust)
 
 
 def _step(making: _Making) -> Step:
@@ -352,8 +380,9 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "task": ((), _task),
     "model": (("task",), _model),
     "params": ((), lambda _: ()),
-    "lora": (("model", "params"), _adapters),
-    "model_fn": (("model", "lora"), _model_fn),
+    "teacher": (("task",), _teacher),
+    "lora": (("model", "params", "teacher"), _adapters),
+    "model_fn": (("model", "teacher", "lora"), _model_fn),
     "algorithm": ((), lambda making: from_config.algorithm_of(making.config)),
     "optimizer": ((), lambda making: from_config.optimizer_of(making.config, making.mesh.shard)),
     "per_sample": ((), _per_sample),

@@ -161,7 +161,8 @@ def evaluate(
         runs.check_given("evaluate", config.run, {"task", *parts_of_network(options)} - given)
     own_generator = parts is None
     if parts is None:
-        parts = build(options, task, function="evaluate", trust=trust)
+        # A teacher is of no use here, and need not be there any more.
+        parts = build(options, task, function="evaluate", trust=trust, teacher=None)
     facts = _facts(config, parts.task, task)
     prompts = parts.task.eval_prompts(config.num_prompts)
     if not prompts:

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from funcrl import optim
 from funcrl.config import AlgorithmConfig, TrainConfig
-from funcrl.config.sections import GENERATORS, is_own
+from funcrl.config.sections import GENERATORS, WITHOUT_REWARDS, is_own
 from funcrl.core.rows import over_rows
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
-from funcrl.models.logprobs import logprob_fn
+from funcrl.models.logprobs import Teacher, logprob_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
 from funcrl.parallel import Axis
 from funcrl.parallel.mesh import ALONE
-from funcrl.rl import algorithms, ratios
+from funcrl.rl import aggregation, algorithms, ratios
 from funcrl.tasks.contracts import Task
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named
 from funcrl.tasks.reward_calls import describe_error, is_of_user
@@ -77,7 +77,9 @@ def _check_rows(function: str, logits: LogitsFn, params: Params, sample: Sample)
         raise ValueError(str(error)) from error
 
 
-def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> ModelFn:
+def plain_model_fn(
+    function: str, config: TrainConfig, model: nn.Module, teacher: Teacher | None = None
+) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     _check_packing(function, config, model)
     return logprob_fn(
@@ -87,6 +89,7 @@ def plain_model_fn(function: str, config: TrainConfig, model: nn.Module) -> Mode
         dtype=compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
+        teacher=None if config.algorithm.divergence == "sampled" else teacher,
     )
 
 
@@ -135,6 +138,10 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     }
     of_some: dict[str, Any] = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
     tunables |= {name: value for name, value in of_some.items() if value is not None}
+    if options.name in WITHOUT_REWARDS:
+        return _without_rewards(config)
+    if config.teacher is not None:
+        tunables["teacher"] = options.teacher
     if not is_own(options.name):
         if options.name == "dr_grpo":
             tunables["length"] = config.sampling.max_tokens
@@ -154,6 +161,15 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
             refusable[name] = None
     taken = {"max-importance": "correction"}
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
+
+
+def _without_rewards(config: TrainConfig) -> Algorithm:
+    """Return the algorithm of a configuration that learns from no reward."""
+    taught = aggregation.scaled(aggregation.token_mean, config.algorithm.teacher)
+    if not config.is_supervised:
+        return algorithms.distill(weight=taught)
+    supervised = algorithms.sft()
+    return supervised if config.teacher is None else supervised._replace(teacher_weight=taught)
 
 
 def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTransformation:

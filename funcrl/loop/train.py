@@ -7,18 +7,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Absent, Metrics, Params, Sample, TrainState
+from funcrl.core.types import Absent, Metrics, ModelFn, Params, Sample, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.export import Trained
-from funcrl.loop.opening import Start, facts_of, open_run, remember_code, with_folder
+from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing, to_rows
 from funcrl.loop.ranks import (
     agreed,
@@ -30,7 +30,7 @@ from funcrl.loop.ranks import (
     whole_state_fn,
 )
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
-from funcrl.loop.rollouts.log import completions_to_record
+from funcrl.loop.rollouts.log import completions_to_record, to_completions
 from funcrl.loop.rollouts.ranks import draw_and_grade
 from funcrl.loop.rollouts.roll import (
     EVALUATION,
@@ -42,6 +42,7 @@ from funcrl.loop.rollouts.roll import (
     whole_trained,
 )
 from funcrl.loop.sources import tokenizer_place
+from funcrl.loop.supervised import answers_of, cross_entropy
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products
@@ -104,7 +105,7 @@ def train(
             calls `train` with the same arguments. The first one writes the folder and shows the
             run, and the others need only read it.
         given: other parts in place of those that the configuration names, as `funcrl.build` takes
-            them: model, params, model_fn, algorithm, optimizer, per_sample, prepare, step,
+            them: model, params, teacher, model_fn, algorithm, optimizer, per_sample, prepare, step,
             generator. The run is resumed with the same ones, and a generator that is given is not
             closed at the end.
 
@@ -140,6 +141,7 @@ def train(
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     check_packing(config, parts)
+    check_teacher(config, parts)
     facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.all.size)}
     check_ranks_agree(config, facts, mesh)
     # What `export` writes beside a model that has no tokenizer of its own.
@@ -203,7 +205,9 @@ def _begin(
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
     params = dict(broadcast_tree(dict(params), parts.mesh.all))
     if config.evaluation.every:
-        row |= _evaluated(config, parts, parts.policy(params), 0, prompts)
+        row |= _evaluated(config, parts, parts.policy(params), 0, prompts).row
+        if parts.is_supervised:
+            row |= _eval_loss(config, parts, params, prompts)
     record.begin(parts.step.init(params, config.seed), row)
 
 
@@ -227,7 +231,7 @@ def _warm_started(
         nonlocal told, name
         if stop():
             raise KeyboardInterrupt
-        row = _evaluated(config, parts, parts.policy(params), 0, prompts)
+        row = _evaluated(config, parts, parts.policy(params), 0, prompts).row
         name, reached = held_out(row) or (name, 0.0)
         if time.perf_counter() > told + _TELL_EVERY:
             told = time.perf_counter()
@@ -289,7 +293,11 @@ def _loop(
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             policy = whole_policy(parts, rollouts.newest)
-            row |= rollouts.run(partial(_evaluated, config, parts, policy, index, prompts))
+            evaluated = rollouts.run(partial(_evaluated, config, parts, policy, index, prompts))
+            row |= evaluated.row
+            if parts.is_supervised:  # the step drew nothing to look at
+                seen = evaluated.seen
+                row |= _eval_loss(config, parts, whole_trained(parts, rollouts.newest), prompts)
         record.advance(state, row, seen, rollouts.older)
         for line in skipped.lines(row, state):
             record.note(line)
@@ -372,14 +380,15 @@ def _update(
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on a rollout: every pass over its mini-batches."""
     rollout = rolled.rollout
-    if rollout is not None and config.drop_zero_variance:
+    # A teacher teaches where rewards are equal, too.
+    if rollout is not None and config.drop_zero_variance and parts.algorithm.teacher_weight == ():
         rollout = drop_zero_variance(rollout)
     if rollout is None or not len(rollout.rewards):
         return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
     rollout = pad_length(rollout, config.length_multiple)
     positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
     rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
-    if parts.sampling.truncates:
+    if parts.sampling.truncates and not parts.is_supervised:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
         drawn_by = whole_trained(parts, rolled.policy)
@@ -388,7 +397,10 @@ def _update(
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
         ref_logprobs = _scored(config, parts, reference, rows)
-    batch = collate(rollout, parts.algorithm, ref_logprobs)
+    teacher_logprobs: torch.Tensor | Absent = ()
+    if parts.teacher is not None and parts.teacher_fn is not None:
+        teacher_logprobs = _scored(config, parts, parts.teacher.params, rows, parts.teacher_fn)
+    batch = collate(rollout, parts.algorithm, ref_logprobs, teacher_logprobs)
     reports: list[Metrics] = []
     for iteration in range(config.num_iterations):
         order = rng.fold_in(config.seed, ORDER, index, iteration)
@@ -404,19 +416,29 @@ def _update(
     return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
 
 
-def _scored(config: TrainConfig, parts: Parts, params: Params, rows: Sample) -> torch.Tensor:
-    """Return the log-probabilities [B, T] of rows, of which each rank computes some."""
+def _scored(
+    config: TrainConfig,
+    parts: Parts,
+    params: Params,
+    rows: Sample,
+    model_fn: ModelFn | None = None,
+) -> torch.Tensor:
+    """Return the log-probabilities [B, T] of rows, of which each rank computes some.
+
+    They are the policy's if no other model function is given.
+    """
     axis, count = parts.mesh.all, len(rows.tokens)
     size = -(-count // axis.size)
     places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=rows.tokens.device)
     own = rows if axis.size == 1 else tree.map(lambda leaf: leaf[places % count], rows)
-    logprobs = score(parts.model_fn, params, own, config.microbatch).logprobs
+    logprobs = score(model_fn or parts.model_fn, params, own, config.microbatch).logprobs
     return all_gather(logprobs, axis)[:count]
 
 
 def _check_agreement(report: Metrics, index: int) -> None:
     """Raise unless every ratio was exactly 1 before the first update of the policy that drew."""
-    difference = report.maxes["sampling/sampling_logp_difference/max"].item()
+    found = report.maxes.get("sampling/sampling_logp_difference/max")
+    difference = 0.0 if found is None else found.item()  # nothing was drawn
     if difference != 0:
         raise RuntimeError(
             f"train expects the generator's log-probabilities to be the trainer's own, to the last "
@@ -425,27 +447,46 @@ def _check_agreement(report: Metrics, index: int) -> None:
         )
 
 
+class _Evaluated(NamedTuple):
+    """What a policy makes of prompts that are not trained on, if there are any."""
+
+    row: dict[str, float]
+    seen: list[Completion]
+
+
 def _evaluated(
     config: TrainConfig, parts: Parts, policy: Params, index: int, prompts: Sequence[Prompt]
-) -> dict[str, float]:
-    """Return metrics of a policy on prompts that are not trained on, if there are any.
+) -> _Evaluated:
+    """Return the metrics and some completions of a policy on prompts that are not trained on.
 
     They are an accuracy where the reward that judges is right or wrong, else its mean by its name.
     """
     start = time.perf_counter()
     if not prompts:
-        return {}
+        return _Evaluated({}, [])
     parts.generator.push(policy, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, EVALUATION)
-    _, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed)
+    completed, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed)
     name = judging_reward(parts.task, graded)
     judged = graded.rewards[name]
     mean = judged.nanmean().item()  # of those with one
     is_right_or_wrong = is_accuracy(parts.task, name, judged)
-    return {
+    row = {
         **({"eval/accuracy": mean} if is_right_or_wrong else {named_mean(name): mean}),
         "eval/reward": graded.total.nanmean().item(),
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }
+    return _Evaluated(row, to_completions(completed, graded, index, config.log.num_completions))
+
+
+def _eval_loss(
+    config: TrainConfig, parts: Parts, trained: Params, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Return the mean negative log-probability of a token of the held-out prompts' own answers."""
+    if not prompts:
+        return {}
+    rollout = answers_of(parts.task, prompts, config.device)
+    score_fn = partial(_scored, config, parts, trained)
+    return {"eval/loss": cross_entropy(pad_length(rollout, config.length_multiple), score_fn)}

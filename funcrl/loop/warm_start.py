@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from funcrl import optim
 from funcrl.config import WarmStartConfig
 from funcrl.core.arguments import checked
-from funcrl.core.types import ModelFn, Params, Rollout
+from funcrl.core.types import ModelFn, Params
 from funcrl.loop.episodes import Demonstration, demonstration
 from funcrl.loop.rollouts.grade import RewardError, batch_rewards
+from funcrl.loop.supervised import to_rollout
 from funcrl.rl import algorithms
-from funcrl.rl.batching import collate, pad_rows
+from funcrl.rl.batching import collate
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
@@ -63,7 +62,7 @@ def warm_start(
         demonstrations = [demonstration(task, prompt) for prompt in prompts]
         if not done:
             _check_right(task, prompts, demonstrations)
-        state, _ = step(state, collate(_to_rollout(demonstrations, device), algorithm))
+        state, _ = step(state, collate(to_rollout(demonstrations, device), algorithm))
         done += 1
         if accuracy is not None and (done % config.every == 0 or done == config.steps):
             reached = accuracy(state.params)
@@ -100,17 +99,3 @@ def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstra
                 f"{prompt.text[:80]!r}, for which the reward {name!r} of {task.name!r} is "
                 f"{value}; give the task demonstrate(prompt), or use --warm-start.steps 0."
             )
-
-
-def _to_rollout(rows: Sequence[Demonstration], device: torch.device) -> Rollout:
-    """Return demonstrations as a rollout in which each earned 1."""
-    length = max(len(row) for row, _, _ in rows)
-    count = len(rows)
-    return Rollout(
-        tokens=pad_rows([row for row, _, _ in rows], torch.int64, device),
-        mask=pad_rows([sampled for _, sampled, _ in rows], torch.bool, device),
-        behavior_logprobs=torch.zeros(count, length, dtype=torch.float32, device=device),
-        rewards=torch.ones(count, dtype=torch.float32, device=device),
-        group=torch.arange(count, device=device),
-        policy_version=torch.zeros(count, dtype=torch.int64, device=device),
-    )

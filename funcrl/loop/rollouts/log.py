@@ -118,6 +118,8 @@ def completions_to_record(
 ) -> list[Completion]:
     """Return the completions to record: some of the first prompts, every few steps."""
     completed, graded, rollout, _, policy = rolled
+    if completed is None or graded is None:
+        return []
     advantages = advantages_of(parts.algorithm, completed, graded, rollout)
     if index != 1 and index % config.log.completions_every and index != config.steps:
         return to_completions(completed, graded, index, 1, advantages)

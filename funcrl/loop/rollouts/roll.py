@@ -1,7 +1,7 @@
 """The rollout of a step: drawn, rewarded, and put into rows where it can be compared."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from funcrl.loop.rollouts.grade import Graded, comparable, punish_overlong
 from funcrl.loop.rollouts.ranks import draw_and_grade
 from funcrl.rl import metrics
 from funcrl.rl.batching import mask_truncated
-from funcrl.tasks.contracts import Environment
+from funcrl.tasks.contracts import Environment, Prompt, Task
 
 # Numbers that the run's seed is folded with, so that no two uses draw the same random numbers.
 PROMPTS, DRAWS, ORDER, WARM_START, EVALUATION = range(1, 6)  # 0 is for new weights
@@ -50,23 +50,29 @@ def whole_policy(parts: Parts, policy: Policy) -> Params:
 class Rolled(NamedTuple):
     """The completions of one step, their rewards and their metrics."""
 
-    completed: Completed
-    graded: Graded
+    completed: Completed | None  # None where nothing was drawn
+    graded: Graded | None
     rollout: Rollout | None  # None where no completion has another one to be compared with
     numbers: dict[str, float]
     policy: Policy  # that drew them
 
 
-def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:
-    """Return the rollout of a step, drawn and rewarded."""
-    start = time.perf_counter()
+def prompts_of(config: TrainConfig, task: Task, index: int) -> Sequence[Prompt]:
+    """Return the prompts of a step."""
     first = (index - 1) * config.num_prompts
-    prompts = parts.task.prompts(rng.fold_in(config.seed, PROMPTS), first, config.num_prompts)
+    prompts = task.prompts(rng.fold_in(config.seed, PROMPTS), first, config.num_prompts)
     if len(prompts) != config.num_prompts:
         raise ValueError(
             f"train expects {config.num_prompts} prompts (--num-prompts) from the task "
-            f"{parts.task.name!r} from number {first} on, got {len(prompts)}."
+            f"{task.name!r} from number {first} on, got {len(prompts)}."
         )
+    return prompts
+
+
+def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:
+    """Return the rollout of a step, drawn and rewarded."""
+    start = time.perf_counter()
+    prompts = prompts_of(config, parts.task, index)
     seed = rng.fold_in(config.seed, DRAWS, index)
     completed, graded, generate = draw_and_grade(config, parts, prompts, parts.sampling, seed)
     generated = start + generate
@@ -74,7 +80,7 @@ def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolle
         most = config.sampling.max_tokens * parts.task.max_turns
         lengths = completed.samples.mask.sum(dim=1).cpu()
         graded = punish_overlong(graded, lengths, most, config.overlong)
-    rollout, numbers = _compared(config, completed, graded)
+    rollout, numbers = _compared(config, parts, completed, graded)
     if isinstance(parts.task, Environment):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
@@ -85,7 +91,7 @@ def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolle
 
 def left_out(rolled: Rolled, index: int) -> Iterator[str]:
     """Yield lines that say which completions of a step are not trained on."""
-    errors = rolled.graded.errors
+    errors = rolled.graded.errors if rolled.graded is not None else []
     if errors:
         yield f"Step {index} left out {len(errors)}: {errors[0]}"
     if rolled.rollout is None:
@@ -93,10 +99,15 @@ def left_out(rolled: Rolled, index: int) -> Iterator[str]:
 
 
 def _compared(
-    config: TrainConfig, completed: Completed, graded: Graded
+    config: TrainConfig, parts: Parts, completed: Completed, graded: Graded
 ) -> tuple[Rollout | None, dict[str, float]]:
-    """Return the rollout of the completions that can be compared, if any, and its metrics."""
-    total = comparable(graded.total, completed.group_size)
+    """Return the rollout of the completions that can be compared, if any, and its metrics.
+
+    An algorithm without a policy gradient compares nothing, and needs no reward.
+    """
+    total = graded.total.nan_to_num()
+    if parts.algorithm.weight != ():
+        total = comparable(graded.total, completed.group_size)
     kept = total.isfinite()
     if not kept.any():
         return None, {}
