@@ -33,6 +33,7 @@ from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import estimate_memory
 from funcrl.loop.opening import with_folder
 from funcrl.loop.sources import defaults
+from funcrl.loop.teachers import network_of_teacher
 from funcrl.loop.train import train as run_training
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.initial import is_shape
@@ -238,7 +239,11 @@ def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     network = sources.network_of("train", config, source, size, tokenizer, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
-    return _as_sizes(config, network, estimate_memory(config, network, task, num_ranks()))
+    teacher = None
+    if config.teacher is not None:
+        teacher = network_of_teacher("train", config, tokenizer, trust)
+    estimate = estimate_memory(config, network, task, num_ranks(), teacher)
+    return _as_sizes(config, network, estimate)
 
 
 def _sizes_of_others(network: nn.Module) -> dict[str, Any]:
@@ -264,6 +269,8 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     estimate = memory.estimate_memory(config, network.config, 0, turns or 1, num_ranks())
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"
+    if config.teacher is not None:
+        sizes["memory"]["teacher"] = f"not counted: {reason}"
     return sizes
 
 

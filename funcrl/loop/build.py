@@ -372,7 +372,8 @@ def _per_sample(making: _Making) -> PerSampleTransform | None:
 
 def _generator(making: _Making) -> Generator:
     model, task, num_ranks = making["model"], making["task"], making.mesh.all.size
-    return from_config.generator_of(making.function, making.config, model, task, num_ranks)
+    teacher = None if making["teacher"] is None else making["teacher"].model
+    return from_config.generator_of(making.function, making.config, model, task, num_ranks, teacher)
 
 
 # Each part, those before it that it is made of, and what makes it.

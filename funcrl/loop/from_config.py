@@ -221,7 +221,12 @@ def _schedule(config: TrainConfig) -> Any:
 
 
 def generator_of(
-    function: str, config: TrainConfig, model: nn.Module, task: Task, num_ranks: int
+    function: str,
+    config: TrainConfig,
+    model: nn.Module,
+    task: Task,
+    num_ranks: int,
+    teacher: nn.Module | None = None,
 ) -> Generator:
     """Return the generator that a configuration names, for a network and the task's texts."""
     decode, dtype = task.tokenizer.decode, compute_dtype(config)
@@ -243,7 +248,7 @@ def generator_of(
         engine = replace(engine, logprobs="sampling")
     beside = 0
     if config.device == "cuda" and not engine.cache_bytes:
-        needs = estimate_memory(config, model, task, num_ranks)
+        needs = estimate_memory(config, model, task, num_ranks, teacher)
         # An engine that sleeps lends its memory to the update.
         beside = needs.state + (0 if engine.sleep else needs.training)
     return VLLM(
@@ -277,12 +282,19 @@ def compute_dtype(config: TrainConfig) -> torch.dtype | None:
 
 
 def estimate_memory(
-    config: TrainConfig, model: Transformer, task: Task, num_ranks: int
+    config: TrainConfig,
+    model: Transformer,
+    task: Task,
+    num_ranks: int,
+    teacher: nn.Module | None = None,
 ) -> memory.MemoryEstimate:
     """Return the memory that training will need, if the first prompts are as long as any."""
     prompts = task.prompts(config.seed, 0, config.num_prompts)
     longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
-    return memory.estimate_memory(config, model.config, longest, task.max_turns, num_ranks)
+    taught_by = teacher.config if isinstance(teacher, Transformer) else None
+    return memory.estimate_memory(
+        config, model.config, longest, task.max_turns, num_ranks, taught_by
+    )
 
 
 def _own(

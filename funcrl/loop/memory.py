@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
+from funcrl.config.sections import WITHOUT_REWARDS
 from funcrl.core.arguments import checked
 from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import Transformer, TransformerConfig
@@ -20,6 +21,7 @@ class MemoryEstimate(NamedTuple):
     parameters: int
     optimizer: int  # AdamW's two moments
     reference: int  # the reference policy of a KL penalty
+    teacher: int
     older: int  # the policies that rollouts are drawn with while others are trained
     sampler: int  # the sampler's copy of the weights, in its own layout or dtype
     activations: int  # of one micro-batch, kept for its backward pass
@@ -33,7 +35,7 @@ class MemoryEstimate(NamedTuple):
     @property
     def state(self) -> int:
         """What the trainer holds all the time, without an engine."""
-        kept = self.reference + self.older + self.checkpoint
+        kept = self.reference + self.teacher + self.older + self.checkpoint
         return self.parameters + self.optimizer + kept
 
     @property
@@ -96,7 +98,8 @@ def _rows_of_training(
     config: TrainConfig, prompt: int, completion: int, num_ranks: int
 ) -> tuple[int, int]:
     """Return a rank's rows of an update, and their tokens, if all samples are of full length."""
-    samples = config.num_prompts * config.num_generations // config.num_minibatches
+    copies = 1 if config.is_supervised else config.num_generations
+    samples = config.num_prompts * copies // config.num_minibatches
     length = prompt + completion
     width = length + -length % config.length_multiple
     if config.packing == "none":
@@ -138,6 +141,7 @@ def estimate_memory(
     prompt_tokens: int,
     num_turns: int = 1,
     num_ranks: int = 1,
+    teacher: TransformerConfig | None = None,
 ) -> MemoryEstimate:
     """Return what training with this configuration needs, on each rank.
 
@@ -147,6 +151,7 @@ def estimate_memory(
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
         num_ranks: that train together; `config.shard` says what they share.
+        teacher: the shape of the model that `config.teacher` names.
 
     Example:
         >>> import funcrl
@@ -156,6 +161,7 @@ def estimate_memory(
         True
     """
     c, params, trained = shape, _FLOAT * num_params(shape), _FLOAT * num_trained(config, shape)
+    has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
     is_shared = share.parameters < trained
     merged = params if config.lora.rank else 0  # the base, and the base with the adapters merged
@@ -178,6 +184,8 @@ def estimate_memory(
         logits = tokens * (2 * compute + (0 if has_kernel else 4 * _FLOAT))
     else:
         logits = min(chunk, tokens) * 4 * _FLOAT
+    if teacher is not None:  # as many of its own
+        logits *= 2
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
     on_gpu = config.generator == "sampler" and config.device == "cuda"
@@ -191,7 +199,8 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=share.parameters + 2 * merged,
         optimizer=2 * share.moments,
-        reference=trained if config.algorithm.kl else 0,
+        reference=trained if config.algorithm.kl and has_policy_gradient else 0,
+        teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if has_copy else 0,
         activations=rows * padded * kept_bytes + cast,

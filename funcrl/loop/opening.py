@@ -13,6 +13,7 @@ from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
 from funcrl.loop.ranks import of_first_rank
 from funcrl.loop.sources import options_of_run, parts_of_network
+from funcrl.loop.teachers import teacher_facts
 from funcrl.parallel import Mesh
 from funcrl.parallel.mesh import ALONE
 from funcrl.run import runs
@@ -162,6 +163,8 @@ def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[
     facts |= {code.fact: code.digest for code in named_code(config, given)}
     if "task" not in given:
         facts |= data_facts(config.task)
+    if config.teacher is not None and "teacher" not in given:
+        facts |= teacher_facts("train", config.teacher)
     return facts
 
 

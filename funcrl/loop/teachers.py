@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+from torch import nn
+
 from funcrl.config import LoraConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core import tree
@@ -10,6 +12,8 @@ from funcrl.loop import sources
 from funcrl.loop.from_config import compute_dtype
 from funcrl.models.initial import is_shape
 from funcrl.models.logprobs import Teacher
+from funcrl.run import runs
+from funcrl.run.checkpoint import numbered
 from funcrl.tasks import load_tokenizer
 from funcrl.tasks.contracts import Tokenizer
 
@@ -28,17 +32,25 @@ def teacher_of(
         tokenizer: of the run's task, which must be the teacher's too.
         trust: run a network of one's own that a run's folder names, whosever it is.
     """
-    name = str(config.teacher)
-    source = source_of(function, name)
-    _check_tokenizer(function, name, source, tokenizer)
-    own = replace(config, model=name, lora=LoraConfig())
-    network = sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
+    own = replace(config, model=str(config.teacher), lora=LoraConfig())
+    source = source_of(function, own.model)
+    _check_tokenizer(function, own.model, source, tokenizer)
+    network = network_of_teacher(function, config, tokenizer, trust)
     params, dtype = sources.base_params(own, source, network), compute_dtype(config)
     return Teacher(
         network,
         params if dtype is None else tree.cast(params, dtype),  # float32 would be of no use
         "reverse" if config.algorithm.divergence == "sampled" else config.algorithm.divergence,
     )
+
+
+def network_of_teacher(
+    function: str, config: TrainConfig, tokenizer: Tokenizer, trust: bool = False
+) -> nn.Module:
+    """Return the network of the teacher that a configuration names, without its parameters."""
+    own = replace(config, model=str(config.teacher), lora=LoraConfig())
+    source = source_of(function, own.model)
+    return sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
 
 
 def source_of(function: str, name: str) -> sources.Source:
@@ -49,6 +61,13 @@ def source_of(function: str, name: str) -> sources.Source:
             f"{name!r}; in Python, teacher=funcrl.Teacher(model, params) is any network."
         )
     return sources.find_source(function, name, "--teacher")
+
+
+def teacher_facts(function: str, name: str) -> dict[str, str]:
+    """Return the step of a teacher that is a run, which may go on; nothing of weights."""
+    run = source_of(function, name).run
+    steps = [] if run is None else numbered(run / runs.CHECKPOINTS)
+    return {"teacher_step": str(max(steps))} if steps else {}
 
 
 def _check_tokenizer(

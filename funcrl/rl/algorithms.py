@@ -263,7 +263,7 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
 
 
 @checked
-def sft(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
+def sft(*, weight: WeightFn | None = None) -> Algorithm:
     """Return supervised training: cross-entropy on the tokens of the mask, as they are.
 
         L = -1 / (sum_i |y_i|) sum_i sum_t log pi(y_t)
@@ -271,17 +271,18 @@ def sft(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
     There is no policy gradient: rewards and behaviour log-probabilities are not read.
 
     Args:
-        weight: `(mask [B, T], dtype) -> token weights` of the cross-entropy.
+        weight: `(mask [B, T], dtype) -> token weights` of the cross-entropy, the mean over tokens
+            when left out.
 
     Example:
         >>> import funcrl
         >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=funcrl.sft())
     """
-    return reinforce()._replace(weight=(), ce_weight=weight)
+    return reinforce()._replace(weight=(), ce_weight=weight or aggregation.token_mean)
 
 
 @checked
-def distill(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
+def distill(*, weight: WeightFn | None = None) -> Algorithm:
     """Return on-policy distillation alone: the divergence from a teacher (arXiv:2306.13649).
 
         L = 1 / (sum_i |y_i|) sum_i sum_t D(pi(. | y_<t), teacher(. | y_<t))
@@ -291,13 +292,14 @@ def distill(*, weight: WeightFn = aggregation.token_mean) -> Algorithm:
     both is one such as `funcrl.grpo(teacher=0.5)`.
 
     Args:
-        weight: `(mask [B, T], dtype) -> token weights` of the divergence.
+        weight: `(mask [B, T], dtype) -> token weights` of the divergence, the mean over tokens when
+            left out.
 
     Example:
         >>> import funcrl
         >>> step = funcrl.grpo_step(lambda params, sample: ..., algorithm=funcrl.distill())
     """
-    return reinforce()._replace(weight=(), teacher_weight=weight)
+    return reinforce()._replace(weight=(), teacher_weight=weight or aggregation.token_mean)
 
 
 def _compose(

@@ -226,8 +226,9 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         sample: a row of a `Batch` or of a `PackedBatch`.
 
     Returns:
-        The 0-d loss, and `Metrics` in which every sum is over the sample's tokens; of a loss of
-        several streams also `loss/policy`, `loss/cross_entropy` and `loss/teacher`, its parts.
+        The 0-d loss, and `Metrics` in which every sum is over the sample's tokens; where it is not
+        the policy gradient alone, its parts too: `loss/policy`, `loss/cross_entropy` and
+        `loss/teacher`.
 
     Example:
         >>> import torch, funcrl
@@ -255,11 +256,11 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         losses["cross_entropy"] = -(row.ce_weights * scores.logprobs).sum()
     if not isinstance(row.teacher_weights, tuple):
         losses["teacher"] = (row.teacher_weights * _divergence(scores, row)).sum()
-    if losses.keys() & {"policy", "teacher"}:  # of tokens that were drawn
+    if "policy" in losses or "cross_entropy" not in losses:  # of tokens that were drawn
         difference = (scores.logprobs - row.behavior_logprobs).detach()
         metrics.sums.update(_sampling_sums(row.mask, difference))
         metrics.maxes["sampling/sampling_logp_difference/max"] = difference.abs().amax()
-    if len(losses) > 1:
+    if losses.keys() != {"policy"}:
         metrics.sums.update({f"{LOSS_PART}{name}": part.detach() for name, part in losses.items()})
     return functools.reduce(torch.add, losses.values()), metrics
 

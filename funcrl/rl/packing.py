@@ -44,6 +44,7 @@ def pack(
     length: Count,
     ref_logprobs: Tensor | Absent = (),
     row_multiple: Count = 1,
+    teacher_logprobs: Tensor | Absent = (),
 ) -> PackedBatch:
     """Return the same batch with the samples laid end to end in rows of `length`.
 
@@ -52,11 +53,12 @@ def pack(
 
     Args:
         rollout: B = N prompts x G samples, padded on the right.
-        algorithm: whose `advantage` and `weight` to use.
+        algorithm: whose `advantage` and weights to use.
         length: tokens a row; no sample may be longer.
         ref_logprobs: [B, T] of the reference model, for a KL penalty.
         row_multiple: rows of padding fill the batch up to a multiple of so many rows: a compiled
             step then meets few shapes, and micro-batches are of equal size.
+        teacher_logprobs: [B, T] of the teacher, as in `collate`.
 
     Example:
         >>> import torch, funcrl
@@ -69,7 +71,7 @@ def pack(
         >>> packed.tokens, packed.segment_ids
         (tensor([[5, 6, 7, 5, 8, 0]]), tensor([[ 0,  0,  0,  1,  1, -1]]))
     """
-    batch = collate(rollout, algorithm, ref_logprobs)
+    batch = collate(rollout, algorithm, ref_logprobs, teacher_logprobs)
     return _packed("pack", batch, length, row_multiple, _alone)[0]
 
 
@@ -80,6 +82,7 @@ def pack_groups(
     length: Count,
     ref_logprobs: Tensor | Absent = (),
     row_multiple: Count = 1,
+    teacher_logprobs: Tensor | Absent = (),
 ) -> PackedBatch:
     """Return the same batch with the prompt of a group once for all of its samples in a row.
 
@@ -90,10 +93,11 @@ def pack_groups(
 
     Args:
         rollout: B = N prompts x G samples, padded on the right.
-        algorithm: whose `advantage` and `weight` to use.
+        algorithm: whose `advantage` and weights to use.
         length: tokens a row; no sample, its prompt included, may be longer.
         ref_logprobs: [B, T] of the reference model, for a KL penalty.
         row_multiple: rows of padding fill the batch up to a multiple of so many rows, as in `pack`.
+        teacher_logprobs: [B, T] of the teacher, as in `collate`.
 
     Example:
         >>> import torch, funcrl
@@ -109,7 +113,10 @@ def pack_groups(
         (tensor([[ 0,  1,  1,  1,  2,  2, -1]]), tensor([[-1,  0,  0,  0,  0,  0, -1]]))
     """
     return _with_prefixes(
-        "pack_groups", collate(rollout, algorithm, ref_logprobs), length, row_multiple
+        "pack_groups",
+        collate(rollout, algorithm, ref_logprobs, teacher_logprobs),
+        length,
+        row_multiple,
     )
 
 

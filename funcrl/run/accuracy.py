@@ -59,7 +59,8 @@ def interval_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 LABEL = 24  # characters of a reward's own name
 _SHOWN = {
-    "reward": "reward", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl",
+    "reward": "reward", "loss/cross_entropy": "loss", "loss/teacher": "teacher",
+    "completions/mean_length": "length", "entropy": "entropy", "kl": "kl",
     "grad_norm": "grad norm",
 }  # fmt: skip
 

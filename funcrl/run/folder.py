@@ -24,7 +24,7 @@ from funcrl.run import runs
 from funcrl.run.storage import clean_up
 
 # Facts of a run's environment whose change is written down, too.
-_FACTS = ("funcrl", "commit", "torch", "ranks")
+_FACTS = ("funcrl", "commit", "torch", "ranks", "teacher_step")
 
 
 def check_options_kept(function: str, config: TrainConfig, folder: Path) -> None:

@@ -72,7 +72,8 @@ def steps(
         ref = ()
         if reference:
             ref = rollout.behavior_logprobs - 0.1
-        batch = funcrl.collate(rollout, algorithm, ref)
+        teacher = () if algorithm.teacher_weight == () else rollout.behavior_logprobs - 0.2
+        batch = funcrl.collate(rollout, algorithm, ref, teacher)
         if exact:
             batch = batch._replace(behavior_logprobs=batch.behavior_logprobs.float())
             batch = funcrl.tree.map(lambda x: x.float() if x.is_floating_point() else x, batch)
@@ -91,6 +92,7 @@ def steps(
 
 
 KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
+STREAMS = funcrl.grpo(teacher=0.5)._replace(ce_weight=funcrl.aggregation.token_mean)
 CLIP = {"per_sample": funcrl.clip_per_sample(0.05)}
 EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "model": tiny_model(numerics="exact")}
 traced = funcrl.CompileConfig(backend="eager", remat="selective")
@@ -107,6 +109,7 @@ CASES = {
     "packed": partial(steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16)),
     "prefixes": partial(steps, **KL, pack=partial(funcrl.pack_groups, length=14)),
     "lora": partial(steps, algorithm=funcrl.grpo(), lora=True),
+    "three streams, seven rows": partial(steps, algorithm=STREAMS, drop=1),
     "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
     "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
     "optimizer": partial(steps, **KL, **CLIP, shard="optimizer"),

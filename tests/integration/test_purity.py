@@ -243,7 +243,7 @@ def remat_twice(x):
 
 TABLE_OF_CALLS = {
     **{name: algorithm(getattr(funcrl, name)) for name in (
-        "cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo")},
+        "cispo", "dapo", "distill", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo", "sft")},
     "grpo_step": step_of(microbatch=4),
     "grpo_step, per sample": step_of(per_sample=funcrl.clip_per_sample(0.1)),
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
@@ -256,6 +256,9 @@ TABLE_OF_CALLS = {
     "metrics.padding_frac": (funcrl.metrics.padding_frac, (COLLATED,)),
     "batching.counted_tokens": (
         funcrl.batching.counted_tokens, (ROLLOUT.mask, ROLLOUT.behavior_logprobs)),
+    "batching.join": (
+        lambda r: funcrl.batching.join([funcrl.collate(r, funcrl.grpo()),
+                                        funcrl.collate(r, funcrl.sft())]), (ROLLOUT,)),
     "batching.pad_length": (lambda r: funcrl.batching.pad_length(r, 16), (ROLLOUT,)),
     "batching.pad_rows": (lambda: funcrl.batching.pad_rows([[1, 2], [3]], torch.int64), ()),
     "drop_zero_variance": (funcrl.drop_zero_variance, (ROLLOUT,)),
@@ -306,6 +309,8 @@ TABLE_OF_CALLS = {
         advantages.by_group(advantages.center), (ROLLOUT.rewards, ROLLOUT.group)),
     "advantages.standardize_by_batch": (
         advantages.standardize_by_batch, (ROLLOUT.rewards, ROLLOUT.group)),
+    "aggregation.scaled": (
+        lambda mask: aggregation.scaled(aggregation.token_mean, 0.5)(mask), (ROLLOUT.mask,)),
     "aggregation.token_mean": (aggregation.token_mean, (ROLLOUT.mask,)),
     "aggregation.sequence_mean": (aggregation.sequence_mean, (ROLLOUT.mask,)),
     "aggregation.constant": (lambda m: aggregation.constant(m, 7), (ROLLOUT.mask,)),
@@ -458,6 +463,11 @@ TABLE_OF_CALLS = {
         lambda x, h: ops.attend_hidden(x, x, x, h), (torch.randn(2, 4, 3), torch.eye(4) > 0)),
     "ops.ops_of": (lambda: ops.ops_of(torch.nn.Identity()) is ops.NATIVE, ()),
     "ops.choose_ops": (lambda: ops.choose_ops("f", "native") is ops.NATIVE, ()),
+    "ops.divergence": (
+        lambda a, b: ops.divergence(a, b, "forward", 0.7), (torch.randn(4, 3), torch.randn(4, 3))),
+    "ops.linear_divergence": (
+        lambda h, w: ops.linear_divergence(h, w, h.flip(0), w.flip(0), "reverse", 0.7, 3),
+        (torch.randn(4, 3), torch.randn(6, 3))),
     "ops.linear_scores": (
         lambda h, w, t: ops.linear_scores(h, w, t, 0.7, 3),
         (torch.randn(4, 3), torch.randn(6, 3), TOKENS)),

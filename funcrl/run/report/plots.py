@@ -58,7 +58,9 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     "Learning curve": (Panel("accuracy, reward", ("eval/accuracy", "eval/rewards/", "reward")),),
     "Rewards": (Panel("mean of each reward", ("rewards/",)),
                 Panel("groups without a difference", ("frac_reward_zero_std",))),
-    "Optimisation": (Panel("loss", ("loss",)), Panel("gradient norm", ("grad_norm",), True),
+    "Optimisation": (Panel("loss", ("loss", "eval/loss", "loss/policy",
+                                             "loss/cross_entropy", "loss/teacher")),
+                     Panel("gradient norm", ("grad_norm",), True),
                      Panel("learning rate", ("learning_rate",), smooth=False)),
     "Per-sample gradients": (
         Panel("norm before clipping", ("per_sample/grad_norm/mean", "per_sample/grad_norm/max"),

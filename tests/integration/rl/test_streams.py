@@ -85,11 +85,8 @@ def assert_equal_to(found, metrics, parts, grads):
     assert abs(metrics.means["loss"].item() - total) <= 1e-12 * max(1, abs(total))
     for name in grads:
         assert (found[name] - grads[name]).abs().max() <= 1e-12, name
-    if len(parts) > 1:
-        for name, part in parts.items():
-            assert abs(metrics.means[f"loss/{name}"] - part.item()) <= 1e-12
-    else:
-        assert not [name for name in metrics.means if name.startswith("loss/")]
+    for name, part in parts.items():
+        assert abs(metrics.means[f"loss/{name}"] - part.item()) <= 1e-12
 
 
 ROWS = {

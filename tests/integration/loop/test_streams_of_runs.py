@@ -1,0 +1,266 @@
+"""Runs that learn from given answers and from a teacher: resumed, packed, evaluated, refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import equal
+from test_train import small, untimed
+from torch.nn.functional import cross_entropy
+
+import funcrl
+from funcrl.cli.train import read_line
+from funcrl.config import (
+    AlgorithmConfig,
+    CompileConfig,
+    EvaluationConfig,
+    LogConfig,
+    LoraConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+from funcrl.loop.build import first_params
+from funcrl.loop.supervised import answers_of
+
+SFT = AlgorithmConfig(name="sft")
+
+
+def distilling(folder, teacher, **options):
+    divergence = options.pop("divergence", "reverse")
+    algorithm = AlgorithmConfig(name="distill", divergence=divergence)
+    return small(folder, algorithm=algorithm, teacher=str(teacher), **options)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run that has learned something."""
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    config = small(
+        folder, steps=1, warm_start=WarmStartConfig(steps=30, accuracy=1.0, every=30), seed=4
+    )
+    funcrl.train(config)
+    return folder
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_supervised_run_trains_on_the_answers(tmp_path):
+    config = small(tmp_path / "run", algorithm=SFT, steps=6, num_prompts=8)
+    parts = funcrl.build(config)
+    params = first_params(parts)
+    trained = funcrl.train(config)
+    first = trained.history[1]
+    prompts = parts.task.prompts(funcrl.rng.fold_in(0, 1), 0, 8)
+    texts = [f"{prompt.text}{prompt.answer}" for prompt in prompts]
+    apply, losses = funcrl.models.logits_fn(parts.model), []
+    for text, prompt in zip(texts, prompts, strict=True):
+        tokens = torch.tensor([*parts.task.tokenizer.encode(text), 0])  # and the end
+        logits = apply(params, funcrl.Sample(tokens, torch.arange(len(tokens))))
+        start = len(prompt.text)
+        losses.append(cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="none"))
+    assert first["num_tokens"] == sum(map(len, losses))
+    assert abs(first["loss"] - torch.cat(losses).mean()) < 1e-5
+    assert not {name for name in first if name.startswith(("reward", "sampling/", "completions/"))}
+    held_out = [row["eval/loss"] for row in trained.history if "eval/loss" in row]
+    assert len(held_out) == 4
+    assert held_out[0] > held_out[1] > held_out[2] > held_out[3]
+    seen = lines(tmp_path / "run", "completions.jsonl")  # of the evaluations
+    assert {row["step"] for row in seen} == {2, 4, 6}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": "samples", "num_minibatches": 2, "lora": LoraConfig(rank=2)},
+        {"numerics": "exact"},
+        {"compile": CompileConfig(backend="eager"), "length_multiple": 16, "num_iterations": 2},
+    ],
+    ids=["plain", "packed, adapters", "exact", "compiled"],
+)
+def test_a_supervised_run_goes_on_to_the_same_bits(tmp_path, options):
+    whole = small(tmp_path / "whole", algorithm=SFT, num_prompts=4, **options)
+    straight = funcrl.train(whole)
+    half = replace(whole, run_dir=tmp_path / "half")
+    stops = iter([False, True])
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(half, stop=lambda: next(stops))
+    resumed = funcrl.train(half, resume=True)
+    assert equal(resumed.state, straight.state)
+    assert untimed(resumed.history) == untimed(straight.history)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "options"),
+    [
+        ("reverse", {}),
+        ("forward", {"packing": "prefixes", "lora": LoraConfig(rank=2)}),
+        ("sampled", {"numerics": "exact", "packing": "samples"}),
+        ("reverse", {"compile": CompileConfig(backend="eager"), "length_multiple": 16}),
+    ],
+    ids=["plain", "packed, adapters", "sampled, exact", "compiled"],
+)
+def test_a_taught_run_goes_on_to_the_same_bits(tmp_path, teacher, divergence, options):
+    whole = distilling(tmp_path / "whole", teacher, divergence=divergence, **options)
+    straight = funcrl.train(whole)
+    half = replace(whole, run_dir=tmp_path / "half")
+    stops = iter([False, True])
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(half, stop=lambda: next(stops))
+    resumed = funcrl.train(half, resume=True)
+    assert equal(resumed.state, straight.state)
+    assert untimed(resumed.history) == untimed(straight.history)
+    facts = json.loads((tmp_path / "whole" / "environment.json").read_text())
+    assert facts["teacher_step"] == "1"
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "sampled"])
+def test_the_first_loss_is_the_divergence_from_the_teacher(tmp_path, teacher, divergence):
+    config = distilling(tmp_path / "run", teacher, divergence=divergence, steps=1)
+    parts = funcrl.build(config)
+    params = first_params(parts)
+    found = funcrl.train(config).history[1]
+    parts.generator.push(params)
+    prompts = parts.task.prompts(funcrl.rng.fold_in(0, 1), 0, 3)
+    seed = funcrl.rng.fold_in(0, 2, 1)
+    completed = funcrl.rollouts.complete(parts.task, parts.generator, prompts, parts.sampling, seed)
+    rollout = funcrl.rollouts.to_rollout(completed, torch.zeros(12))
+    apply, total = funcrl.models.logits_fn(parts.model), 0.0
+    for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True):
+        sample = funcrl.Sample(tokens, torch.arange(len(tokens)))
+        own, other = (
+            apply(each, sample).double().log_softmax(-1)[:-1]
+            for each in (params, parts.teacher.params)
+        )
+        gap = (own - other).gather(1, tokens[1:, None])[:, 0]
+        whole = {
+            "reverse": (own.exp() * (own - other)).sum(-1),
+            "forward": (other.exp() * (other - own)).sum(-1),
+            "sampled": gap,
+        }[divergence]
+        total += whole[mask[1:]].sum().item()
+    assert abs(found["loss/teacher"] - total / rollout.mask.sum()) < 1e-5
+    assert found["loss/teacher"] == found["loss"]
+
+
+def test_a_policy_comes_close_to_its_teacher(tmp_path, teacher):
+    config = distilling(
+        tmp_path / "run", teacher, steps=40, num_prompts=8,
+        evaluation=EvaluationConfig(every=0), log=LogConfig(completions_every=40),
+    )  # fmt: skip
+    rows = funcrl.train(config).history
+    assert rows[-1]["loss/teacher"] < 0.5 * rows[1]["loss/teacher"]
+
+
+def test_a_teacher_beside_rewards_teaches_groups_without_a_difference(tmp_path, teacher):
+    """Almost no completion is right, so that most groups have equal rewards."""
+    config = small(
+        tmp_path / "run", teacher=str(teacher), steps=2, drop_zero_variance=True,
+        algorithm=AlgorithmConfig(name="grpo", teacher=0.5, kl=0.0),
+    )  # fmt: skip
+    rows = funcrl.train(config).history[1:]
+    for row in rows:
+        assert abs(row["loss"] - row["loss/policy"] - row["loss/teacher"]) < 1e-6
+        assert row["loss/teacher"] > 0
+        assert row["num_tokens"] >= 12  # of all completions
+
+
+def test_answers_may_be_learned_with_a_teacher(tmp_path, teacher):
+    config = small(tmp_path / "run", algorithm=SFT, teacher=str(teacher), steps=2)
+    row = funcrl.train(config).history[1]
+    assert min(row["loss/cross_entropy"], row["loss/teacher"]) > 0
+
+
+def test_a_taught_run_does_without_its_teacher_afterwards(tmp_path, teacher):
+    folder = tmp_path / "gone"
+    shutil.copytree(teacher, folder)
+    config = distilling(tmp_path / "run", folder, steps=2)
+    funcrl.train(config)
+    shutil.rmtree(folder)
+    found = funcrl.evaluate(funcrl.config.EvalConfig(run=tmp_path / "run", num_prompts=3))
+    assert found.num_prompts == 3
+    assert "embed.weight" in funcrl.load_run(tmp_path / "run").params
+    with pytest.raises(ValueError, match="--teacher"):
+        funcrl.train(replace(config, steps=3), resume=True)
+
+
+def test_a_teacher_in_python_is_any_network(tmp_path):
+    config = small(tmp_path / "run", algorithm=AlgorithmConfig(name="distill"), steps=1)
+    wide = funcrl.models.Transformer(funcrl.models.shape("tiny", vocab_size=13))
+    taught = funcrl.Teacher(wide, funcrl.init_params(wide, seed=3), "forward")
+    row = funcrl.train(config, teacher=taught).history[1]
+    assert row["loss/teacher"] > 0
+
+
+def test_a_teacher_is_counted_in_the_memory(teacher):
+    shape = funcrl.models.shape("micro", vocab_size=13)
+    config = TrainConfig(teacher=str(teacher))
+    alone = funcrl.memory.estimate_memory(config, shape, 8)
+    taught = funcrl.memory.estimate_memory(config, shape, 8, teacher=shape)
+    assert (alone.teacher, taught.teacher) == (0, 4 * funcrl.memory.num_params(shape))
+    assert taught.state - alone.state == taught.teacher
+    assert taught.logits == 2 * alone.logits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": AlgorithmConfig(name="distill")}, "train expects --teacher MODEL"),
+        ({"teacher": "micro"}, "expects --teacher to be pretrained weights or the folder of a run"),
+        ({"teacher": "./no-such"}, "train expects --teacher to be one of"),
+        ({"teacher": "RUN", "numerics": "exact"}, "--algorithm.divergence sampled with --numerics"),
+        ({"teacher": "RUN", "task": "calculator"}, "tokenizer that --teacher"),
+        ({"algorithm": SFT, "max_staleness": 1}, "--max-staleness 0 with sft"),
+        ({"algorithm": SFT, "warm_start": WarmStartConfig()}, "--warm-start.steps 0 with sft"),
+        ({"algorithm": SFT, "num_minibatches": 2}, "to divide num_prompts = 3, got 2"),
+        (
+            {"algorithm": replace(SFT, divergence="sampled"), "teacher": "RUN"},
+            "reverse or forward with sft",
+        ),
+    ],
+)
+def test_what_cannot_be_learned_from_is_named(tmp_path, teacher, options, message):
+    if options.get("teacher") == "RUN":
+        options = {**options, "teacher": str(teacher)}
+    with pytest.raises(ValueError, match=message):
+        funcrl.train(small(tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("args", [["--algorithm", "sft"], ["--algorithm.name=sft", "--seed", "1"]])
+def test_the_command_line_has_no_warm_start_before_supervised_training(args):
+    assert read_line(args)[1].warm_start.steps == 0
+    assert read_line([*args, "--warm-start.accuracy", "0.5"])[1].warm_start.steps == 0
+    with pytest.raises(ValueError, match="--warm-start.steps 0 with sft"):
+        read_line([*args, "--warm-start.steps", "5"])
+
+
+@pytest.mark.parametrize("name", ["sft", "distill"])
+@pytest.mark.parametrize(
+    "option", [{"clip": (0.2, 0.2)}, {"scale_rewards": "none"}, {"max_importance": 2.0}]
+)
+def test_options_of_a_policy_gradient_are_refused_without_one(name, option):
+    with pytest.raises(ValueError, match=f"train expects no --algorithm.* with {name}"):
+        AlgorithmConfig(name=name, **option)
+
+
+def test_a_teacher_needs_an_algorithm_that_learns_from_it(tmp_path, teacher):
+    config = small(tmp_path / "run", teacher=str(teacher))
+    with pytest.raises(ValueError, match="train expects an algorithm with a teacher_weight"):
+        funcrl.train(config, algorithm=funcrl.grpo())
+
+
+def test_answers_are_tokens_of_the_answer_alone():
+    task = funcrl.tasks.from_rows(
+        [{"prompt": "ab", "answer": "c"}, {"prompt": "d", "answer": "ef"}]
+    )
+    rollout = answers_of(task, task.prompts(0, 0, 2), "cpu")
+    sampled = {
+        tuple(tokens[mask].tolist())
+        for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True)
+    }
+    assert sampled <= {(99, 256), (101, 102, 256)}
