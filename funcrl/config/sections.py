@@ -73,7 +73,7 @@ class AlgorithmConfig:
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
     correction otherwise. The weights are those at each update, and with them nothing is clipped."""
-    teacher: Positive = 1.0
+    teacher: FinitePositive = 1.0
     """Coefficient of the divergence from the teacher, its mean over tokens."""
     divergence: Literal["reverse", "forward", "sampled"] = "reverse"
     """The divergence: reverse is KL(policy, teacher) and forward KL(teacher, policy), over the

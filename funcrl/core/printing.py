@@ -18,9 +18,14 @@ R = TypeVar("R")
 
 
 def of_fields(value: Any) -> str:
-    """Return a NamedTuple as its fields, each as `summary`."""
-    shown = ", ".join(f"{name}={summary(field)}" for name, field in value._asdict().items())
+    """Return a NamedTuple as its fields, each as `summary`; an absent one is left out."""
+    given = value._asdict().items()
+    shown = ", ".join(f"{name}={summary(field)}" for name, field in given if not _is_absent(field))
     return f"{type(value).__name__}({shown})"
+
+
+def _is_absent(field: Any) -> bool:
+    return isinstance(field, tuple) and not field
 
 
 def summary(value: Any) -> str:

@@ -20,7 +20,7 @@ from recurrent_cases import case as scan_case
 from torch import Tensor
 
 import funcrl
-from funcrl import config, optim, ratios, tasks
+from funcrl import aggregation, config, optim, ratios, tasks
 from funcrl.loop.parity import ParityConfig
 
 WRONG: dict[str, Any] = {
@@ -74,7 +74,10 @@ VALUES: dict[str, Any] = {
     "prompts": COMPLETED.prompts, "q": TWO, "ratio": LOGPROBS, "ratio_fn": ratios.token,
     "ref_logprobs": LOGPROBS, "rewards": LOGPROBS, "rollout": purity.ROLLOUT,
     "rows": [[1, 2], [3]],
-    "rotation": torch.zeros(3, 4), "run": FOLDER / "run", "sample": purity.SAMPLE,
+    "teacher_logits": torch.zeros(3, 5), "teacher_hidden": torch.zeros(2, 4),
+    "teacher_weight": torch.zeros(6, 4), "batches": [purity.BATCH],
+    "rotation": torch.zeros(3, 4), "rule": aggregation.token_mean, "run": FOLDER / "run",
+    "sample": purity.SAMPLE,
     "sampling": purity.SAMPLING, "scores": funcrl.TokenScores(LOGPROBS, LOGPROBS), "seed": 0,
     "seeds": torch.zeros(2, dtype=torch.int64), "segment_ids": torch.zeros(3, dtype=torch.int64),
     "shape": purity.MICRO.config, "size": 2, "start": 0, "state": STATE, "step": STEP, "steps": 5,
@@ -260,6 +263,7 @@ def returned(call: Call) -> Iterator[Call]:
 
 
 RETURNED: dict[str, dict[str, Any]] = {
+    "aggregation.scaled": {"mask": purity.ROLLOUT.mask},
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
     "ops.attend_flash_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),

@@ -121,6 +121,15 @@ def algorithm(factory):
     return run, (TABLE, ROLLOUT, REF)
 
 
+def without_rewards(factory):
+    def run(params, rollout, teacher):
+        made = factory(weight=aggregation.sequence_mean)
+        step = funcrl.grpo_step(table_model, algorithm=made)
+        return step(step.init(params), funcrl.collate(rollout, made, teacher_logprobs=teacher))
+
+    return run, (TABLE, ROLLOUT, REF)
+
+
 def optimizer(transformation):
     """Two updates, so that the state is used too."""
 
@@ -243,7 +252,8 @@ def remat_twice(x):
 
 TABLE_OF_CALLS = {
     **{name: algorithm(getattr(funcrl, name)) for name in (
-        "cispo", "dapo", "distill", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo", "sft")},
+        "cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo")},
+    **{name: without_rewards(getattr(funcrl, name)) for name in ("distill", "sft")},
     "grpo_step": step_of(microbatch=4),
     "grpo_step, per sample": step_of(per_sample=funcrl.clip_per_sample(0.1)),
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),

@@ -21,8 +21,7 @@ def test_trees_of_tensors_are_a_line():
     batch = funcrl.Batch(ones.long(), ones.long(), ones > 0, -ones, ones, ones)
     assert repr(batch) == (
         "Batch(tokens=int64[2, 3], positions=int64[2, 3], mask=bool[2, 3], "
-        "behavior_logprobs=float32[2, 3], advantages=float32[2, 3], token_weights=float32[2, 3], "
-        "ref_logprobs=())"
+        "behavior_logprobs=float32[2, 3], advantages=float32[2, 3], token_weights=float32[2, 3])"
     )
     assert summary(ones.to("meta")) == "float32[2, 3] on meta"
     doubled = optree.tree_map(lambda leaf: leaf * 2, batch)

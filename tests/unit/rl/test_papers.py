@@ -181,9 +181,8 @@ PAPERS = {
     "funcrl.reinforce() of `remax(rollout, greedy)`": lambda x: score_function(
         x, lambda x, i: x.rewards[i] - GREEDY[x.group[i]]
     ),
-    'funcrl.reinforce(kl=1.0, kl_estimator="k1+", weight=funcrl.aggregation.token_mean)': (
-        distillation
-    ),
+    "funcrl.sft()": lambda x: score_function(x, lambda x, i: 1.0, by_tokens=True),
+    "funcrl.distill()": distillation,
 }
 
 
@@ -200,14 +199,12 @@ def test_a_row_of_the_index_equals_its_paper(page, expression, note, equal_rewar
         rollout, name = page["opo"](rollout), f"{expression} {note}"
     elif note.startswith("of `remax"):
         rollout, name = page["remax"](rollout, GREEDY), f"{expression} {note}"
-    elif note.startswith("rewards of 0"):
-        rollout = rollout._replace(rewards=torch.zeros_like(rollout.rewards))
     else:
         assert not note.startswith("of "), f"what is done with the rollout: {note}"
     x = oracles.Inputs(case)
     expected = PAPERS[name](x)
     (slope,) = torch.autograd.grad(expected, x.logprobs)
-    batch = funcrl.collate(rollout, algorithm, case.ref_logprobs)
+    batch = funcrl.collate(rollout, algorithm, case.ref_logprobs, case.ref_logprobs)
     found, loss = torch.func.grad_and_value(
         lambda params: torch.vmap(
             lambda sample: funcrl.policy_loss(algorithm, table_model(params, sample), sample)[0]
@@ -217,6 +214,31 @@ def test_a_row_of_the_index_equals_its_paper(page, expression, note, equal_rewar
     assert abs(loss - expected) <= bound
     assert (found["logprobs"] - slope).abs().max() <= bound
     assert slope.abs().max() > 0
+
+
+def test_a_policy_that_teaches_itself_reads_a_longer_prompt(page):
+    """A token's log-probability under the teacher is a number of its longer context alone."""
+
+    def model_fn(params, sample):
+        context = (sample.tokens * params["w"][sample.positions]).cumsum(0)
+        logprobs = -(1 + context.roll(1).cos() + sample.tokens * 0.1)
+        return funcrl.TokenScores(logprobs, logprobs)
+
+    params = {"w": torch.rand(20, dtype=torch.float64)}
+    case = random_case(6, prompts=2, samples=2)
+    rollout = funcrl.Rollout(*(leaf[:3] for leaf in case.rollout))  # all of them have a completion
+    shown = [[5, 7, 1], [9, 2], [3, 3, 3, 3]]
+    batch = page["self_taught"](rollout, model_fn, params, shown)
+    assert batch.token_weights == ()
+    for row, prompt in enumerate(shown):
+        places = rollout.mask[row].nonzero()[:, 0].tolist()
+        before = list(prompt)
+        for t in places:
+            w = params["w"][: len(before)]
+            context = (torch.tensor(before) * w).sum()
+            expected = -(1 + context.cos() + rollout.tokens[row, t] * 0.1)
+            assert abs(batch.teacher_logprobs[row, t] - expected) <= 1e-12
+            before.append(int(rollout.tokens[row, t]))
 
 
 def test_gdpo_standardizes_each_reward_in_its_group(page):
