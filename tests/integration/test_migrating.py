@@ -61,11 +61,12 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.1, **AT_ONCE},
     "temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
     "luspo by the token": {"loss_type": "luspo"},
+    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5},
+    "vespo with a KL penalty": {"loss_type": "vespo", "beta": 0.3},
 }
 BY_SEQUENCE = {"beta": 0.3, "importance_sampling_level": "sequence"}
 # What it refuses, and the option that it names.
 REFUSED = [
-    ({"loss_type": "vespo"}, "loss_type .*luspo, got 'vespo'"),
     ({"loss_type": "new"}, "loss_type .*, got 'new'"),
     ({"importance_sampling_level": "turn"}, "importance_sampling_level token or sequence, got"),
     ({"scale_rewards": "step"}, "scale_rewards group or batch or none, got 'step'"),

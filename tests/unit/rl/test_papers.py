@@ -99,6 +99,32 @@ def kl_of_coins(policy, behavior):
     return sum(mu * math.log(mu / pi) for mu, pi in sides)
 
 
+def vespo(x):
+    objective = x.zero()
+    for i in x.sequences:
+        advantage = oracles.standardized(x.rewards, x.group, i)
+        weight = 1.0
+        for t in x.rows[i]:
+            weight = weight * x.ratio(i, t).item()
+        k, scale = (2, 3) if advantage >= 0 else (3, 2)
+        gate = math.exp(scale) * weight**k * math.exp(-scale * weight)
+        objective = objective + gate * advantage * sum(x.logprobs[i, t] for t in x.rows[i])
+    return -objective / x.num_tokens
+
+
+def luspo(x):
+    objective = x.zero()
+    for i in x.sequences:
+        advantage = oracles.standardized(x.rewards, x.group, i)
+        product = torch.ones((), dtype=torch.float64)
+        for t in x.rows[i]:
+            product = product * x.ratio(i, t)
+        ratio = product ** (1 / len(x.rows[i]))
+        term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        objective = objective + len(x.rows[i]) * term
+    return -objective / len(x.sequences)
+
+
 def dro(x, beta):
     objective = x.zero()
     for i in x.sequences:
@@ -175,6 +201,8 @@ PAPERS = {
         x, lambda pi, mu: abs(pi - mu), 0.2
     ),
     "funcrl.dapo()._replace(surrogate=dppo(binary_kl, 0.05))": lambda x: dppo(x, kl_of_coins, 0.05),
+    'funcrl.grpo(level="sequence", weight=by_sequence)': luspo,
+    "funcrl.dapo()._replace(ratio=whole_completion, surrogate=vespo())": vespo,
     "funcrl.rloo()._replace(surrogate=dro(0.05))": lambda x: dro(x, 0.05),
     "funcrl.grpo(scale_rewards=by_batch)": lambda x: oracles.grpo(x, advantage=by_batch),
     "funcrl.reinforce() of `opo(rollout)`": lambda x: score_function(x, opo),
