@@ -182,8 +182,8 @@ AdvantageFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 RatioFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | Absent"], Ratio]
 # (log_ratio, mask, segment_ids), all [T] -> importance weights [T]
 CorrectionFn: TypeAlias = Callable[[Tensor, Tensor, "Tensor | Absent"], Tensor]
-# (logprobs, ratio, advantages), all [T] -> Surrogate
-SurrogateFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Surrogate]
+# (logprobs, ratio, advantages), all [T] -> Surrogate; one that takes segment_ids= is given them
+SurrogateFn: TypeAlias = Callable[..., Surrogate]
 # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
 PenaltyFn: TypeAlias = Callable[[TokenScores, Tensor, "Tensor | Absent"], Penalty]
 # (mask [B, T], dtype) -> token_weights [B, T]

@@ -13,6 +13,7 @@ losses, once they are differentiated through `logprobs` on tokens the policy sam
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ from funcrl.core.types import (
     PenaltyFn,
     Ratio,
     Surrogate,
+    SurrogateFn,
     TokenScores,
 )
 
@@ -302,11 +304,20 @@ def _policy_terms(
         scores.logprobs,
         torch.where(kept, ratio.ratio, 1.0),
         torch.where(kept, row.advantages * ratio.correction, 0.0),
+        **({"segment_ids": row.segment_ids} if _takes_segments(algorithm.surrogate) else {}),
     )
     _check_part("surrogate", surrogate, Surrogate, kept.shape)
     penalized = algorithm.penalty(scores, behavior, row.ref_logprobs)
     _check_part("penalty", penalized, Penalty, kept.shape)
     return surrogate, penalized
+
+
+def _takes_segments(surrogate: SurrogateFn) -> bool:
+    """Return whether a surrogate asks where the samples of a packed row are."""
+    try:
+        return "segment_ids" in inspect.signature(surrogate).parameters
+    except ValueError:  # of a function that has no signature
+        return False
 
 
 _from_teacher = with_kl_gradient(k1)

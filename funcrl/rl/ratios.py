@@ -52,8 +52,8 @@ def sequence(
     """
     log_ratio = _log_ratio("sequence", logprobs, behavior_logprobs)
     checks.check_shape("sequence", "mask", mask, "logprobs", logprobs.shape)
-    count = _segment_sum(mask.to(log_ratio.dtype), mask, segment_ids)
-    mean = _segment_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
+    count = sequence_sum(mask.to(log_ratio.dtype), mask, segment_ids)
+    mean = sequence_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
     ratio = numerics.exp_ratio(mean)
     return Ratio(ratio, torch.ones_like(ratio))
 
@@ -145,7 +145,7 @@ def _bounded(function: str, level: Level, bound: Callable[[Tensor], Tensor]) -> 
     def correction(log_ratio: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
         if level == "sequence":
             checks.check_shape(function, "mask", mask, "log_ratio", log_ratio.shape)
-            log_ratio = _segment_sum(log_ratio, mask, segment_ids)
+            log_ratio = sequence_sum(log_ratio, mask, segment_ids)
         return bound(numerics.exp_ratio(log_ratio))
 
     return correction
@@ -156,8 +156,24 @@ def _log_ratio(function: str, logprobs: Tensor, behavior_logprobs: Tensor) -> Te
     return logprobs - behavior_logprobs
 
 
-def _segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent) -> Tensor:
-    """Return at each token the masked sum over its sample: the row, or a segment of it."""
+@checked
+def sequence_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()) -> Tensor:
+    """Return at each token the sum over the masked tokens of its sample.
+
+    Args:
+        values: [T].
+        mask: [T] bool.
+        segment_ids: [T] of a packed row, whose segments are samples; the row is one when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> values, mask = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([False, True, True])
+        >>> funcrl.ratios.sequence_sum(values, mask)
+        tensor([6., 6., 6.])
+        >>> funcrl.ratios.sequence_sum(values, mask, torch.tensor([0, 0, 1]))
+        tensor([2., 2., 4.])
+    """
+    checks.check_shape("sequence_sum", "mask", mask, "values", values.shape)
     kept = torch.where(mask, values, torch.zeros_like(values))
     if isinstance(segment_ids, tuple):
         return kept.sum().expand_as(values)

@@ -319,6 +319,9 @@ TABLE_OF_CALLS = {
         advantages.by_group(advantages.center), (ROLLOUT.rewards, ROLLOUT.group)),
     "advantages.standardize_by_batch": (
         advantages.standardize_by_batch, (ROLLOUT.rewards, ROLLOUT.group)),
+    "ratios.sequence_sum": (
+        lambda values, mask: ratios.sequence_sum(values, mask, torch.tensor([0, 0, 0, 1, 1, 1])),
+        (T[0], T[0] > 0)),
     "aggregation.scaled": (
         lambda mask: aggregation.scaled(aggregation.token_mean, 0.5)(mask), (ROLLOUT.mask,)),
     "aggregation.token_mean": (aggregation.token_mean, (ROLLOUT.mask,)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
-from cases import random_case, table_model
+from cases import cell_model, random_case, table_model
 
 import funcrl
 from funcrl.rl.mixing import mixing_parts
@@ -280,9 +280,30 @@ def test_gdpo_standardizes_each_reward_in_its_group(page):
 
 
 @pytest.mark.parametrize("expression", [expression for expression, _ in ROWS])
-def test_packed_rows_are_for_every_algorithm_but_gmpo(page, expression):
-    mixing = "surrogate=geometric_mean" if "geometric_mean" in expression else ""
-    assert mixing_parts(eval(expression, page)) == mixing
+def test_packed_rows_are_for_every_algorithm(page, expression):
+    algorithm = eval(expression, page)
+    assert mixing_parts(algorithm) == ""
+    case = random_case(3, spread=1.2)
+    case.params["logprobs"].clamp_(max=-0.01)
+    cells = torch.arange(case.rollout.tokens.numel()).view_as(case.rollout.tokens)
+    batch = funcrl.collate(
+        case.rollout._replace(tokens=cells), algorithm, case.ref_logprobs, case.ref_logprobs
+    )
+
+    def found(rows):
+        def loss(params, sample):
+            return funcrl.policy_loss(algorithm, cell_model(params, sample), sample)[0]
+
+        return torch.func.grad_and_value(
+            lambda params: torch.vmap(lambda sample: loss(params, sample))(rows).sum()
+        )(case.params)
+
+    (grads, alone), (packed_grads, packed) = map(
+        found, (batch, funcrl.packing.pack_batch(batch, 24))
+    )
+    assert abs(alone - packed) <= 1e-12 * max(1, abs(alone))
+    gap = (grads["logprobs"] - packed_grads["logprobs"]).abs().max()
+    assert gap <= 1e-12 * max(1, grads["logprobs"].abs().max())
 
 
 def test_the_index_has_every_algorithm_of_this_file():
