@@ -133,7 +133,8 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight, teacher_hidden, teacher_weight = ctx.saved_tensors
         kind, temperature, chunk, cap, teacher_cap = ctx.constants
         trained = ctx.needs_input_grad[1]  # not where adapters are trained on a constant base
-        grad_hidden, grad_weight = [], torch.zeros_like(weight)
+        wide = numerics.at_least_float32(weight.dtype)
+        grad_hidden, grad_weight = [], torch.zeros_like(weight, dtype=wide)
         for rows in _chunks(hidden.shape[0], chunk):
             logits = cap_logits(hidden[rows] @ weight.mT, cap)
             teacher_logits = cap_logits(teacher_hidden[rows] @ teacher_weight.mT, teacher_cap)
@@ -141,9 +142,9 @@ class _LinearDivergence(torch.autograd.Function):
             outer = cap_gradient(outer.to(logits.dtype), logits, cap)
             grad_hidden.append(outer @ weight)
             if trained:
-                grad_weight = grad_weight + outer.mT @ hidden[rows]
+                grad_weight = grad_weight + (outer.mT @ hidden[rows]).to(wide)
         found = torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden)
-        return found, grad_weight if trained else None, *[None] * 7
+        return found, grad_weight.to(weight.dtype) if trained else None, *[None] * 7
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

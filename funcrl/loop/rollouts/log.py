@@ -68,10 +68,10 @@ _MOST_TOKENS = 512  # of a completion whose tokens are written down one by one
 def advantages_of(
     algorithm: Algorithm, completed: Completed, graded: Graded, rollout: Rollout | None
 ) -> Tensor:
-    """Return the advantages [B] of a step's completions; NaN for one that is not trained on."""
+    """Return the advantages [B] of a step's completions; NaN for one that has none."""
     total = comparable(graded.total, completed.group_size)
     advantages = torch.full_like(total, torch.nan)
-    if rollout is not None:
+    if rollout is not None and algorithm.weight != ():
         rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))
         found: object = algorithm.advantage(rewards, rollout.group)
         # What is no number for each row is refused by the step, by name.

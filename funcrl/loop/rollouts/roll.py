@@ -101,21 +101,23 @@ def left_out(rolled: Rolled, index: int) -> Iterator[str]:
 def _compared(
     config: TrainConfig, parts: Parts, completed: Completed, graded: Graded
 ) -> tuple[Rollout | None, dict[str, float]]:
-    """Return the rollout of the completions that can be compared, if any, and its metrics.
+    """Return the rollout of the completions that are trained on, if any, and metrics of rewards.
 
-    An algorithm without a policy gradient compares nothing, and needs no reward.
+    Those are the completions that can be compared; all of them, if the algorithm has no policy
+    gradient and needs no reward.
     """
-    total = graded.total.nan_to_num()
-    if parts.algorithm.weight != ():
-        total = comparable(graded.total, completed.group_size)
-    kept = total.isfinite()
-    if not kept.any():
-        return None, {}
-    rollout = to_rollout(completed, total)
-    device = rollout.tokens.device
-    named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
+    compares = parts.algorithm.weight != ()
+    total = comparable(graded.total, completed.group_size) if compares else graded.total
     reasons = completed.samples.finish_reasons
-    cut = torch.tensor([reason == "length" for reason in reasons], device=kept.device)[kept]
-    cut = cut.to(device)
-    numbers = metrics.describe_rollout(rollout, named, cut)
-    return mask_truncated(rollout, cut) if config.mask_truncated else rollout, numbers
+    cut = torch.tensor([reason == "length" for reason in reasons], device=total.device)
+    rollout, numbers, kept = None, {}, total.isfinite()
+    if kept.any():
+        rollout = to_rollout(completed, total)
+        device = rollout.tokens.device
+        named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
+        numbers = metrics.describe_rollout(rollout, named, cut[kept].to(device))
+    if not compares and not kept.all():
+        rollout, kept = to_rollout(completed, total.nan_to_num()), torch.ones_like(kept)
+    if rollout is not None and config.mask_truncated:
+        rollout = mask_truncated(rollout, cut[kept].to(rollout.tokens.device))
+    return rollout, numbers

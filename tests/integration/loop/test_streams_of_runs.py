@@ -22,7 +22,9 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.loop.build import first_params
+from funcrl.loop.rollouts.grade import RewardError
 from funcrl.loop.supervised import answers_of
+from funcrl.tasks import SumDigits
 
 SFT = AlgorithmConfig(name="sft")
 
@@ -167,6 +169,33 @@ def test_a_teacher_beside_rewards_teaches_groups_without_a_difference(tmp_path, 
         assert abs(row["loss"] - row["loss/policy"] - row["loss/teacher"]) < 1e-6
         assert row["loss/teacher"] > 0
         assert row["num_tokens"] >= 12  # of all completions
+
+
+@pytest.mark.parametrize("share", [2, 1])  # one reward in two fails, or each
+def test_a_teacher_needs_no_reward(tmp_path, teacher, share):
+    class Failing(SumDigits):
+        calls = 0
+
+        def reward(self, prompt, completion):
+            Failing.calls += 1
+            if Failing.calls > 5 and Failing.calls % share == 0:  # not in the evaluation before
+                raise ValueError("no reward")
+            return {"correct": 0.0}
+
+    config = distilling(
+        tmp_path / "run", teacher, steps=1, on_reward_error="skip", mask_truncated=share == 2
+    )
+    if share == 1:
+        with pytest.raises(RewardError, match="at least one reward"):
+            funcrl.train(config, task=Failing())
+        return
+    row = funcrl.train(config, task=Failing()).history[1]
+    assert row["num_reward_errors"] == 6
+    assert row["reward"] == 0
+    assert row["loss/teacher"] > 0
+    seen = lines(tmp_path / "run", "completions.jsonl")
+    assert seen
+    assert not [each for each in seen if "advantage" in each]
 
 
 def test_answers_may_be_learned_with_a_teacher(tmp_path, teacher):
