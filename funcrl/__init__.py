@@ -53,12 +53,14 @@ from funcrl.rl.algorithms import (
     dr_grpo,
     grpo,
     gspo,
+    ppo,
     reinforce,
     rloo,
     sapo,
     sft,
 )
 from funcrl.rl.batching import collate, drop_zero_variance, mask_truncated, minibatches
+from funcrl.rl.critic import gae
 from funcrl.rl.grads import (
     GradientMoments,
     NoiseScale,
@@ -125,6 +127,7 @@ __all__ = [
     "export",
     "functional",
     "fuse_per_sample",
+    "gae",
     "generators",
     "gradient_moments",
     "grads",
@@ -157,6 +160,7 @@ __all__ = [
     "per_sample_grad",
     "per_sample_norms",
     "policy_loss",
+    "ppo",
     "prepare",
     "ratios",
     "recenter",

@@ -23,12 +23,14 @@ class TokenScores(NamedTuple):
     `logprobs[t]` scores `tokens[t]` given `tokens[:t]`, and `entropy[t]` is that of the
     distribution it was drawn from; a language model has no prediction for position 0, which
     therefore stays out of the mask. `divergence[t]` is that of the distribution from a teacher's,
-    over the whole vocabulary, where a `model_fn` knows a teacher.
+    over the whole vocabulary, where a `model_fn` knows a teacher; `values[t]` what a critic expects
+    of `tokens[t:]`, given `tokens[:t]`, where it has one.
     """
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
     divergence: Tensor | Absent = ()  # [T]
+    values: Tensor | Absent = ()  # [T]
 
 
 class Sample(NamedTuple):
@@ -84,8 +86,9 @@ class Rollout(NamedTuple):
 class Batch(NamedTuple):
     """The input of a step, with one sample a row, so that per-sample gradients are legal.
 
-    The loss has three streams, each with weights of its own: the policy gradient, cross-entropy on
-    the tokens as they are, and the divergence from a teacher. One without weights is left out.
+    The loss has streams, each with weights of its own: the policy gradient, cross-entropy on the
+    tokens as they are, the divergence from a teacher, and a critic's error. One without weights is
+    left out.
     """
 
     tokens: Tensor  # [B, T] int64
@@ -98,6 +101,9 @@ class Batch(NamedTuple):
     ce_weights: Tensor | Absent = ()  # [B, T] of the cross-entropy
     teacher_weights: Tensor | Absent = ()  # [B, T] of the divergence from a teacher
     teacher_logprobs: Tensor | Absent = ()  # [B, T] of the teacher, where no divergence is scored
+    value_weights: Tensor | Absent = ()  # [B, T] of the critic's error
+    old_values: Tensor | Absent = ()  # [B, T] what the critic expected before the first update
+    returns: Tensor | Absent = ()  # [B, T] what it should have expected
 
     def __repr__(self) -> str:
         return of_fields(self)
@@ -122,6 +128,9 @@ class PackedBatch(NamedTuple):
     ce_weights: Tensor | Absent = ()  # [R, T]
     teacher_weights: Tensor | Absent = ()  # [R, T]
     teacher_logprobs: Tensor | Absent = ()  # [R, T]
+    value_weights: Tensor | Absent = ()  # [R, T]
+    old_values: Tensor | Absent = ()  # [R, T]
+    returns: Tensor | Absent = ()  # [R, T]
 
     def __repr__(self) -> str:
         return of_fields(self)
@@ -186,12 +195,14 @@ CorrectionFn: TypeAlias = Callable[[Tensor, Tensor, "Tensor | Absent"], Tensor]
 SurrogateFn: TypeAlias = Callable[..., Surrogate]
 # (scores, behavior_logprobs, ref_logprobs), all [T] -> Penalty
 PenaltyFn: TypeAlias = Callable[[TokenScores, Tensor, "Tensor | Absent"], Penalty]
+# (values, old_values, returns), all [T] -> cost [T]
+ValueCostFn: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (mask [B, T], dtype) -> token_weights [B, T]
 WeightFn: TypeAlias = Callable[..., Tensor]
 
 
 class Algorithm(NamedTuple):
-    """An algorithm as five independent functions, and the weights of two more streams of the loss.
+    """An algorithm as five independent functions, and what more streams of the loss need.
 
     `weight` is that of the policy gradient, which is left out without one.
     """
@@ -203,6 +214,8 @@ class Algorithm(NamedTuple):
     weight: WeightFn | Absent  # (mask [B, T], dtype) -> token_weights [B, T]
     ce_weight: WeightFn | Absent = ()  # the same for ce_weights
     teacher_weight: WeightFn | Absent = ()  # the same for teacher_weights
+    value_weight: WeightFn | Absent = ()  # the same for value_weights
+    value_cost: ValueCostFn | Absent = ()  # (values, old_values, returns), all [T] -> cost [T]
 
     def __repr__(self) -> str:
         given = {name: fn for name, fn in self._asdict().items() if fn != ()}

@@ -2,7 +2,7 @@
 
 from funcrl.models.config import LARGEST, TransformerConfig
 from funcrl.models.functional import LogitsFn, logits_fn
-from funcrl.models.initial import RECURRENT_SHAPES, SHAPES, init_params, shape
+from funcrl.models.initial import RECURRENT_SHAPES, SHAPES, init_params, shape, with_critic
 from funcrl.models.layers import (
     MLP,
     Attention,
@@ -45,4 +45,5 @@ __all__ = [
     "rotary_factors",
     "rotate",
     "shape",
+    "with_critic",
 ]

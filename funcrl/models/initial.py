@@ -160,6 +160,24 @@ _OF_DELTA: dict[str, _DrawFn] = {"conv": _conv, "log_rate": _log_rate, "step_bia
 _DOWN, _UP = ".lora_down", ".lora_up"
 
 
+@checked
+def with_critic(params: Params, width: Count) -> Params:
+    """Return the parameters with those of a critic, which expects 0 of everything at first.
+
+    Args:
+        params: of a network.
+        width: of its last layer's output.
+
+    Example:
+        >>> import torch, funcrl
+        >>> params = funcrl.models.with_critic({"embed.weight": torch.ones(3, 2)}, width=2)
+        >>> params["critic.weight"], params["critic.bias"]
+        (tensor([0., 0.]), tensor(0.))
+    """
+    like = next(iter(params.values()))
+    return {**params, "critic.weight": like.new_zeros(width), "critic.bias": like.new_zeros(())}
+
+
 class Lora(NamedTuple):
     """A model as a function of its low-rank adapters."""
 

@@ -130,6 +130,7 @@ def logprob_fn(
     attend: ops.AttendFn | None = None,
     attend_segments: ops.AttendSegmentsFn | None = None,
     teacher: Teacher | None = None,
+    critic: bool = False,
 ) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a network, which gives logits.
 
@@ -153,6 +154,8 @@ def logprob_fn(
             `attend` is given alone: such rows are then refused.
         teacher: whose divergence from the policy, over the whole vocabulary, is scored as well. It
             is a constant; `chunk`, `dtype` and what attends are its own too, where it takes them.
+        critic: score `values`, too, by a head on the last layer's output whose parameters
+            `funcrl.models.with_critic` adds to the others; `chunk` must be given.
 
     Example:
         >>> import torch, funcrl
@@ -184,6 +187,11 @@ def logprob_fn(
             )
     if teacher is not None:
         teacher = _cast_teacher(teacher, model, chunk, dtype)
+    if critic and (network_ops.exact or chunk is None):
+        raise ValueError(
+            f"logprob_fn expects chunk= and a network of native operations with critic=True, got "
+            f"{'exact' if network_ops.exact else 'no chunk'}."
+        )
     owns = attend is None and attend_segments is None
     if owns:
         attend_segments = network_ops.attend_segments
@@ -194,6 +202,7 @@ def logprob_fn(
         attend=attend,
         attend_segments=attend_segments,
         teacher=teacher,
+        critic=critic,
     )
     scores_fn = scores_fn_of(model)
 
@@ -235,6 +244,7 @@ def _scores_fn(
     attend: ops.AttendFn | None,
     attend_segments: ops.AttendSegmentsFn | None,
     teacher: Teacher | None,
+    critic: bool,
 ) -> ScoresFn:
     """Return `(params, sample, dtype) -> TokenScores`; the arguments are those of `logprob_fn`.
 
@@ -258,19 +268,39 @@ def _scores_fn(
                 return found
             return found._replace(divergence=_shifted(taught.of_logits(sample, logits)))
 
-        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        value_head = {name: params[name] for name in CRITIC if critic and name in params}
+        params = {name: leaf for name, leaf in params.items() if name not in value_head}
+
+        def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor | Absent, ...]:
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
             # no copy and suit a GPU's tiles.
             targets = sample.tokens.roll(-1, dims=-1)
             size = chunk or _CHUNK
             found = network_ops.scores(hidden, weight, targets, temperature, size, **caps)
-            if taught is None:
-                return found
-            return *found, taught.of_hidden(sample, hidden, weight, size, _cap(model))
+            divergence: Tensor | Absent = ()
+            if taught is not None:
+                divergence = taught.of_hidden(sample, hidden, weight, size, _cap(model))
+            return *found, divergence, _values(hidden, value_head) if critic else ()
 
-        return TokenScores(*map(_shifted, apply(params, sample, head=scores, **options)))
+        return tree.map(_shifted, TokenScores(*apply(params, sample, head=scores, **options)))
 
     return scores_of
+
+
+CRITIC = ("critic.weight", "critic.bias")
+
+
+def _values(hidden: Tensor, head: Params) -> Tensor:
+    """Return what a critic expects after each token [T], in at least float32."""
+    missing = [name for name in CRITIC if name not in head]
+    if missing:
+        raise ValueError(
+            f"logprob_fn(critic=True) expects the parameters of a critic, which "
+            f"funcrl.models.with_critic adds, got none for {missing[0]!r}."
+        )
+    wide = numerics.at_least_float32(hidden.dtype)
+    weight, bias = (head[name].to(wide) for name in CRITIC)
+    return hidden.to(wide) @ weight + bias
 
 
 class _Taught:

@@ -263,6 +263,46 @@ def reinforce(*, advantage: AdvantageFn | None = None, **tunables: Unpack[Tunabl
 
 
 @checked
+def ppo(
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    value: NotNegative = 0.1,
+    value_clip: Positive = 0.2,
+    **tunables: Unpack[Tunables],
+) -> Algorithm:
+    """Return PPO with a critic (arXiv:1707.06347), for `grpo_step(prepare=funcrl.gae())`.
+
+        J = 1 / (sum_i |y_i|) sum_i sum_t min(r A_t, clip(r) A_t) - value error(V_t, returns_t)
+
+    The critic is one more output of the model function, `funcrl.logprob_fn(model, critic=True)`;
+    `funcrl.gae` makes advantages and returns of what it expects and of the rewards.
+
+    Args:
+        clip: as in `grpo`.
+        value: coefficient of the mean over tokens of `funcrl.losses.clipped_value` (TRL's
+            `vf_coef`).
+        value_clip: how far a value may move in one rollout (TRL's `cliprange_value`).
+        tunables: see `Tunables`.
+
+    Example:
+        >>> import funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> model_fn = funcrl.logprob_fn(model, chunk=64, critic=True)
+        >>> step = funcrl.grpo_step(model_fn, algorithm=funcrl.ppo(), prepare=funcrl.gae())
+        >>> params = funcrl.models.with_critic(funcrl.init_params(model, seed=0), width=64)
+        >>> state = step.init(params)
+    """
+    raw = advantages.by_group(advantages.raw)
+    composed = _compose(
+        tunables, raw, ratios.token, surrogates.clipped(*clip), aggregation.token_mean
+    )
+    return composed._replace(
+        value_weight=aggregation.scaled(aggregation.token_mean, value),
+        value_cost=losses.clipped_value(value_clip),
+    )
+
+
+@checked
 def sft(*, weight: WeightFn | None = None) -> Algorithm:
     """Return supervised training: cross-entropy on the tokens of the mask, as they are.
 

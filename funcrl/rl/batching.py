@@ -340,6 +340,7 @@ _STREAMS = {
     "token_weights": "weight",
     "ce_weights": "ce_weight",
     "teacher_weights": "teacher_weight",
+    "value_weights": "value_weight",
 }
 
 

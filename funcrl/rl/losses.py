@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from funcrl.core import checks, numerics, tree
-from funcrl.core.arguments import Finite, NotNegative, checked
+from funcrl.core.arguments import Finite, NotNegative, Positive, checked
 from funcrl.core.printing import remembers
 from funcrl.core.types import (
     Absent,
@@ -33,6 +33,7 @@ from funcrl.core.types import (
     Surrogate,
     SurrogateFn,
     TokenScores,
+    ValueCostFn,
 )
 
 # (logprobs, ref_logprobs), both [T] -> estimate [T]
@@ -201,9 +202,37 @@ def penalty(
     return penalty_fn
 
 
-# The fields of a sample whose tokens count inside the mask alone; the second four may be absent.
+# The fields of a sample that are read inside the mask; those of streams may be absent.
 _READ = ("behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
-_OF_STREAMS = ("ce_weights", "teacher_weights", "teacher_logprobs")
+_OF_STREAMS = (
+    "ce_weights", "teacher_weights", "teacher_logprobs", "value_weights", "old_values", "returns",
+)  # fmt: skip
+_WEIGHTS = ("token_weights", "ce_weights", "teacher_weights", "value_weights")
+
+
+@checked
+@remembers
+def clipped_value(clip: Positive = 0.2) -> ValueCostFn:
+    """Return PPO's error of a critic, which moves it no further than `clip` in one rollout.
+
+        max((V - returns)^2, (V_old + clamp(V - V_old, -clip, clip) - returns)^2) / 2
+
+    Args:
+        clip: how far a value may be from that before the first update; inf for no bound.
+
+    Example:
+        >>> import torch, funcrl
+        >>> cost = funcrl.losses.clipped_value(0.2)
+        >>> cost(torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([1.0]))
+        tensor([0.3200])
+    """
+
+    @checked
+    def cost(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+
+    return cost
 
 
 @checked
@@ -213,6 +242,7 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         loss = sum_t token_weights[t] * (penalty[t] - surrogate[t])
              + sum_t ce_weights[t] * -log pi(y_t)
              + sum_t teacher_weights[t] * divergence[t]
+             + sum_t value_weights[t] * value_cost(V_t, old_values[t], returns[t])
 
     A stream without weights is left out. The divergence from the teacher is `scores.divergence`,
     or else the estimate of KL(pi, teacher) by `with_kl_gradient(k1)` from `teacher_logprobs`.
@@ -229,8 +259,8 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
 
     Returns:
         The 0-d loss, and `Metrics` in which every sum is over the sample's tokens; where it is not
-        the policy gradient alone, its parts too: `loss/policy`, `loss/cross_entropy` and
-        `loss/teacher`.
+        the policy gradient alone, its parts too: `loss/policy`, `loss/cross_entropy`,
+        `loss/teacher` and `loss/value`.
 
     Example:
         >>> import torch, funcrl
@@ -258,6 +288,8 @@ def policy_loss(algorithm: Algorithm, scores: TokenScores, sample: Any) -> tuple
         losses["cross_entropy"] = -(row.ce_weights * scores.logprobs).sum()
     if not isinstance(row.teacher_weights, tuple):
         losses["teacher"] = (row.teacher_weights * _divergence(scores, row)).sum()
+    if not isinstance(row.value_weights, tuple):
+        losses["value"] = (row.value_weights * _value_cost(algorithm, scores, row)).sum()
     if "policy" in losses or "cross_entropy" not in losses:  # of tokens that were drawn
         difference = (scores.logprobs - row.behavior_logprobs).detach()
         metrics.sums.update(_sampling_sums(row.mask, difference))
@@ -279,6 +311,9 @@ class _Row(NamedTuple):
     ce_weights: Tensor | Absent
     teacher_weights: Tensor | Absent
     teacher_logprobs: Tensor | Absent
+    value_weights: Tensor | Absent
+    old_values: Tensor | Absent
+    returns: Tensor | Absent
 
 
 def _inside(scores: TokenScores, sample: Any) -> tuple[TokenScores, _Row]:
@@ -335,6 +370,24 @@ def _divergence(scores: TokenScores, row: _Row) -> Tensor:
     return _from_teacher(scores.logprobs, row.behavior_logprobs, row.teacher_logprobs)
 
 
+def _value_cost(algorithm: Algorithm, scores: TokenScores, row: _Row) -> Tensor:
+    """Return the cost of what the critic expects at each token."""
+    values, old, returns = scores.values, row.old_values, row.returns
+    if isinstance(values, tuple) or isinstance(old, tuple) or isinstance(returns, tuple):
+        raise ValueError(
+            "policy_loss expects returns and old_values in a batch with value_weights, which "
+            "funcrl.gae() gives it, and a model_fn with critic=True, got one without."
+        )
+    if isinstance(algorithm.value_cost, tuple):
+        raise ValueError(
+            f"policy_loss expects an algorithm with a value_cost for a batch with value_weights, "
+            f"such as funcrl.ppo(), got {algorithm!r}."
+        )
+    cost = algorithm.value_cost(values, old, returns)
+    _check_tokens("algorithm.value_cost(...)", {"cost": cost}, row.mask.shape)
+    return torch.where(row.mask, cost, 0.0)
+
+
 def _policy_sums(kept: Tensor, surrogate: Surrogate, penalized: Penalty) -> dict[str, Tensor]:
     """Return sums over the tokens inside the mask of what the algorithm's functions gave."""
     clipped = (surrogate.clipped_low, surrogate.clipped_high)
@@ -367,11 +420,9 @@ def _check_sample(scores: TokenScores, sample: Any) -> None:
         )
     checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
     read = {name: getattr(sample, name, ()) for name in (*_READ, *_OF_STREAMS, "segment_ids")}
-    weights = [read[name] for name in ("token_weights", "ce_weights", "teacher_weights")]
-    if all(isinstance(each, tuple) for each in weights):
+    if all(isinstance(read[name], tuple) for name in _WEIGHTS):
         raise ValueError(
-            "policy_loss expects weights of at least one stream, token_weights, ce_weights or "
-            "teacher_weights, got none."
+            f"policy_loss expects weights of at least one stream, {', '.join(_WEIGHTS)}, got none."
         )
     for what, values in (("scores", scores._asdict()), ("sample", read)):
         _check_tokens(what, values, sample.mask.shape)

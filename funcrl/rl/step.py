@@ -267,7 +267,7 @@ def _check_params(params: Params) -> None:
 
 _MAY_BE_ABSENT = (
     "token_weights", "ref_logprobs", "prefix_ids", "ce_weights", "teacher_weights",
-    "teacher_logprobs",
+    "teacher_logprobs", "value_weights", "old_values", "returns",
 )  # fmt: skip
 
 
