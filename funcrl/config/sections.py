@@ -18,10 +18,13 @@ from funcrl.core.arguments import (
 )
 
 ALGORITHMS = (
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce", "distill", "sft",
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce", "ppo", "distill",
+    "sft",
 )  # fmt: skip
 # Those without a policy gradient, which read no reward and compare no completions.
 WITHOUT_REWARDS = ("distill", "sft")
+# Those that learn from a completion by itself, not from how it compares with its group.
+BY_ITSELF = ("reinforce", "ppo", *WITHOUT_REWARDS)
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
 
@@ -45,7 +48,7 @@ AlgorithmName: TypeAlias = Annotated[str, _one_of(ALGORITHMS)]
 OptimizerName: TypeAlias = Annotated[str, _one_of(OPTIMIZERS)]
 GeneratorName: TypeAlias = Annotated[str, _one_of(GENERATORS)]
 _UNCLIPPED = ("sapo", "rloo", "reinforce", *WITHOUT_REWARDS)
-_UNSCALED = ("dr_grpo", "rloo", "reinforce", *WITHOUT_REWARDS)
+_UNSCALED = ("dr_grpo", "rloo", *BY_ITSELF)
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class AlgorithmConfig:
     """What is learned from: rewards, a teacher, given answers; see docs/algorithms.md."""
 
     name: AlgorithmName = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo or reinforce, which learn from rewards; distill,
-    from a teacher alone; sft, from the task's own answers; or one's own as file.py:name."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce or ppo, which learn from rewards;
+    distill, from a teacher alone; sft, from the task's own answers; or one's own as
+    file.py:name."""
     clip: tuple[FiniteNotNegative, ...] = ()
     """How far below and above 1 a ratio may be (TRL's epsilon and epsilon_high), such as 0.2 0.28;
     as the algorithm's paper says when left out. Refused where importance weights correct for the
@@ -73,6 +77,17 @@ class AlgorithmConfig:
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
     correction otherwise. The weights are those at each update, and with them nothing is clipped."""
+    value: FiniteNotNegative = 0.1
+    """Coefficient of the critic's error (TRL's vf_coef); ppo alone has a critic, and the options
+    after this one up to teacher."""
+    value_clip: Positive = 0.2
+    """How far a value may move in one rollout (TRL's cliprange_value)."""
+    gamma: Fraction = 1.0
+    """The discount of rewards to come."""
+    lam: Fraction = 0.95
+    """How far advantages look ahead for rewards, against the critic's own estimate."""
+    whiten: bool = True
+    """Shift and scale advantages over the batch to mean 0 and deviation 1."""
     teacher: FinitePositive = 1.0
     """Coefficient of the divergence from the teacher, its mean over tokens."""
     divergence: Literal["reverse", "forward", "sampled"] = "reverse"

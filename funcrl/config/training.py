@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from funcrl.config.generation import CompileConfig, Sampling, VLLMConfig
 from funcrl.config.sections import (
-    WITHOUT_REWARDS,
+    BY_ITSELF,
     AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
@@ -190,17 +190,16 @@ class TrainConfig:
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
         self._check_streams()
-        alone = ("reinforce", *WITHOUT_REWARDS)
-        compares = ":" not in self.algorithm.name and self.algorithm.name not in alone
+        compares = ":" not in self.algorithm.name and self.algorithm.name not in BY_ITSELF
         if self.num_generations < 2 and compares:
             raise ValueError(
                 f"train expects --num-generations of at least 2, so that a group can be compared, "
                 f"got {self.num_generations}."
             )
-        if self.drop_zero_variance and self.algorithm.name == "reinforce":
+        if self.drop_zero_variance and self.algorithm.name in ("reinforce", "ppo"):
             raise ValueError(
-                "train expects --no-drop-zero-variance with reinforce, which learns from equal "
-                "rewards too, got --drop-zero-variance."
+                f"train expects --no-drop-zero-variance with {self.algorithm.name}, which learns "
+                f"from equal rewards too, got --drop-zero-variance."
             )
         if self.sampling.temperature == 0:
             raise ValueError(
@@ -250,6 +249,12 @@ class TrainConfig:
             raise ValueError(
                 f"train expects --algorithm.divergence sampled with --numerics exact, which has no "
                 f"operation for a whole vocabulary's, got {divergence}."
+            )
+        if self.algorithm.name == "ppo" and (self.lora.rank or self.numerics == "exact"):
+            raise ValueError(
+                f"train expects --lora.rank 0 and --numerics native with ppo, whose critic is "
+                f"trained whole and has no exact operations, got {self.lora.rank} and "
+                f"{self.numerics}."
             )
         if not self.is_supervised:
             return

@@ -26,7 +26,7 @@ from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
-from funcrl.models.initial import Lora, is_shape
+from funcrl.models.initial import Lora, is_shape, without_critic
 from funcrl.models.logprobs import Teacher
 from funcrl.parallel import Layout, Mesh, layout_of, unshard
 from funcrl.parallel.mesh import ALONE
@@ -145,7 +145,9 @@ class Parts(_Fields):
 
     def policy(self, trained: Params) -> Params:
         """Return the parameters to generate with, from what is trained, whole."""
-        return trained if self.lora is None else self.lora.merge(trained)
+        if self.lora is not None:
+            return self.lora.merge(trained)
+        return without_critic(trained) if from_config.has_critic(self.config) else trained
 
 
 @checked
@@ -360,9 +362,11 @@ def _layout(making: _Making) -> Layout | Absent:
         return ()
     if making["lora"] is not None:
         return layout_of(making["lora"].init(0))
-    if not isinstance(making["params"], tuple):
-        return layout_of(making["params"])
-    return layout_of(dict(sorted(making["model"].named_parameters())))
+    model, params = making["model"], making["params"]
+    whole = params or dict(sorted(model.named_parameters()))
+    if "model_fn" not in making.given:
+        whole = from_config.with_its_critic(making.config, model, whole)
+    return layout_of(whole)
 
 
 def _per_sample(making: _Making) -> PerSampleTransform | None:
@@ -407,8 +411,17 @@ def first_params(parts: Parts) -> Params:
     if parts.lora is not None:
         return sources.first_adapters(config, parts.lora)
     if not isinstance(parts.params, tuple):
-        return tree.map(lambda leaf: leaf.to(config.device), parts.params)
-    return sources.base_params(config, parts.source, parts.model)
+        params: Params = tree.map(lambda leaf: leaf.to(config.device), parts.params)
+    else:
+        params = sources.base_params(config, parts.source, parts.model)
+    return _with_critic(parts, params)
+
+
+def _with_critic(parts: Parts, params: Params) -> Params:
+    """Return what is trained: parameters, and a critic's if the parts have one of the options'."""
+    if "model_fn" in parts.replaced:
+        return params
+    return from_config.with_its_critic(parts.config, parts.model, params)
 
 
 def trained_like(parts: Parts) -> Params:
@@ -416,8 +429,10 @@ def trained_like(parts: Parts) -> Params:
     if parts.lora is not None:
         return parts.lora.init(0)
     if not isinstance(parts.params, tuple):
-        return tree.map(lambda leaf: leaf.to(parts.config.device), parts.params)
-    return sources.empty_params(parts.model, parts.config.device)
+        params: Params = tree.map(lambda leaf: leaf.to(parts.config.device), parts.params)
+    else:
+        params = sources.empty_params(parts.model, parts.config.device)
+    return _with_critic(parts, params)
 
 
 def empty_state(parts: Parts) -> TrainState:

@@ -14,7 +14,7 @@ from funcrl.core.rows import over_rows
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop import memory
-from funcrl.models import Recurrent, Transformer
+from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.logprobs import Teacher, logprob_fn
 from funcrl.models.transformer import has_delta
@@ -90,7 +90,25 @@ def plain_model_fn(
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
         teacher=None if config.algorithm.divergence == "sampled" else teacher,
+        critic=has_critic(config),
     )
+
+
+def has_critic(config: TrainConfig) -> bool:
+    """Return whether a critic is trained beside the network."""
+    return config.algorithm.name == "ppo"
+
+
+def with_its_critic(config: TrainConfig, model: nn.Module, params: Params) -> Params:
+    """Return what a configuration trains: parameters, and those of a critic if it has one."""
+    if not has_critic(config) or "critic.weight" in params:
+        return params
+    if not isinstance(model, Transformer | Recurrent):
+        raise ValueError(
+            f"train expects a network of funcrl's own with ppo, whose critic reads its last "
+            f"layer's output, got {type(model).__name__}; a model_fn of one's own can have one."
+        )
+    return with_critic(params, model.config.width)
 
 
 def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:
@@ -142,6 +160,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
         return _without_rewards(config)
     if config.teacher is not None:
         tunables["teacher"] = options.teacher
+    if options.name == "ppo":
+        tunables |= {"value": options.value, "value_clip": options.value_clip}
     if not is_own(options.name):
         if options.name == "dr_grpo":
             tunables["length"] = config.sampling.max_tokens

@@ -12,6 +12,7 @@ from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
 from funcrl.core.types import ModelFn, Params
+from funcrl.loop.from_config import has_critic, with_its_critic
 from funcrl.models import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -21,7 +22,7 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.initial import Lora, is_shape, lora
+from funcrl.models.initial import Lora, is_shape, lora, without_critic
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import ops_of
 from funcrl.run import runs
@@ -314,7 +315,9 @@ def params_of_run(
     """Return the step of a run's newest checkpoint and the parameters of its network by then."""
     options = replace(options_of_run(function, "--model", run), device=device)
     if not options.lora.rank:
-        return trained_params(run, empty_params(network, device))
+        like = with_its_critic(options, network, empty_params(network, device))
+        step, trained = trained_params(run, like)
+        return step, without_critic(trained) if has_critic(options) else trained
     base = base_params(options, find_source(function, options.model), network)
     adapters = adapters_of(options, logprob_fn(network), base)
     step, trained = trained_params(run, adapters.init(0))

@@ -14,12 +14,15 @@ import torch
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Absent, Metrics, ModelFn, Params, Sample, TrainState
+from funcrl.core.types import (
+    Params,
+    TrainState,
+)
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.export import Trained
 from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
-from funcrl.loop.pack import check_packing, to_rows
+from funcrl.loop.pack import check_packing
 from funcrl.loop.ranks import (
     agreed,
     check_ranks_agree,
@@ -34,22 +37,19 @@ from funcrl.loop.rollouts.log import completions_to_record, to_completions
 from funcrl.loop.rollouts.ranks import draw_and_grade
 from funcrl.loop.rollouts.roll import (
     EVALUATION,
-    ORDER,
     WARM_START,
-    Rolled,
     left_out,
     whole_policy,
     whole_trained,
 )
 from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.supervised import answers_of, cross_entropy
+from funcrl.loop.update import scored, update
 from funcrl.loop.warm_start import beyond, warm_start
-from funcrl.models.logprobs import score
 from funcrl.ops.exact.linear import slow_products
-from funcrl.parallel import Mesh, all_gather, broadcast_tree, own_rows
+from funcrl.parallel import Mesh, broadcast_tree
 from funcrl.parallel.mesh import ALONE
-from funcrl.rl import metrics
-from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
+from funcrl.rl.batching import pad_length
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, named_mean
 from funcrl.run.follower import Follower
@@ -360,7 +360,7 @@ def _step(
     old = record.progress.state
     if parts.donates:
         record.give_up_state()
-    state, numbers = _update(config, parts, old, rolled, reference, index)
+    state, numbers = update(config, parts, old, rolled, reference, index)
     trained = time.perf_counter()
     rollouts.give(index, state.params)
     pushed = time.perf_counter()
@@ -368,83 +368,6 @@ def _step(
     row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
     row["step_time"] = pushed - start
     return state, row, seen
-
-
-def _update(
-    config: TrainConfig,
-    parts: Parts,
-    state: TrainState,
-    rolled: Rolled,
-    reference: Params | None,
-    index: int,
-) -> tuple[TrainState, dict[str, float]]:
-    """Train on a rollout: every pass over its mini-batches."""
-    rollout = rolled.rollout
-    # A teacher teaches where rewards are equal, too.
-    if rollout is not None and config.drop_zero_variance and parts.algorithm.teacher_weight == ():
-        rollout = drop_zero_variance(rollout)
-    if rollout is None or not len(rollout.rewards):
-        return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
-    rollout = pad_length(rollout, config.length_multiple)
-    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
-    rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
-    if parts.sampling.truncates and not parts.is_supervised:
-        # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
-        # not the one that is trained: the ratio would not be 1 before the first update.
-        drawn_by = whole_trained(parts, rolled.policy)
-        behavior = _scored(config, parts, drawn_by, rows)
-        rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
-    ref_logprobs: torch.Tensor | Absent = ()
-    if reference is not None:
-        ref_logprobs = _scored(config, parts, reference, rows)
-    teacher_logprobs: torch.Tensor | Absent = ()
-    if parts.teacher is not None and parts.teacher_fn is not None:
-        teacher_logprobs = _scored(config, parts, parts.teacher.params, rows, parts.teacher_fn)
-    batch = collate(rollout, parts.algorithm, ref_logprobs, teacher_logprobs)
-    reports: list[Metrics] = []
-    for iteration in range(config.num_iterations):
-        order = rng.fold_in(config.seed, ORDER, index, iteration)
-        count = min(config.num_minibatches, batch.tokens.shape[0])
-        for part in minibatches(batch, parts.algorithm, count, order):
-            rows_of_all = to_rows(config, part)
-            own = own_rows(rows_of_all, parts.mesh, in_order=config.numerics == "exact")
-            state, report = parts.step(state, own)
-            if parts.agrees and rolled.policy.version == index - 1 and not reports:
-                _check_agreement(report, index)
-            reports.append(report)
-    num_tokens = [report.sums["num_tokens"] for report in reports]
-    return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
-
-
-def _scored(
-    config: TrainConfig,
-    parts: Parts,
-    params: Params,
-    rows: Sample,
-    model_fn: ModelFn | None = None,
-) -> torch.Tensor:
-    """Return the log-probabilities [B, T] of rows, of which each rank computes some.
-
-    They are the policy's if no other model function is given.
-    """
-    axis, count = parts.mesh.all, len(rows.tokens)
-    size = -(-count // axis.size)
-    places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=rows.tokens.device)
-    own = rows if axis.size == 1 else tree.map(lambda leaf: leaf[places % count], rows)
-    logprobs = score(model_fn or parts.model_fn, params, own, config.microbatch).logprobs
-    return all_gather(logprobs, axis)[:count]
-
-
-def _check_agreement(report: Metrics, index: int) -> None:
-    """Raise unless every ratio was exactly 1 before the first update of the policy that drew."""
-    found = report.maxes.get("sampling/sampling_logp_difference/max")
-    difference = 0.0 if found is None else found.item()  # nothing was drawn
-    if difference != 0:
-        raise RuntimeError(
-            f"train expects the generator's log-probabilities to be the trainer's own, to the last "
-            f"bit, with --numerics exact, got a difference of {difference:.3g} in step {index}; "
-            f"funcrl parity --numerics exact --bisect names the operation that differs."
-        )
 
 
 class _Evaluated(NamedTuple):
@@ -488,5 +411,5 @@ def _eval_loss(
     if not prompts:
         return {}
     rollout = answers_of(parts.task, prompts, config.device)
-    score_fn = partial(_scored, config, parts, trained)
+    score_fn = partial(scored, config, parts, trained)
     return {"eval/loss": cross_entropy(pad_length(rollout, config.length_multiple), score_fn)}

@@ -2,7 +2,14 @@
 
 from funcrl.models.config import LARGEST, TransformerConfig
 from funcrl.models.functional import LogitsFn, logits_fn
-from funcrl.models.initial import RECURRENT_SHAPES, SHAPES, init_params, shape, with_critic
+from funcrl.models.initial import (
+    RECURRENT_SHAPES,
+    SHAPES,
+    init_params,
+    shape,
+    with_critic,
+    without_critic,
+)
 from funcrl.models.layers import (
     MLP,
     Attention,
@@ -46,4 +53,5 @@ __all__ = [
     "rotate",
     "shape",
     "with_critic",
+    "without_critic",
 ]

@@ -175,7 +175,21 @@ def with_critic(params: Params, width: Count) -> Params:
         (tensor([0., 0.]), tensor(0.))
     """
     like = next(iter(params.values()))
-    return {**params, "critic.weight": like.new_zeros(width), "critic.bias": like.new_zeros(())}
+    zeros = {"critic.weight": like.new_zeros(width), "critic.bias": like.new_zeros(())}
+    return {**params, **zeros}
+
+
+@checked
+def without_critic(params: Params) -> Params:
+    """Return the parameters of the network alone, to generate with or to save.
+
+    Example:
+        >>> import torch, funcrl
+        >>> params = funcrl.models.with_critic({"embed.weight": torch.ones(3, 2)}, width=2)
+        >>> sorted(funcrl.models.without_critic(params))
+        ['embed.weight']
+    """
+    return {name: leaf for name, leaf in params.items() if not name.startswith("critic.")}
 
 
 class Lora(NamedTuple):

@@ -88,7 +88,8 @@ VALUES: dict[str, Any] = {
     "truncated": torch.zeros(12, dtype=torch.bool), "uniform": torch.full((3,), 0.5), "up": TWO,
     "update": lambda grads, params: grads, "updates": purity.GRADS, "v": TWO, "value": LOGPROBS,
     "values": purity.MATRICES, "vocab_size": 13, "weight": torch.zeros(6, 4), "weight_decay": 0.1,
-    "weights": [(torch.zeros(6, 4), None)], "what": "trees", "why": "", "x": torch.zeros(2, 4),
+    "weights": [(torch.zeros(6, 4), None)], "what": "trees", "why": "", "width": 16,
+    "x": torch.zeros(2, 4), "old_values": LOGPROBS, "returns": LOGPROBS,
 }  # fmt: skip
 
 # Where it means something else.
@@ -265,6 +266,7 @@ def returned(call: Call) -> Iterator[Call]:
 
 RETURNED: dict[str, dict[str, Any]] = {
     "aggregation.scaled": {"mask": purity.ROLLOUT.mask},
+    "losses.clipped_value": {"values": LOGPROBS},
     "functional": {"params": {"weight": torch.zeros(5, 2)}, "args": torch.tensor([1, 2, 3])},
     "ops.attend_flash_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
     "ops.attend_segments": dict.fromkeys("qkv", torch.zeros(1, 3, 4)),
@@ -281,6 +283,10 @@ RETURNED: dict[str, dict[str, Any]] = {
     "logprob_fn": {"params": purity.MICRO_PARAMS},
     "models.recur_segments": {"mix": lambda past: (past, past)},
     "models.logits_fn": {"params": purity.MICRO_PARAMS},
+    "gae": {
+        "scores": purity.SCORES._replace(values=purity.SCORES.logprobs),
+        "batch": purity.COLLATED,
+    },
     "recenter": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "top_entropy": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "lora": {"adapters": funcrl.lora(purity.MICRO_FN, purity.MICRO_PARAMS).init(0)},

@@ -253,6 +253,9 @@ def remat_twice(x):
 TABLE_OF_CALLS = {
     **{name: algorithm(getattr(funcrl, name)) for name in (
         "cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce", "rloo", "sapo")},
+    "ppo": (lambda r: funcrl.collate(r, funcrl.ppo()), (ROLLOUT,)),
+    "gae": (
+        lambda s, b: funcrl.gae(0.9, 0.8)(s._replace(values=s.logprobs), b), (SCORES, COLLATED)),
     **{name: without_rewards(getattr(funcrl, name)) for name in ("distill", "sft")},
     "grpo_step": step_of(microbatch=4),
     "grpo_step, per sample": step_of(per_sample=funcrl.clip_per_sample(0.1)),
@@ -320,8 +323,7 @@ TABLE_OF_CALLS = {
     "advantages.standardize_by_batch": (
         advantages.standardize_by_batch, (ROLLOUT.rewards, ROLLOUT.group)),
     "ratios.sequence_sum": (
-        lambda values, mask: ratios.sequence_sum(values, mask, torch.tensor([0, 0, 0, 1, 1, 1])),
-        (T[0], T[0] > 0)),
+        ratios.sequence_sum, (T[0], T[0] > 0, torch.tensor([0, 0, 0, 1, 1, 1]))),
     "aggregation.scaled": (
         lambda mask: aggregation.scaled(aggregation.token_mean, 0.5)(mask), (ROLLOUT.mask,)),
     "aggregation.token_mean": (aggregation.token_mean, (ROLLOUT.mask,)),
@@ -341,6 +343,7 @@ TABLE_OF_CALLS = {
     "surrogates.soft_gate": (surrogates.soft_gate(), tuple(T)),
     "surrogates.score_function": (surrogates.score_function, tuple(T)),
     **{f"losses.{name}": (getattr(losses, name), (T[0], T[1])) for name in ("k1", "k2", "k3")},
+    "losses.clipped_value": (losses.clipped_value(), tuple(T)),
     "losses.as_loss": (losses.as_loss(losses.k1), tuple(T)),
     "losses.with_kl_gradient": (losses.with_kl_gradient(losses.k3), tuple(T)),
     "losses.penalty": (losses.penalty(0.1, "k3+", 0.1), (funcrl.TokenScores(*T[:2]), T[2], T[0])),
@@ -465,6 +468,8 @@ TABLE_OF_CALLS = {
     "generators.sampling_logprobs": (
         lambda x: generators.sampling_logprobs(x, SAMPLING), (LOGITS,)),
     "models.rotary_factors": (models.rotary_factors, (torch.randn(3, 4),)),
+    "models.with_critic": (lambda p: models.with_critic(p, 3), (PARAMS,)),
+    "models.without_critic": (models.without_critic, (PARAMS,)),
     "models.shape": (lambda: models.shape("micro", 13).width, ()),
     "memory.num_params": (lambda: memory.num_params(MICRO.config), ()),
     "memory.estimate_memory": (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.core.types import Algorithm
 from funcrl.loop.episodes import Failure
 from funcrl.rl import rewards
 from funcrl.tasks.adapt import check_task
@@ -282,6 +283,16 @@ def comparable(total: Tensor, group_size: int) -> Tensor:
     """
     graded = total.isfinite().view(-1, group_size).sum(dim=1).repeat_interleave(group_size)
     return total.masked_fill(graded < min(2, group_size), torch.nan)
+
+
+def worth_of(algorithm: Algorithm, graded: Graded, group_size: int) -> Tensor:
+    """Return what each completion is worth to an algorithm, [B]; NaN for one of no use.
+
+    That is one without a reward, or with nothing in its group to be compared with, where neither a
+    critic nor a teacher says what was to be expected.
+    """
+    compares = algorithm.weight != () and algorithm.value_weight == ()
+    return comparable(graded.total, group_size) if compares else graded.total
 
 
 def _float32(values: list[float]) -> Tensor:

@@ -12,7 +12,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.types import Algorithm, Params, Rollout, Sample
 from funcrl.loop.build import Parts
 from funcrl.loop.rollouts.draw import Completed
-from funcrl.loop.rollouts.grade import Graded, comparable
+from funcrl.loop.rollouts.grade import Graded, worth_of
 from funcrl.loop.rollouts.roll import Rolled, whole_trained
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length
@@ -69,7 +69,7 @@ def advantages_of(
     algorithm: Algorithm, completed: Completed, graded: Graded, rollout: Rollout | None
 ) -> Tensor:
     """Return the advantages [B] of a step's completions; NaN for one that has none."""
-    total = comparable(graded.total, completed.group_size)
+    total = worth_of(algorithm, graded, completed.group_size)
     advantages = torch.full_like(total, torch.nan)
     if rollout is not None and algorithm.weight != ():
         rewards = rollout.rewards.to(numerics.at_least_float32(rollout.rewards.dtype))

@@ -12,7 +12,7 @@ from funcrl.core.types import Absent, Params, Rollout
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.from_config import compute_dtype
 from funcrl.loop.rollouts.draw import Completed, to_rollout
-from funcrl.loop.rollouts.grade import Graded, comparable, punish_overlong
+from funcrl.loop.rollouts.grade import Graded, punish_overlong, worth_of
 from funcrl.loop.rollouts.ranks import draw_and_grade
 from funcrl.rl import metrics
 from funcrl.rl.batching import mask_truncated
@@ -103,11 +103,9 @@ def _compared(
 ) -> tuple[Rollout | None, dict[str, float]]:
     """Return the rollout of the completions that are trained on, if any, and metrics of rewards.
 
-    Those are the completions that can be compared; all of them, if the algorithm has no policy
-    gradient and needs no reward.
+    All of them are, if the algorithm has no policy gradient and needs no reward.
     """
-    compares = parts.algorithm.weight != ()
-    total = comparable(graded.total, completed.group_size) if compares else graded.total
+    total = worth_of(parts.algorithm, graded, completed.group_size)
     reasons = completed.samples.finish_reasons
     cut = torch.tensor([reason == "length" for reason in reasons], device=total.device)
     rollout, numbers, kept = None, {}, total.isfinite()
@@ -116,7 +114,7 @@ def _compared(
         device = rollout.tokens.device
         named = {name: values[kept].to(device) for name, values in graded.rewards.items()}
         numbers = metrics.describe_rollout(rollout, named, cut[kept].to(device))
-    if not compares and not kept.all():
+    if parts.algorithm.weight == () and not kept.all():
         rollout, kept = to_rollout(completed, total.nan_to_num()), torch.ones_like(kept)
     if rollout is not None and config.mask_truncated:
         rollout = mask_truncated(rollout, cut[kept].to(rollout.tokens.device))

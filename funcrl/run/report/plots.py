@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     "Rewards": (Panel("mean of each reward", ("rewards/",)),
                 Panel("groups without a difference", ("frac_reward_zero_std",))),
     "Optimisation": (Panel("loss", ("loss", "eval/loss", "loss/policy",
-                                             "loss/cross_entropy", "loss/teacher")),
+                                             "loss/cross_entropy", "loss/teacher", "loss/value")),
                      Panel("gradient norm", ("grad_norm",), True),
                      Panel("learning rate", ("learning_rate",), smooth=False)),
     "Per-sample gradients": (

@@ -260,6 +260,92 @@ def test_what_cannot_be_learned_from_is_named(tmp_path, teacher, options, messag
     assert not (tmp_path / "run").exists()
 
 
+PPO = AlgorithmConfig(name="ppo", lam=0.9, value=0.5)
+
+
+class Graded(SumDigits):
+    """Almost every completion earns something of its own."""
+
+    def reward(self, prompt, completion):
+        return {"correct": (sum(map(ord, completion)) % 7) / 7}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": "prefixes", "num_minibatches": 2, "num_iterations": 2, "num_generations": 2},
+        {"compile": CompileConfig(backend="eager"), "length_multiple": 16},
+        {"model": "lstm", "max_staleness": 1, "num_generations": 1},
+    ],
+    ids=["plain", "packed, four updates", "compiled", "recurrent, ahead"],
+)
+def test_a_run_with_a_critic_goes_on_to_the_same_bits(tmp_path, options):
+    whole = small(tmp_path / "whole", algorithm=PPO, **options)
+    straight = funcrl.train(whole, task=Graded())
+    half = replace(whole, run_dir=tmp_path / "half")
+    stops = iter([False, True])
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(half, stop=lambda: next(stops), task=Graded())
+    resumed = funcrl.train(half, resume=True, task=Graded())
+    assert equal(resumed.state, straight.state)
+    assert untimed(resumed.history) == untimed(straight.history)
+    assert straight.state.params["critic.weight"].abs().max() > 0
+    assert all(row["loss/value"] >= 0 for row in straight.history[1:])
+
+
+def test_the_first_step_with_a_critic_is_the_literal_one(tmp_path):
+    """It expects nothing at first: each token's advantage is the reward, discounted, whitened."""
+    algorithm = replace(PPO, gamma=0.5, lam=1.0, kl=0.0, entropy=0.0)
+    config = small(tmp_path / "run", algorithm=algorithm, steps=1, num_prompts=6)
+    parts = funcrl.build(config, task=Graded())
+    params = first_params(parts)
+    row = funcrl.train(config, task=Graded()).history[1]
+    parts.generator.push(parts.policy(params))
+    prompts = parts.task.prompts(funcrl.rng.fold_in(0, 1), 0, 6)
+    seed = funcrl.rng.fold_in(0, 2, 1)
+    completed = funcrl.rollouts.complete(parts.task, parts.generator, prompts, parts.sampling, seed)
+    graded = funcrl.rollouts.grade(parts.task, completed.prompts, completed.outcomes)
+    mask = completed.samples.mask
+    count = mask.sum(dim=1)
+    earned, total = [], 0.0
+    for reward, length in zip(graded.total.tolist(), count.tolist(), strict=True):
+        earned += [reward * 0.5 ** (length - 1 - place) for place in range(length)]
+    total = sum(each**2 / 2 for each in earned) / len(earned)
+    assert sum(earned) > 0
+    assert abs(row["loss/value"] - 0.5 * total) < 1e-6
+    # Of whitened advantages the sum is 0, and so is the first policy loss.
+    assert abs(row["loss/policy"]) < 1e-5
+
+
+def test_what_a_run_with_a_critic_leaves_is_the_policy_alone(tmp_path):
+    config = small(tmp_path / "run", algorithm=PPO, steps=2)
+    trained = funcrl.train(config)
+    names = {*trained.state.params} - {"critic.weight", "critic.bias"}
+    assert {*funcrl.load_run(tmp_path / "run").params} == names
+    found = funcrl.evaluate(funcrl.config.EvalConfig(run=tmp_path / "run", num_prompts=5))
+    assert found.accuracy == trained.history[-1]["eval/accuracy"]
+    out = funcrl.export(tmp_path / "run", tmp_path / "out")
+    assert funcrl.load_params(out)[1].keys() >= {"embed.weight"}
+    after = small(tmp_path / "after", model=str(tmp_path / "run"), steps=1)
+    assert "critic.weight" not in funcrl.train(after).state.params
+    taught = distilling(tmp_path / "taught", tmp_path / "run", steps=1)
+    assert funcrl.train(taught).history[1]["loss/teacher"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": LoraConfig(rank=2)}, "--lora.rank 0 and --numerics native with ppo"),
+        ({"numerics": "exact"}, "--lora.rank 0 and --numerics native with ppo"),
+        ({"drop_zero_variance": True}, "--no-drop-zero-variance with ppo"),
+    ],
+)
+def test_what_a_critic_cannot_do_is_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        small(tmp_path / "run", algorithm=PPO, **options)
+
+
 @pytest.mark.parametrize("args", [["--algorithm", "sft"], ["--algorithm.name=sft", "--seed", "1"]])
 def test_the_command_line_has_no_warm_start_before_supervised_training(args):
     assert read_line(args)[1].warm_start.steps == 0
