@@ -40,7 +40,7 @@ def rollout_of(seed, prompts=4, samples=2, length=9):
 
 def steps(
     mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
-    schedule=True, model=None, shard="none", **options,
+    schedule=True, model=None, shard="none", taught=False, critic=False, **options,
 ):  # fmt: skip
     """The parameters after some steps in a row with a schedule, and the metrics of each."""
     model = model or tiny_model()
@@ -49,6 +49,13 @@ def steps(
         mesh = make_mesh(timeout=200.0, shard=2 if size == 4 and shard == "pairs" else size)
     params = funcrl.tree.cast(funcrl.init_params(model, seed=0), torch.float64)
     model_fn = funcrl.logprob_fn(model)
+    if taught:
+        other = tiny_model(width=8, num_layers=1)
+        theirs = funcrl.init_params(other, seed=1, dtype=torch.float64)
+        model_fn = funcrl.logprob_fn(model, chunk=4, teacher=funcrl.Teacher(other, theirs))
+    if critic:
+        model_fn = funcrl.logprob_fn(model, chunk=4, critic=True)
+        params = funcrl.models.with_critic(params, width=16)
     if exact:
         params = funcrl.init_params(model, seed=0)
     if lora:
@@ -92,6 +99,7 @@ def steps(
 
 
 KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
+TAUGHT = {"algorithm": funcrl.grpo(kl=0.1, teacher=0.5), "reference": True, "taught": True}
 STREAMS = funcrl.grpo(teacher=0.5)._replace(ce_weight=funcrl.aggregation.token_mean)
 CLIP = {"per_sample": funcrl.clip_per_sample(0.05)}
 EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "model": tiny_model(numerics="exact")}
@@ -110,6 +118,10 @@ CASES = {
     "prefixes": partial(steps, **KL, pack=partial(funcrl.pack_groups, length=14)),
     "lora": partial(steps, algorithm=funcrl.grpo(), lora=True),
     "three streams, seven rows": partial(steps, algorithm=STREAMS, drop=1),
+    "taught": partial(steps, **TAUGHT),
+    "critic": partial(
+        steps, algorithm=funcrl.ppo(), critic=True, prepare=funcrl.gae(), drop=1, shard="state"
+    ),
     "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
     "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
     "optimizer": partial(steps, **KL, **CLIP, shard="optimizer"),
@@ -132,7 +144,7 @@ COMPILED = {
         partial(CASES["clipped, seven rows"], compiled=traced, microbatch=None),
         "clipped, seven rows",
     ),
-    "traced state": (partial(steps, **KL, shard="state", compiled=aot), "kl"),
+    "traced state": (partial(steps, **TAUGHT, shard="state", compiled=aot), "taught"),
     "exact, traced": (partial(CASES["exact"], compiled=traced), "exact"),
     "inductor": (
         partial(steps, **KL, model=tiny_model(num_layers=1), compiled=inductor),
