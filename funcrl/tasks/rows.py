@@ -264,8 +264,9 @@ def from_rows(
     """Return a task of rows: mappings with `prompt` or `messages`, and whatever rewards need.
 
     `prompt` is a text; `messages` are a conversation that the chat template of the tokenizer
-    writes. `answer` is for the warm start, and for the reward `correct` where no other is given.
-    The row is the `data` of its prompt.
+    writes. `answer` is for supervised training, and for the reward `correct` where no other is
+    given; without that column it is `completion`, or the last of the messages, if that is the
+    assistant's. The row is the `data` of its prompt.
 
     Args:
         rows: a list of mappings, a `datasets.Dataset`, or what is like these.
@@ -306,7 +307,7 @@ def rows_task(
     share: float,
 ) -> Task:
     """Return the task of a table, without the rewards that it gets besides."""
-    table = table.checked(function)
+    table = _with_answers(table.checked(function))
     for each, called in rewards.items():
         form_of(each, called, table.rows[0])
     found = read_prompts(function, table, tokenizer, template)
@@ -317,6 +318,39 @@ def rows_task(
         sides[is_test].append(prompt)
     made = RowsTask if rewards else AnsweredRows
     return made(name, *sides, found.tokenizer, found.finish)
+
+
+def _with_answers(table: Table) -> Table:
+    """Return a table of the forms that supervised training is used to, with a column answer.
+
+    Those are a column completion, and messages of which the last is the assistant's.
+    """
+    columns = table.rows[0]
+    if "answer" in columns:
+        return table
+    talk = _messages_column(table)
+    return table._replace(rows=[_with_answer(row, talk) for row in table.rows])
+
+
+def _with_answer(row: Mapping[str, Any], talk: str) -> dict[str, Any]:
+    """Return a row with its answer, if it has one by another name; `talk` has its messages."""
+    completion, messages = row.get("completion"), row.get(talk)
+    if isinstance(completion, list | tuple) and len(completion) == 1:  # TRL's, of messages
+        completion = _said(completion)
+    if isinstance(completion, str):
+        return {**row, "answer": completion}
+    if isinstance(messages, list | tuple) and (said := _said(messages)) is not None:
+        return {**row, talk: messages[:-1], "answer": said}
+    return dict(row)
+
+
+def _said(messages: Sequence[Any]) -> str | None:
+    """Return what the assistant says last, None if it does not."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return None
+    content = last.get("content")
+    return content if isinstance(content, str) else None
 
 
 def _check_answers(function: str, table: Table) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import equal
+from cases import TEMPLATES, equal, tiny_pretrained
 from test_train import small, untimed
 from torch.nn.functional import cross_entropy
 
@@ -367,6 +367,30 @@ def test_a_teacher_needs_an_algorithm_that_learns_from_it(tmp_path, teacher):
     config = small(tmp_path / "run", teacher=str(teacher))
     with pytest.raises(ValueError, match="train expects an algorithm with a teacher_weight"):
         funcrl.train(config, algorithm=funcrl.grpo())
+
+
+def test_conversations_are_learned_as_a_chat_template_writes_them(tmp_path):
+    folder, _ = tiny_pretrained(tmp_path / "model", TEMPLATES["chatml"])
+    talks = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"<{n}>"}]
+        for n in range(8)
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    config = small(
+        tmp_path / "run", algorithm=SFT, model=str(folder), task=str(file), steps=2, held_out=0.25
+    )
+    parts = funcrl.build(config)
+    prompts = parts.task.prompts(funcrl.rng.fold_in(0, 1), 0, 3)
+    rollout = answers_of(parts.task, prompts, "cpu")
+    for tokens, mask, prompt in zip(rollout.tokens, rollout.mask, prompts, strict=True):
+        assert prompt.text.endswith("<|im_start|>assistant\n")
+        assert parts.task.tokenizer.decode(tokens[mask].tolist()) == prompt.answer
+        assert prompt.answer.strip("<>") + "?" in prompt.text
+        last = tokens[mask][-1:].tolist()
+        assert last == [parts.task.tokenizer.end]
+    row = funcrl.train(config).history[1]
+    assert row["num_tokens"] == rollout.mask.sum()
 
 
 def test_answers_are_tokens_of_the_answer_alone():

@@ -213,6 +213,43 @@ def test_wrong_messages_are_refused_by_row(value):
         from_rows(rows, tokenizer=Chat())
 
 
+SAID = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*TALK, SAID]},
+        {"prompt": [*TALK, SAID]},
+        {"prompt": TALK, "completion": [SAID]},
+        {"messages": TALK, "completion": "2"},
+        {"messages": TALK, "answer": "2"},
+    ],
+    ids=["messages", "prompt", "messages of both", "text", "answer"],
+)
+def test_data_for_supervised_training_are_read_as_they_are(row):
+    def asked(prompt, completion):
+        return float(len(prompt.data.get("messages", prompt.data.get("prompt"))))
+
+    task = from_rows([row], tokenizer=Chat(), held_out=0.0)
+    (prompt,) = task.prompts(0, 0, 1)
+    assert prompt.text == "<system>Add.<user>1+1?<assistant>"
+    assert prompt.answer == task.demonstrate(prompt) == "2"
+    assert task.reward(prompt, "2") == {"correct": 1.0}
+    seen = from_rows([row], asked, tokenizer=Chat(), held_out=0.0)
+    assert seen.reward(seen.prompts(0, 0, 1)[0], "2") == {"asked": 2.0}
+    before = [dict(each) for each in TALK]
+    assert before == TALK
+
+
+def test_a_completion_is_the_answer_of_a_text():
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+2=", "completion": "3"}]
+    task = from_rows(rows, held_out=0.0)
+    assert {prompt.answer for prompt in task.prompts(0, 0, 2)} == {"2", "3"}
+    both = from_rows([{**rows[0], "answer": "4"}], held_out=0.0)
+    assert both.prompts(0, 0, 1)[0].answer == "4"
+
+
 def test_the_split_depends_on_each_content_alone():
     contents = [f"problem {n}" for n in range(2000)]
     sides = dict(zip(contents, hold_out(contents, 0.1), strict=True))
