@@ -26,6 +26,7 @@ from funcrl.cli.options import (
 )
 from funcrl.cli.ranks import is_first_rank, is_restarted, joined_ranks
 from funcrl.config import TrainConfig, read_config, to_plain
+from funcrl.config.sections import BY_ITSELF
 from funcrl.core.printing import print_safely
 from funcrl.core.process import num_ranks
 from funcrl.loop import memory, sources
@@ -127,9 +128,7 @@ def base_config(args: Sequence[str]) -> TrainConfig:
     run, file, model = (value_of(args, name) for name in ("resume", "config", "model"))
     if run is None and file is None:
         config = TrainConfig() if model is None else defaults(model)
-        if value_of(args, "algorithm.name") == "sft":  # which a warm start is
-            config = replace(config, warm_start=replace(config.warm_start, steps=0))
-        return config
+        return _suited_to(config, value_of(args, "algorithm.name"))
     if run is not None and file is not None:
         raise ValueError("train expects --resume or --config, got both.")
     if run is not None and value_of(args, "run-dir") is not None:
@@ -138,6 +137,15 @@ def base_config(args: Sequence[str]) -> TrainConfig:
     if run is None:
         return config
     return replace(config, run_dir=Path(value_of(args, "fork") or run))
+
+
+def _suited_to(config: TrainConfig, algorithm: str | None) -> TrainConfig:
+    """Return the defaults of a model without those that an algorithm cannot have."""
+    if algorithm in BY_ITSELF:  # which learns from equal rewards, too
+        config = replace(config, drop_zero_variance=False)
+    if algorithm == "sft":  # which a warm start is
+        config = replace(config, warm_start=replace(config.warm_start, steps=0))
+    return config
 
 
 def _check_given_once(args: Sequence[str]) -> None:

@@ -354,6 +354,17 @@ def test_the_command_line_has_no_warm_start_before_supervised_training(args):
         read_line([*args, "--warm-start.steps", "5"])
 
 
+@pytest.mark.parametrize("name", ["ppo", "reinforce", "distill", "sft"])
+def test_the_command_line_keeps_equal_rewards_where_they_teach(tmp_path, name):
+    folder, _ = tiny_pretrained(tmp_path / "model")
+    line = ["--model", str(folder), "--task", "gsm8k", "--algorithm", name, "--teacher", "x"]
+    assert read_line(line)[1].drop_zero_variance is False
+    assert read_line([*line[:5], "dapo"])[1].drop_zero_variance is True
+    if name in ("ppo", "reinforce"):
+        with pytest.raises(ValueError, match=f"--no-drop-zero-variance with {name}"):
+            read_line([*line, "--drop-zero-variance"])
+
+
 @pytest.mark.parametrize("name", ["sft", "distill"])
 @pytest.mark.parametrize(
     "option", [{"clip": (0.2, 0.2)}, {"scale_rewards": "none"}, {"max_importance": 2.0}]
