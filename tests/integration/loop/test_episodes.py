@@ -109,7 +109,7 @@ def test_the_loss_does_not_see_what_the_environment_said():
         torch.ones_like(sample.behavior_logprobs, requires_grad=True),
     )
     loss, _ = funcrl.policy_loss(funcrl.grpo(kl=0.0, entropy=0.1), scores, sample)
-    for gradient in torch.autograd.grad(loss, scores):
+    for gradient in torch.autograd.grad(loss, scores[:2]):
         assert torch.equal(gradient != 0, sample.mask)
 
 
