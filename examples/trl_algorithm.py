@@ -7,11 +7,10 @@ Options that are not of the algorithm (temperature, vLLM's correction ...): docs
 
 from functools import partial
 
-import torch
 from trl import GRPOConfig, TrlParser
 
 import funcrl
-from funcrl import advantages, aggregation, ratios, surrogates
+from funcrl import advantages, aggregation, surrogates
 
 SCALES = {
     "group": advantages.by_group(partial(advantages.standardize, eps=1e-4)),
@@ -23,7 +22,6 @@ WEIGHTS = {
     **dict.fromkeys(("grpo", "sapo"), aggregation.sequence_mean),
     "dr_grpo": aggregation.constant,
     "luspo": partial(aggregation.constant, length=1),
-    "vespo": aggregation.token_mean,
 }
 EXPRESSIBLE = {
     "loss_type": [*WEIGHTS],
@@ -43,8 +41,6 @@ def algorithm_of(args: GRPOConfig) -> funcrl.Algorithm:
     weight = WEIGHTS[args.loss_type]
     if args.loss_type == "dr_grpo":
         weight = partial(weight, length=args.max_completion_length)
-    if args.loss_type == "vespo":
-        return vespo_of(args)
     if args.loss_type == "cispo":
         surrogate = surrogates.clipped_weight(1, high - 1)
     elif args.loss_type == "sapo":
@@ -56,29 +52,6 @@ def algorithm_of(args: GRPOConfig) -> funcrl.Algorithm:
         kl=args.beta, kl_estimator="k3+" if args.use_bias_correction_kl else "k3",
         entropy=args.entropy_coef, weight=weight,
     )._replace(surrogate=surrogate)  # fmt: skip
-
-
-def vespo_of(args: GRPOConfig) -> funcrl.Algorithm:
-    """Return VESPO: REINFORCE, weighted by a function of the ratio of a whole completion."""
-    product = ratios.truncated(1e9, level="sequence")  # no bound
-
-    def ratio(logprobs, behavior_logprobs, mask, segment_ids):
-        weight = product(logprobs.detach() - behavior_logprobs, mask, segment_ids)
-        return funcrl.types.Ratio(weight, torch.ones_like(weight))
-
-    def surrogate(logprobs, ratio, advantages):
-        weight, high = ratio.clamp(min=1e-8), advantages >= 0
-        k = torch.where(high, args.vespo_k_pos, args.vespo_k_neg)
-        scale = torch.where(high, args.vespo_lambda_pos, args.vespo_lambda_neg)
-        gate = (scale + k * weight.log() - scale * weight).exp()
-        return funcrl.types.Surrogate(gate * advantages * logprobs)
-
-    return funcrl.dapo(
-        scale_rewards=SCALES[args.scale_rewards],
-        kl=args.beta,
-        kl_estimator="k3+" if args.use_bias_correction_kl else "k3",
-        entropy=args.entropy_coef,
-    )._replace(ratio=ratio, surrogate=surrogate)
 
 
 def check(args: GRPOConfig, high: float) -> None:
@@ -96,7 +69,7 @@ def check(args: GRPOConfig, high: float) -> None:
             raise ValueError(f"algorithm_of expects {name} {known}{where}, got {value!r}.")
     if kind == "cispo" and high < 1:  # the bound itself, and not its distance from 1
         raise ValueError(f"algorithm_of expects epsilon_high of at least 1 with cispo, got {high}.")
-    if kind not in ("cispo", "sapo", "vespo") and args.delta is not None and args.delta <= 1 + high:
+    if kind not in ("cispo", "sapo") and args.delta is not None and args.delta <= 1 + high:
         raise ValueError(f"algorithm_of expects delta above 1 + epsilon_high, got {args.delta}.")
 
 

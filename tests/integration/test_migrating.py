@@ -61,12 +61,11 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.1, **AT_ONCE},
     "temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
     "luspo by the token": {"loss_type": "luspo"},
-    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5},
-    "vespo with a KL penalty": {"loss_type": "vespo", "beta": 0.3},
 }
 BY_SEQUENCE = {"beta": 0.3, "importance_sampling_level": "sequence"}
 # What it refuses, and the option that it names.
 REFUSED = [
+    ({"loss_type": "vespo"}, "loss_type .*luspo, got 'vespo'"),
     ({"loss_type": "new"}, "loss_type .*, got 'new'"),
     ({"importance_sampling_level": "turn"}, "importance_sampling_level token or sequence, got"),
     ({"scale_rewards": "step"}, "scale_rewards group or batch or none, got 'step'"),
@@ -245,6 +244,19 @@ def test_the_loss_is_trl_s_in_float64(name, tmp_path, algorithm_of):
         two = ("clip_ratio/low_mean", "clip_ratio/high_mean")
         for share in ("cispo_clip_ratio",) if name == "cispo" else two:
             assert max(case.result.metrics[share]) > 0.05
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_vespo_is_trl_s(beta, tmp_path):
+    """As docs/algorithms.md composes it."""
+    blocks = (ROOT / "docs" / "algorithms.md").read_text()
+    page: dict[str, Any] = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", blocks, re.DOTALL)), page)
+    algorithm = funcrl.dapo(scale_rewards=standardize, kl=beta, kl_estimator="k3+")._replace(
+        ratio=page["whole_completion"], surrogate=page["vespo"](positive=(1.5, 3.0))
+    )
+    case = case_of(tmp_path, exact=True, loss_type="vespo", vespo_k_pos=1.5, beta=beta)
+    assert_same(gradient_of(case, algorithm), case.result)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

