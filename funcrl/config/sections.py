@@ -27,6 +27,8 @@ WITHOUT_REWARDS = ("distill", "sft")
 BY_ITSELF = ("reinforce", "ppo", *WITHOUT_REWARDS)
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
+# Options of a critic and of the advantages that it gives.
+_OF_A_CRITIC = ("value", "value_clip", "gamma", "lam", "whiten")
 
 
 def is_own(name: str) -> bool:
@@ -80,7 +82,7 @@ class AlgorithmConfig:
     value: FiniteNotNegative = 0.1
     """Coefficient of the critic's error (TRL's vf_coef); ppo alone has a critic, and the options
     after this one up to teacher."""
-    value_clip: Positive = 0.2
+    value_clip: FinitePositive = 0.2
     """How far a value may move in one rollout (TRL's cliprange_value)."""
     gamma: Fraction = 1.0
     """The discount of rewards to come."""
@@ -111,6 +113,12 @@ class AlgorithmConfig:
                 f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
                 f"divide by a deviation, got {self.scale_rewards}."
             )
+        for name in _OF_A_CRITIC if self.name != "ppo" else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"train expects --algorithm ppo, which has a critic, with --algorithm."
+                    f"{name.replace('_', '-')}, got {self.name}."
+                )
         if self.max_importance is not None and self.name in WITHOUT_REWARDS:
             raise ValueError(
                 f"train expects no --algorithm.max-importance with {self.name}, which has no "

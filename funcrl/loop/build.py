@@ -369,6 +369,10 @@ def _layout(making: _Making) -> Layout | Absent:
     return layout_of(whole)
 
 
+def _algorithm(making: _Making) -> Algorithm:
+    return from_config.algorithm_of(making.config, making["teacher"] is not None)
+
+
 def _per_sample(making: _Making) -> PerSampleTransform | None:
     max_norm = making.config.optimizer.clip_per_sample
     return None if max_norm is None else clip_per_sample(max_norm)
@@ -388,7 +392,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "teacher": (("task",), _teacher),
     "lora": (("model", "params", "teacher"), _adapters),
     "model_fn": (("model", "teacher", "lora"), _model_fn),
-    "algorithm": ((), lambda making: from_config.algorithm_of(making.config)),
+    "algorithm": (("teacher",), _algorithm),
     "optimizer": ((), lambda making: from_config.optimizer_of(making.config, making.mesh.shard)),
     "per_sample": ((), _per_sample),
     "prepare": ((), lambda _: None),

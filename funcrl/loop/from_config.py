@@ -145,7 +145,7 @@ def _attend(function: str, config: TrainConfig, model: nn.Module) -> AttendFn | 
     return attend_flash
 
 
-def algorithm_of(config: TrainConfig) -> Algorithm:
+def algorithm_of(config: TrainConfig, has_teacher: bool = False) -> Algorithm:
     """Return the algorithm that a configuration names, with its numbers."""
     options, importance = config.algorithm, config.importance_cap
     tunables: dict[str, Any] = {
@@ -157,8 +157,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     of_some: dict[str, Any] = {"clip": options.clip or None, "scale_rewards": options.scale_rewards}
     tunables |= {name: value for name, value in of_some.items() if value is not None}
     if options.name in WITHOUT_REWARDS:
-        return _without_rewards(config)
-    if config.teacher is not None:
+        return _without_rewards(config, has_teacher)
+    if has_teacher:
         tunables["teacher"] = options.teacher
     if options.name == "ppo":
         tunables |= {"value": options.value, "value_clip": options.value_clip}
@@ -183,13 +183,13 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     return _own("algorithm", options.name, tunables, refusable, taken, Algorithm)
 
 
-def _without_rewards(config: TrainConfig) -> Algorithm:
+def _without_rewards(config: TrainConfig, has_teacher: bool) -> Algorithm:
     """Return the algorithm of a configuration that learns from no reward."""
     taught = aggregation.scaled(aggregation.token_mean, config.algorithm.teacher)
     if not config.is_supervised:
         return algorithms.distill(weight=taught)
     supervised = algorithms.sft()
-    return supervised if config.teacher is None else supervised._replace(teacher_weight=taught)
+    return supervised._replace(teacher_weight=taught) if has_teacher else supervised
 
 
 def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTransformation:

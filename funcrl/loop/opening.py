@@ -137,6 +137,12 @@ def check_teacher(config: TrainConfig, parts: Parts) -> None:
     """Raise unless a teacher and an algorithm that learns from one come together."""
     if {"step", "model_fn"} & parts.replaced:
         return  # which have a teacher of their own, or say what they lack
+    options = config.algorithm
+    if parts.teacher is None and (options.teacher, options.divergence) != (1.0, "reverse"):
+        raise ValueError(
+            f"train expects --teacher MODEL with --algorithm.teacher and --algorithm.divergence, "
+            f"got {options.teacher} and {options.divergence} without one."
+        )
     learns = parts.algorithm.teacher_weight != ()
     if parts.teacher is not None and not learns:
         raise ValueError(

@@ -150,7 +150,6 @@ LEGITIMATE = {
     "entropy": ({"-1"}, "a negative bonus punishes entropy"),
     "max_grad_norm": ({"inf"}, "no clipping"),
     "clip_per_sample": ({"inf"}, "measured, without clipping"),
-    "value_clip": ({"inf"}, "no bound"),
     "max_importance": ({"inf"}, "no truncation"),
     "tolerance": ({"inf"}, "any difference passes"),
     "stop": (set(TEXTS) - {""}, "a string to stop at"),

@@ -223,6 +223,10 @@ def test_a_teacher_in_python_is_any_network(tmp_path):
     taught = funcrl.Teacher(wide, funcrl.init_params(wide, seed=3), "forward")
     row = funcrl.train(config, teacher=taught).history[1]
     assert row["loss/teacher"] > 0
+    half = AlgorithmConfig(name="grpo", teacher=0.5, kl=0.0, entropy=0.0)
+    beside = small(tmp_path / "beside", algorithm=half, steps=1)
+    both = funcrl.train(beside, teacher=taught).history[1]
+    assert abs(both["loss/teacher"] - 0.5 * row["loss/teacher"]) < 1e-6
 
 
 def test_a_teacher_is_counted_in_the_memory(teacher):
@@ -239,6 +243,10 @@ def test_a_teacher_is_counted_in_the_memory(teacher):
     ("options", "message"),
     [
         ({"algorithm": AlgorithmConfig(name="distill")}, "train expects --teacher MODEL"),
+        (
+            {"algorithm": AlgorithmConfig(divergence="forward")},
+            "--teacher MODEL with --algorithm.teacher and --algorithm.divergence",
+        ),
         ({"teacher": "micro"}, "expects --teacher to be pretrained weights or the folder of a run"),
         ({"teacher": "./no-such"}, "train expects --teacher to be one of"),
         ({"teacher": "RUN", "numerics": "exact"}, "--algorithm.divergence sampled with --numerics"),
@@ -352,6 +360,16 @@ def test_the_command_line_has_no_warm_start_before_supervised_training(args):
     assert read_line([*args, "--warm-start.accuracy", "0.5"])[1].warm_start.steps == 0
     with pytest.raises(ValueError, match="--warm-start.steps 0 with sft"):
         read_line([*args, "--warm-start.steps", "5"])
+
+
+@pytest.mark.parametrize(
+    "option", [{"value": 1.0}, {"value_clip": 0.1}, {"gamma": 0.9}, {"lam": 1.0}, {"whiten": False}]
+)
+def test_options_of_a_critic_are_refused_without_one(option):
+    name = next(iter(option)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"expects --algorithm ppo, .* --algorithm.{name}"):
+        AlgorithmConfig(name="grpo", **option)
+    AlgorithmConfig(name="ppo", **option)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce", "distill", "sft"])
