@@ -196,6 +196,9 @@ PAPERS = {
     'funcrl.grpo(scale_rewards=whitened, kl_estimator="k2")': lambda x: oracles.grpo(
         x, advantage=lambda rewards, group, i: whitened(x, i)
     ),
+    'funcrl.grpo(scale_rewards=by_batch, kl_estimator="k2")': lambda x: oracles.grpo(
+        x, advantage=by_batch
+    ),
     "funcrl.grpo()._replace(surrogate=geometric_mean)": gmpo,
     "funcrl.dapo()._replace(surrogate=dppo(binary_tv, 0.2))": lambda x: dppo(
         x, lambda pi, mu: abs(pi - mu), 0.2
