@@ -136,6 +136,15 @@ class PackedBatch(NamedTuple):
         return of_fields(self)
 
 
+# The weights of each stream of the loss in a batch, and what makes them in an `Algorithm`.
+STREAMS = {
+    "token_weights": "weight",
+    "ce_weights": "ce_weight",
+    "teacher_weights": "teacher_weight",
+    "value_weights": "value_weight",
+}
+
+
 class TrainState(NamedTuple):
     """The values that a step carries to the next one."""
 

@@ -16,6 +16,7 @@ from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
+from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, logprob_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
@@ -101,7 +102,7 @@ def has_critic(config: TrainConfig) -> bool:
 
 def with_its_critic(config: TrainConfig, model: nn.Module, params: Params) -> Params:
     """Return what a configuration trains: parameters, and those of a critic if it has one."""
-    if not has_critic(config) or "critic.weight" in params:
+    if not has_critic(config) or CRITIC[0] in params:
         return params
     if not isinstance(model, Transformer | Recurrent):
         raise ValueError(

@@ -160,6 +160,9 @@ _OF_DELTA: dict[str, _DrawFn] = {"conv": _conv, "log_rate": _log_rate, "step_bia
 _DOWN, _UP = ".lora_down", ".lora_up"
 
 
+CRITIC = ("critic.weight", "critic.bias")
+
+
 @checked
 def with_critic(params: Params, width: Count) -> Params:
     """Return the parameters with those of a critic, which expects 0 of everything at first.
@@ -175,8 +178,8 @@ def with_critic(params: Params, width: Count) -> Params:
         (tensor([0., 0.]), tensor(0.))
     """
     like = next(iter(params.values()))
-    zeros = {"critic.weight": like.new_zeros(width), "critic.bias": like.new_zeros(())}
-    return {**params, **zeros}
+    zeros = like.new_zeros(width), like.new_zeros(())
+    return {**params, **dict(zip(CRITIC, zeros, strict=True))}
 
 
 @checked

@@ -14,6 +14,7 @@ from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Absent, ExactModelFn, ModelFn, PackedBatch, Params, Row, TokenScores
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
 from funcrl.models.functional import forward_takes, logits_fn
+from funcrl.models.initial import CRITIC, without_critic
 from funcrl.models.layers import RecurFn, recur_causal, recur_segments
 from funcrl.models.transformer import Transformer, has_delta
 from funcrl.ops import attention
@@ -268,8 +269,8 @@ def _scores_fn(
                 return found
             return found._replace(divergence=_shifted(taught.of_logits(sample, logits)))
 
-        value_head = {name: params[name] for name in CRITIC if critic and name in params}
-        params = {name: leaf for name, leaf in params.items() if name not in value_head}
+        every = params
+        params = without_critic(params) if critic else params
 
         def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor | Absent, ...]:
             # The last position predicts nothing, but is scored as well: T rows, unlike T - 1, need
@@ -280,26 +281,23 @@ def _scores_fn(
             divergence: Tensor | Absent = ()
             if taught is not None:
                 divergence = taught.of_hidden(sample, hidden, weight, size, _cap(model))
-            return *found, divergence, _values(hidden, value_head) if critic else ()
+            return *found, divergence, _values(hidden, every) if critic else ()
 
         return tree.map(_shifted, TokenScores(*apply(params, sample, head=scores, **options)))
 
     return scores_of
 
 
-CRITIC = ("critic.weight", "critic.bias")
-
-
-def _values(hidden: Tensor, head: Params) -> Tensor:
+def _values(hidden: Tensor, params: Params) -> Tensor:
     """Return what a critic expects after each token [T], in at least float32."""
-    missing = [name for name in CRITIC if name not in head]
+    missing = [name for name in CRITIC if name not in params]
     if missing:
         raise ValueError(
             f"logprob_fn(critic=True) expects the parameters of a critic, which "
             f"funcrl.models.with_critic adds, got none for {missing[0]!r}."
         )
     wide = numerics.at_least_float32(hidden.dtype)
-    weight, bias = (head[name].to(wide) for name in CRITIC)
+    weight, bias = (params[name].to(wide) for name in CRITIC)
     return hidden.to(wide) @ weight + bias
 
 

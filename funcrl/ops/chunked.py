@@ -72,7 +72,7 @@ class _LinearScores(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         columns = []
-        for rows in _chunks(hidden.shape[0], chunk):
+        for rows in chunks(hidden.shape[0], chunk):
             logits = cap_logits(hidden[rows] @ weight.mT, cap)
             columns.append(plain_score_logits(logits, targets[rows], temperature))
         if not columns:
@@ -136,7 +136,7 @@ class _Gradients(torch.autograd.Function):
         grads, wide = (grad_logprob, grad_entropy), numerics.at_least_float32(hidden.dtype)
         grad_hidden = []
         grad_weight: Tensor | None = None
-        for rows in _chunks(hidden.shape[0], chunk):
+        for rows in chunks(hidden.shape[0], chunk):
             # Slices of many samples are no single matrix: without a copy the samples would be
             # multiplied one after the other, and each would read all of the weight.
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
@@ -197,5 +197,6 @@ class _EachGradients(torch.autograd.Function):
         raise RuntimeError(_FIRST)
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
+def chunks(length: int, chunk: int) -> Iterator[slice]:
+    """Yield slices of at most `chunk` rows."""
     return (slice(start, start + chunk) for start in range(0, length, chunk))

@@ -1,6 +1,5 @@
 """The divergence of two distributions over the vocabulary, with few tokens' logits at a time."""
 
-from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import CountOrAll, Positive, checked
 from funcrl.ops.arithmetic import cap_gradient, cap_logits
+from funcrl.ops.chunked import chunks
+from funcrl.ops.logits import widened
 
 # reverse is KL(pi, teacher), which a policy lowers by leaving out what the teacher would not say;
 # forward is KL(teacher, pi), by covering all that it would.
@@ -116,7 +117,7 @@ class _LinearDivergence(torch.autograd.Function):
                 kind,
                 temperature,
             )
-            for rows in _chunks(hidden.shape[0], chunk)
+            for rows in chunks(hidden.shape[0], chunk)
         ]
         if not found:
             return hidden.new_zeros(0, dtype=numerics.at_least_float32(hidden.dtype))
@@ -135,7 +136,7 @@ class _LinearDivergence(torch.autograd.Function):
         trained = ctx.needs_input_grad[1]  # not where adapters are trained on a constant base
         wide = numerics.at_least_float32(weight.dtype)
         grad_hidden, grad_weight = [], torch.zeros_like(weight, dtype=wide)
-        for rows in _chunks(hidden.shape[0], chunk):
+        for rows in chunks(hidden.shape[0], chunk):
             logits = cap_logits(hidden[rows] @ weight.mT, cap)
             teacher_logits = cap_logits(teacher_hidden[rows] @ teacher_weight.mT, teacher_cap)
             outer = _logits_gradient(logits, teacher_logits, grad[rows], kind, temperature)
@@ -166,9 +167,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
-    wide = logits.to(numerics.at_least_float32(logits.dtype))
-    return torch.log_softmax(wide / temperature, dim=-1)
+    return torch.log_softmax(widened(logits, temperature), dim=-1)
 
 
 def _of_log_softmax(own: Tensor, teacher: Tensor, kind: Divergence) -> Tensor:
@@ -187,7 +186,3 @@ def _logits_gradient(
         gap = own - teacher - _of_log_softmax(own, teacher, kind)[..., None]
         slope = own.exp() * gap
     return slope * (grad[..., None] / temperature)
-
-
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, start + chunk) for start in range(0, length, chunk))

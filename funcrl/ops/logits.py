@@ -65,7 +65,7 @@ def plain_score_logits(logits: Tensor, targets: Tensor, temperature: float) -> T
     if _has_kernel(logits):
         found: Triple = score_logits_op(logits, targets, temperature)
         return found
-    wide = _widened(logits, temperature)
+    wide = widened(logits, temperature)
     normaliser = torch.logsumexp(wide, dim=-1)
     chosen = wide.gather(-1, targets[..., None]).squeeze(-1)
     logprobs = wide - normaliser[..., None]
@@ -89,7 +89,7 @@ def logits_gradient(
         found: Tensor = logits_gradient_op(logits, *rows, temperature)
         return found
     # d logprob = onehot - p and d entropy = -p (log p + H).
-    logprobs = _widened(logits, temperature) - normaliser[..., None]
+    logprobs = widened(logits, temperature) - normaliser[..., None]
     probabilities = logprobs.exp()
     # Where a log-probability is -inf, p and the whole gradient are 0.
     surprise = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
@@ -130,7 +130,7 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.device.type == "cuda" and logits.dtype in (torch.bfloat16, torch.float16)
 
 
-def _widened(logits: Tensor, temperature: float) -> Tensor:
+def widened(logits: Tensor, temperature: float) -> Tensor:
     """Return logits in at least float32, widened before they are divided."""
     wide = logits.to(numerics.at_least_float32(logits.dtype))
     return wide if temperature == 1.0 else wide / temperature

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from funcrl.core import tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import PackedBatch, Rows
+from funcrl.core.types import STREAMS, PackedBatch, Rows
 from funcrl.parallel.mesh import Axis, Mesh
 
 
@@ -97,7 +97,7 @@ def _without(rows: Rows, is_row: Tensor) -> Rows:
         "behavior_logprobs": rows.behavior_logprobs.where(is_row, 0.0),
         "advantages": rows.advantages.where(is_row, 0.0),
     }
-    for name in ("token_weights", "ce_weights", "teacher_weights", "value_weights"):
+    for name in STREAMS:
         if isinstance(weights := getattr(rows, name), Tensor):
             nothing[name] = weights.where(is_row, 0.0)
     if isinstance(rows, PackedBatch):  # padding, as in rows that `pack` adds

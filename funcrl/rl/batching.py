@@ -10,7 +10,16 @@ from torch.nn.functional import pad
 
 from funcrl.core import checks, numerics, rng, tree
 from funcrl.core.arguments import Count, checked
-from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout, Rows, WeightFn
+from funcrl.core.types import (
+    STREAMS,
+    Absent,
+    Algorithm,
+    Batch,
+    PackedBatch,
+    Rollout,
+    Rows,
+    WeightFn,
+)
 
 _RowsT = TypeVar("_RowsT", Batch, PackedBatch)
 
@@ -335,20 +344,11 @@ def mask_truncated(rollout: Rollout, truncated: Tensor) -> Rollout:
     return rollout._replace(mask=rollout.mask & ~truncated[:, None])
 
 
-# The weights of each stream of the loss in a batch, and what makes them in an algorithm.
-_STREAMS = {
-    "token_weights": "weight",
-    "ce_weights": "ce_weight",
-    "teacher_weights": "teacher_weight",
-    "value_weights": "value_weight",
-}
-
-
 def _made_weights(
     algorithm: Algorithm, mask: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor | Absent]:
     """Return the weights [B, T] of each stream, absent where the algorithm has no rule."""
-    rules = {name: getattr(algorithm, of) for name, of in _STREAMS.items()}
+    rules = {name: getattr(algorithm, of) for name, of in STREAMS.items()}
     return {
         name: rule if isinstance(rule, tuple) else _weights("collate", rule, mask, dtype)
         for name, rule in rules.items()
@@ -358,13 +358,13 @@ def _made_weights(
 def _share_weights(algorithm: Algorithm, part: _RowsT) -> _RowsT:
     """Return some rows of a batch with the weights of a batch of their own."""
     apart, together = _by_samples(part)
-    weights = {name: getattr(part, name) for name in _STREAMS}
+    weights = {name: getattr(part, name) for name in STREAMS}
     weights = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
     for name, before in weights.items():
-        rule = getattr(algorithm, _STREAMS[name])
+        rule = getattr(algorithm, STREAMS[name])
         if isinstance(rule, tuple):
             raise ValueError(
-                f"minibatches expects an algorithm with a {_STREAMS[name]} to make the {name} of a "
+                f"minibatches expects an algorithm with a {STREAMS[name]} to make the {name} of a "
                 f"mini-batch, got {algorithm!r}."
             )
         mask = apart(part.mask)

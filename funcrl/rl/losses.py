@@ -24,6 +24,7 @@ from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import Finite, NotNegative, Positive, checked
 from funcrl.core.printing import remembers
 from funcrl.core.types import (
+    STREAMS,
     Absent,
     Algorithm,
     Metrics,
@@ -207,7 +208,6 @@ _READ = ("behavior_logprobs", "advantages", "token_weights", "ref_logprobs")
 _OF_STREAMS = (
     "ce_weights", "teacher_weights", "teacher_logprobs", "value_weights", "old_values", "returns",
 )  # fmt: skip
-_WEIGHTS = ("token_weights", "ce_weights", "teacher_weights", "value_weights")
 
 
 @checked
@@ -420,9 +420,9 @@ def _check_sample(scores: TokenScores, sample: Any) -> None:
         )
     checks.check_rank("policy_loss", "sample.mask", sample.mask, "T")
     read = {name: getattr(sample, name, ()) for name in (*_READ, *_OF_STREAMS, "segment_ids")}
-    if all(isinstance(read[name], tuple) for name in _WEIGHTS):
+    if all(isinstance(read[name], tuple) for name in STREAMS):
         raise ValueError(
-            f"policy_loss expects weights of at least one stream, {', '.join(_WEIGHTS)}, got none."
+            f"policy_loss expects weights of at least one stream, {', '.join(STREAMS)}, got none."
         )
     for what, values in (("scores", scores._asdict()), ("sample", read)):
         _check_tokens(what, values, sample.mask.shape)

@@ -265,10 +265,7 @@ def _check_params(params: Params) -> None:
             )
 
 
-_MAY_BE_ABSENT = (
-    "token_weights", "ref_logprobs", "prefix_ids", "ce_weights", "teacher_weights",
-    "teacher_logprobs", "value_weights", "old_values", "returns",
-)  # fmt: skip
+_MAY_BE_ABSENT = {"token_weights", *PackedBatch._field_defaults}
 
 
 def _counted(
