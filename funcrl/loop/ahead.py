@@ -16,8 +16,8 @@ from funcrl.config import TrainConfig
 from funcrl.core import tree
 from funcrl.core.types import Params
 from funcrl.loop.build import Parts, whole_params
-from funcrl.loop.rollouts.roll import Policy, Rolled, roll, whole_policy
-from funcrl.loop.supervised import Answers
+from funcrl.loop.rollouts.roll import Policy, Rolled, prompts_of, roll, whole_policy
+from funcrl.loop.supervised import answers_of
 from funcrl.run.follower import Follower
 
 _Result = TypeVar("_Result")
@@ -88,6 +88,20 @@ class InTurn:
 
     def close(self) -> None:
         """Do nothing: nothing is under way between two calls."""
+
+
+class Answers(InTurn):
+    """Takes the task's own answers, which supervised training is on: nothing is drawn."""
+
+    def give(self, version: int, trained: Params) -> None:
+        """Take what a step has trained, for an evaluation."""
+        self._policies = [Policy(version, trained, (), not isinstance(self._parts.layout, tuple))]
+
+    def take(self, index: int) -> Rolled:
+        """Return the answers of a step's prompts."""
+        config, task = self._config, self._parts.task
+        rollout = answers_of(task, prompts_of(config, task, index), config.device)
+        return Rolled(None, None, rollout, {}, self.newest)
 
 
 class Ahead:

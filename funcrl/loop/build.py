@@ -63,6 +63,7 @@ class _Fields(NamedTuple):
     model: nn.Module
     params: Params | Absent  # to start from; () for those of the model
     teacher: Teacher | None
+    teacher_fn: ModelFn | None  # of what a batch's `teacher_logprobs` are, if it has any
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
     optimizer: GradientTransformation
@@ -129,13 +130,6 @@ class Parts(_Fields):
     def is_supervised(self) -> bool:
         """Whether a step trains on given answers, and on nothing that the policy draws."""
         return self.algorithm.weight == () and self.algorithm.ce_weight != ()
-
-    @property
-    def teacher_fn(self) -> ModelFn | None:
-        """What scores sampled tokens for a batch's `teacher_logprobs`, if anything must."""
-        if self.teacher is None or self.config.algorithm.divergence != "sampled":
-            return None
-        return from_config.plain_model_fn("train", self.config, self.teacher.model)
 
     @property
     def agrees(self) -> bool:
@@ -328,8 +322,9 @@ def _model_fn(making: _Making) -> ModelFn:
 
 
 def _plain_model_fn(making: _Making) -> ModelFn:
+    config, critic = making.config, from_config.has_critic(making.config)
     return from_config.plain_model_fn(
-        making.function, making.config, making["model"], making["teacher"]
+        making.function, config, making["model"], making["teacher"], critic
     )
 
 
@@ -339,6 +334,13 @@ def _teacher(making: _Making) -> Teacher | None:
     if config.teacher is None:
         return None
     return teachers.teacher_of(making.function, config, tokenizer, making.trust)
+
+
+def _teacher_fn(making: _Making) -> ModelFn | None:
+    config, teacher = making.config, making["teacher"]
+    if teacher is None or config.algorithm.divergence != "sampled":
+        return None
+    return from_config.plain_model_fn(making.function, config, teacher.model)
 
 
 def _step(making: _Making) -> Step:
@@ -390,6 +392,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "model": (("task",), _model),
     "params": ((), lambda _: ()),
     "teacher": (("task",), _teacher),
+    "teacher_fn": (("teacher",), _teacher_fn),
     "lora": (("model", "params", "teacher"), _adapters),
     "model_fn": (("model", "teacher", "lora"), _model_fn),
     "algorithm": (("teacher",), _algorithm),

@@ -79,7 +79,11 @@ def _check_rows(function: str, logits: LogitsFn, params: Params, sample: Sample)
 
 
 def plain_model_fn(
-    function: str, config: TrainConfig, model: nn.Module, teacher: Teacher | None = None
+    function: str,
+    config: TrainConfig,
+    model: nn.Module,
+    teacher: Teacher | None = None,
+    critic: bool = False,
 ) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     _check_packing(function, config, model)
@@ -91,7 +95,7 @@ def plain_model_fn(
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
         teacher=None if config.algorithm.divergence == "sampled" else teacher,
-        critic=has_critic(config),
+        critic=critic,
     )
 
 

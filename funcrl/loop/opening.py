@@ -170,7 +170,7 @@ def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[
     if "task" not in given:
         facts |= data_facts(config.task)
     if config.teacher is not None and "teacher" not in given:
-        facts |= teacher_facts("train", config.teacher)
+        facts |= teacher_facts(config.teacher)
     return facts
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -32,10 +33,9 @@ def teacher_of(
         tokenizer: of the run's task, which must be the teacher's too.
         trust: run a network of one's own that a run's folder names, whosever it is.
     """
-    own = replace(config, model=str(config.teacher), lora=LoraConfig())
-    source = source_of(function, own.model)
+    own, source = _as_model(function, config)
     _check_tokenizer(function, own.model, source, tokenizer)
-    network = network_of_teacher(function, config, tokenizer, trust)
+    network = sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
     params, dtype = sources.base_params(own, source, network), compute_dtype(config)
     return Teacher(
         network,
@@ -48,25 +48,29 @@ def network_of_teacher(
     function: str, config: TrainConfig, tokenizer: Tokenizer, trust: bool = False
 ) -> nn.Module:
     """Return the network of the teacher that a configuration names, without its parameters."""
-    own = replace(config, model=str(config.teacher), lora=LoraConfig())
-    source = source_of(function, own.model)
+    own, source = _as_model(function, config)
     return sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
 
 
-def source_of(function: str, name: str) -> sources.Source:
-    """Return what a teacher's name means; raise if it has not been trained."""
+def _as_model(function: str, config: TrainConfig) -> tuple[TrainConfig, sources.Source]:
+    """Return options whose model is the teacher, and what its name means.
+
+    Raise if it has not been trained.
+    """
+    name = str(config.teacher)
     if is_shape(name) or is_own(name):
         raise ValueError(
             f"{function} expects --teacher to be pretrained weights or the folder of a run, got "
             f"{name!r}; in Python, teacher=funcrl.Teacher(model, params) is any network."
         )
-    return sources.find_source(function, name, "--teacher")
+    source = sources.find_source(function, name, "--teacher")
+    return replace(config, model=name, lora=LoraConfig()), source
 
 
-def teacher_facts(function: str, name: str) -> dict[str, str]:
+def teacher_facts(name: str) -> dict[str, str]:
     """Return the step of a teacher that is a run, which may go on; nothing of weights."""
-    run = source_of(function, name).run
-    steps = [] if run is None else numbered(run / runs.CHECKPOINTS)
+    run = Path(name)
+    steps = numbered(run / runs.CHECKPOINTS) if sources.is_run(run) else {}
     return {"teacher_step": str(max(steps))} if steps else {}
 
 

@@ -14,10 +14,7 @@ import torch
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import (
-    Params,
-    TrainState,
-)
+from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.export import Trained
@@ -39,11 +36,12 @@ from funcrl.loop.rollouts.roll import (
     EVALUATION,
     WARM_START,
     left_out,
+    rows_of,
     whole_policy,
     whole_trained,
 )
 from funcrl.loop.sources import tokenizer_place
-from funcrl.loop.supervised import answers_of, cross_entropy
+from funcrl.loop.supervised import answers_of
 from funcrl.loop.update import scored, update
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.ops.exact.linear import slow_products
@@ -410,6 +408,6 @@ def _eval_loss(
     """Return the mean negative log-probability of a token of the held-out prompts' own answers."""
     if not prompts:
         return {}
-    rollout = answers_of(parts.task, prompts, config.device)
-    score_fn = partial(scored, config, parts, trained)
-    return {"eval/loss": cross_entropy(pad_length(rollout, config.length_multiple), score_fn)}
+    rollout = pad_length(answers_of(parts.task, prompts, config.device), config.length_multiple)
+    logprobs = scored(config, parts, trained, rows_of(rollout))[rollout.mask]
+    return {"eval/loss": -logprobs.to(torch.float64).mean().item()}

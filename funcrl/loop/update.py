@@ -15,7 +15,7 @@ from funcrl.core.types import (
 )
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.pack import to_rows
-from funcrl.loop.rollouts.roll import ORDER, Rolled, whole_trained
+from funcrl.loop.rollouts.roll import ORDER, Rolled, rows_of, whole_trained
 from funcrl.models.logprobs import score
 from funcrl.parallel import all_gather, own_rows
 from funcrl.rl import metrics
@@ -39,8 +39,7 @@ def update(
     if rollout is None or not len(rollout.rewards):
         return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
     rollout = pad_length(rollout, config.length_multiple)
-    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
-    rows = Sample(rollout.tokens, positions.expand_as(rollout.tokens))
+    rows = rows_of(rollout)
     if parts.sampling.truncates and not parts.is_supervised:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
@@ -56,11 +55,9 @@ def update(
     batch = collate(rollout, parts.algorithm, ref_logprobs, teacher_logprobs)
     if parts.algorithm.value_weight != ():
         options = config.algorithm
-        advantages_fn = gae(options.gamma, options.lam, whiten=options.whiten)
         # Once for all updates of the rollout, by the critic before the first.
-        batch = advantages_fn(
-            _scores(config, parts, whole_params(parts, state.params), rows), batch
-        )
+        scores = _scores(config, parts, whole_params(parts, state.params), rows)
+        batch = gae(options.gamma, options.lam, whiten=options.whiten)(scores, batch)
     reports: list[Metrics] = []
     for iteration in range(config.num_iterations):
         order = rng.fold_in(config.seed, ORDER, index, iteration)

@@ -9,11 +9,11 @@ from torch import Tensor
 from funcrl.config import TrainConfig
 from funcrl.core import numerics
 from funcrl.core.arguments import checked
-from funcrl.core.types import Algorithm, Params, Rollout, Sample
+from funcrl.core.types import Algorithm, Params, Rollout
 from funcrl.loop.build import Parts
 from funcrl.loop.rollouts.draw import Completed
 from funcrl.loop.rollouts.grade import Graded, worth_of
-from funcrl.loop.rollouts.roll import Rolled, whole_trained
+from funcrl.loop.rollouts.roll import Rolled, rows_of, whole_trained
 from funcrl.models.logprobs import score
 from funcrl.rl.batching import pad_length
 from funcrl.run.runs import Completion
@@ -98,8 +98,7 @@ def tokens_of_first(
     if rollout.tokens[0, : part.stop].tolist() != prompt + tokens:
         return {}
     first = pad_length(Rollout(*(leaf[:1] for leaf in rollout)), multiple)
-    positions = torch.arange(first.tokens.shape[1], device=first.tokens.device)[None]
-    scores = score(parts.model_fn, params, Sample(first.tokens, positions))
+    scores = score(parts.model_fn, params, rows_of(first))
     mask = completed.samples.mask[0, :count].tolist()
 
     def known(values: Tensor) -> list[float | None]:

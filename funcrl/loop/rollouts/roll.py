@@ -8,7 +8,7 @@ import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
-from funcrl.core.types import Absent, Params, Rollout
+from funcrl.core.types import Absent, Params, Rollout, Sample
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.from_config import compute_dtype
 from funcrl.loop.rollouts.draw import Completed, to_rollout
@@ -67,6 +67,12 @@ def prompts_of(config: TrainConfig, task: Task, index: int) -> Sequence[Prompt]:
             f"{task.name!r} from number {first} on, got {len(prompts)}."
         )
     return prompts
+
+
+def rows_of(rollout: Rollout) -> Sample:
+    """Return a rollout's rows as a model function reads them."""
+    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
+    return Sample(rollout.tokens, positions.expand_as(rollout.tokens))
 
 
 def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:

@@ -35,6 +35,19 @@ def distilling(folder, teacher, **options):
     return small(folder, algorithm=algorithm, teacher=str(teacher), **options)
 
 
+def goes_on_to_the_same_bits(whole, **given):
+    """Compare a run with one that is stopped after two steps and goes on; return the first."""
+    straight = funcrl.train(whole, **given)
+    half = replace(whole, run_dir=whole.run_dir.with_name("half"))
+    stops = iter([False, True])
+    with pytest.raises(KeyboardInterrupt):
+        funcrl.train(half, stop=lambda: next(stops), **given)
+    resumed = funcrl.train(half, resume=True, **given)
+    assert equal(resumed.state, straight.state)
+    assert untimed(resumed.history) == untimed(straight.history)
+    return straight
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """A run that has learned something."""
@@ -86,14 +99,7 @@ def test_a_supervised_run_trains_on_the_answers(tmp_path):
 )
 def test_a_supervised_run_goes_on_to_the_same_bits(tmp_path, options):
     whole = small(tmp_path / "whole", algorithm=SFT, num_prompts=4, **options)
-    straight = funcrl.train(whole)
-    half = replace(whole, run_dir=tmp_path / "half")
-    stops = iter([False, True])
-    with pytest.raises(KeyboardInterrupt):
-        funcrl.train(half, stop=lambda: next(stops))
-    resumed = funcrl.train(half, resume=True)
-    assert equal(resumed.state, straight.state)
-    assert untimed(resumed.history) == untimed(straight.history)
+    goes_on_to_the_same_bits(whole)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +114,7 @@ def test_a_supervised_run_goes_on_to_the_same_bits(tmp_path, options):
 )
 def test_a_taught_run_goes_on_to_the_same_bits(tmp_path, teacher, divergence, options):
     whole = distilling(tmp_path / "whole", teacher, divergence=divergence, **options)
-    straight = funcrl.train(whole)
-    half = replace(whole, run_dir=tmp_path / "half")
-    stops = iter([False, True])
-    with pytest.raises(KeyboardInterrupt):
-        funcrl.train(half, stop=lambda: next(stops))
-    resumed = funcrl.train(half, resume=True)
-    assert equal(resumed.state, straight.state)
-    assert untimed(resumed.history) == untimed(straight.history)
+    goes_on_to_the_same_bits(whole)
     facts = json.loads((tmp_path / "whole" / "environment.json").read_text())
     assert facts["teacher_step"] == "1"
 
@@ -290,14 +289,7 @@ class Graded(SumDigits):
 )
 def test_a_run_with_a_critic_goes_on_to_the_same_bits(tmp_path, options):
     whole = small(tmp_path / "whole", algorithm=PPO, **options)
-    straight = funcrl.train(whole, task=Graded())
-    half = replace(whole, run_dir=tmp_path / "half")
-    stops = iter([False, True])
-    with pytest.raises(KeyboardInterrupt):
-        funcrl.train(half, stop=lambda: next(stops), task=Graded())
-    resumed = funcrl.train(half, resume=True, task=Graded())
-    assert equal(resumed.state, straight.state)
-    assert untimed(resumed.history) == untimed(straight.history)
+    straight = goes_on_to_the_same_bits(whole, task=Graded())
     assert straight.state.params["critic.weight"].abs().max() > 0
     assert all(row["loss/value"] >= 0 for row in straight.history[1:])
 
@@ -324,6 +316,16 @@ def test_the_first_step_with_a_critic_is_the_literal_one(tmp_path):
     assert abs(row["loss/value"] - 0.5 * total) < 1e-6
     # Of whitened advantages the sum is 0, and so is the first policy loss.
     assert abs(row["loss/policy"]) < 1e-5
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "sampled"])
+def test_a_critic_and_a_teacher_may_be_side_by_side(tmp_path, teacher, divergence):
+    algorithm = replace(PPO, divergence=divergence)
+    config = small(tmp_path / "run", algorithm=algorithm, teacher=str(teacher), steps=1)
+    row = funcrl.train(config, task=Graded()).history[1]
+    parts = [row[f"loss/{name}"] for name in ("policy", "value", "teacher")]
+    assert min(parts[1:]) > 0
+    assert abs(sum(parts) - row["loss"]) < 1e-6
 
 
 def test_what_a_run_with_a_critic_leaves_is_the_policy_alone(tmp_path):
