@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from funcrl.core import checks
-from funcrl.core.arguments import Count, Fraction, Natural, check_fields, number
+from funcrl.core.arguments import Count, Fraction, Natural, TopP, check_fields, number
 
 Temperature: TypeAlias = Annotated[  # smaller ones overflow float32
     float, number("0, or from 1e-6 to 1e6", lambda value: value == 0 or 1e-6 <= value <= 1e6)
-]
-TopP: TypeAlias = Annotated[
-    float, number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 ]
 Form: TypeAlias = Literal["native", "unified", "server"]
 

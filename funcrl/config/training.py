@@ -148,6 +148,10 @@ class TrainConfig:
     reward `overlong` (DAPO's); 0 for none."""
     on_reward_error: Literal["stop", "skip"] = "stop"
     """When a reward raises or is not finite: stop the run, or leave the sample out and count it."""
+    behavior: Literal["policy", "sampling"] = "policy"
+    """The distribution that is trained where --sampling.top-k, top-p or min-p leave tokens out:
+    policy, all tokens, or sampling, those that may be drawn, as the generator's
+    log-probabilities are."""
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=8))
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -190,6 +194,7 @@ class TrainConfig:
         if self.compile and self.compile.cudagraph == "full" and self.device == "cpu":
             raise ValueError("train expects --device cuda with --compile.cudagraph full, got cpu.")
         self._check_streams()
+        self._check_behavior()
         compares = ":" not in self.algorithm.name and self.algorithm.name not in BY_ITSELF
         if self.num_generations < 2 and compares:
             raise ValueError(
@@ -272,6 +277,31 @@ class TrainConfig:
             raise ValueError(
                 f"train expects --max-staleness 0 with sft, which draws nothing to train on, got "
                 f"{self.max_staleness}."
+            )
+
+    def _check_behavior(self) -> None:
+        """Raise if a truncated distribution cannot be what is trained."""
+        if self.behavior == "policy":
+            return
+        if self.sampling.min_tokens:
+            raise ValueError(
+                f"train expects --sampling.min-tokens 0 with --behavior sampling, which knows of "
+                f"top-k, top-p and min-p alone, got {self.sampling.min_tokens}."
+            )
+        if self.numerics == "exact" and self.sampling.truncates:
+            raise ValueError(
+                "train expects --behavior policy with --numerics exact, which has no operation for "
+                "a truncated distribution, got sampling."
+            )
+        if self.is_supervised:
+            raise ValueError(
+                "train expects --behavior policy with sft, which learns answers that were not "
+                "drawn, got sampling."
+            )
+        if self.lora.rank and self.warm_start.steps:
+            raise ValueError(
+                f"train expects --warm-start.steps 0 with --behavior sampling and adapters, got "
+                f"{self.warm_start.steps}."
             )
 
     @property

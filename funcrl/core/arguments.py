@@ -346,6 +346,9 @@ Positive: TypeAlias = Annotated[
 NotNegative: TypeAlias = Annotated[
     float, number("a number of at least 0", lambda value: value >= 0, relation=">= 0")
 ]
+TopP: TypeAlias = Annotated[
+    float, number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+]
 Fraction: TypeAlias = Annotated[
     float, number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 ]

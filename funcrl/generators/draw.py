@@ -11,6 +11,7 @@ from funcrl.core import checks, numerics
 from funcrl.core.arguments import checked
 from funcrl.ops.arithmetic import log_softmax as native_log_softmax
 from funcrl.ops.exact.scores import scores_impl
+from funcrl.ops.truncation import Truncation, truncate
 
 LogSoftmaxFn: TypeAlias = Callable[[Tensor, float], Tensor]  # (logits [B, V], temperature)
 
@@ -48,11 +49,8 @@ def sampling_logprobs(
         return torch.full_like(logits, -torch.inf, dtype=wide).scatter(-1, best, 0.0)
     # In their own dtype, as the trainer has them: a kernel may sum another one in another order.
     logprobs = log_softmax(logits, sampling.temperature)
-    for smallest in _thresholds(sampling):
-        # A log-probability below its row's threshold is out; the rest is normalised again.
-        kept = logprobs.masked_fill(logprobs < smallest(logprobs), -torch.inf)
-        logprobs = log_softmax(kept, 1.0)
-    return logprobs
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    return truncate(logprobs, truncation, log_softmax, likely=_LIKELY)
 
 
 @checked
@@ -132,33 +130,3 @@ def _has_kernel(logits: Tensor, sampling: Sampling) -> bool:
     """Return whether a kernel draws in one pass: it leaves no token out that is not at -inf."""
     whole = sampling.temperature > 0 and not sampling.truncates
     return whole and logits.device.type == "cuda" and logits.dtype != torch.float64
-
-
-def _thresholds(sampling: Sampling) -> list[Callable[[Tensor], Tensor]]:
-    found: list[Callable[[Tensor], Tensor]] = []
-    if sampling.top_k > 0:
-        found.append(lambda logprobs: _kth_largest(logprobs, sampling.top_k))
-    if sampling.top_p < 1:
-        found.append(lambda logprobs: _nucleus_edge(logprobs, sampling.top_p))
-    if sampling.min_p > 0:
-        # log_softmax moves all log-probabilities of a row alike, so the gap to the best stays.
-        gap = torch.tensor(sampling.min_p, dtype=torch.float64, device="cpu").log().item()
-        found.append(lambda logprobs: logprobs.amax(dim=-1, keepdim=True) + gap)
-    return found
-
-
-def _kth_largest(logprobs: Tensor, k: int) -> Tensor:
-    return logprobs.topk(min(k, logprobs.shape[-1]), dim=-1).values[:, -1:]
-
-
-def _nucleus_edge(logprobs: Tensor, top_p: float) -> Tensor:
-    """Return the smallest log-probability of the shortest prefix, most likely first, of mass p."""
-    vocabulary = logprobs.shape[-1]
-    ordered = logprobs.topk(min(_LIKELY, vocabulary), dim=-1).values
-    mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
-    if ordered.shape[-1] < vocabulary and bool((mass[:, -1] < top_p).any()):
-        ordered = logprobs.sort(dim=-1, descending=True).values
-        mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
-    # A token is in while the mass before it is below p; the first always is.
-    count = (mass - ordered.exp() < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, count - 1)

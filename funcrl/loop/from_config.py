@@ -19,7 +19,7 @@ from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers
 from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, logprob_fn
 from funcrl.models.transformer import has_delta
-from funcrl.ops import AttendFn, attend_flash, attend_flash_segments
+from funcrl.ops import AttendFn, Truncation, attend_flash, attend_flash_segments
 from funcrl.parallel import Axis
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl import aggregation, algorithms, ratios
@@ -96,7 +96,16 @@ def plain_model_fn(
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
         teacher=None if config.algorithm.divergence == "sampled" else teacher,
         critic=critic,
+        truncation=trained_truncation(config),
     )
+
+
+def trained_truncation(config: TrainConfig) -> Truncation | None:
+    """Return which tokens the trained distribution leaves out, if any."""
+    sampling = config.sampling
+    if config.behavior == "policy":
+        return None
+    return Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def has_critic(config: TrainConfig) -> bool:
@@ -269,7 +278,7 @@ def generator_of(
         )
     # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
     engine = config.vllm
-    if config.sampling.temperature != 1:
+    if config.sampling.temperature != 1 or trained_truncation(config):
         engine = replace(engine, logprobs="sampling")
     beside = 0
     if config.device == "cuda" and not engine.cache_bytes:

@@ -18,6 +18,7 @@ from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.export import Trained
+from funcrl.loop.from_config import has_critic, plain_model_fn
 from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing
 from funcrl.loop.ranks import (
@@ -246,7 +247,12 @@ def _warm_started(
     if cut_off:
         record.note(cut_off)
     told = time.perf_counter()
-    params, numbers = warm_start(parts.model_fn, params, parts.task, options, seed, accuracy)
+    model_fn = parts.model_fn
+    if config.behavior == "sampling" and "model_fn" not in parts.replaced:
+        # An answer that would not be drawn has to become likelier than all tokens.
+        whole = replace(config, behavior="policy")
+        model_fn = plain_model_fn("train", whole, parts.model, critic=has_critic(config))
+    params, numbers = warm_start(model_fn, params, parts.task, options, seed, accuracy)
     if name != "accuracy":
         del numbers["warm_start/accuracy"]
         record.note(

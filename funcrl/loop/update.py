@@ -40,7 +40,7 @@ def update(
         return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
     rollout = pad_length(rollout, config.length_multiple)
     rows = rows_of(rollout)
-    if parts.sampling.truncates and not parts.is_supervised:
+    if parts.sampling.truncates and config.behavior == "policy" and not parts.is_supervised:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
         drawn_by = whole_trained(parts, rolled.policy)

@@ -92,7 +92,12 @@ _CHUNK = 1024
 
 
 @checked
-def token_scores(logits: Tensor, tokens: Tensor, temperature: Positive = 1.0) -> TokenScores:
+def token_scores(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: Positive = 1.0,
+    truncation: ops.Truncation | None = None,
+) -> TokenScores:
     """Return the log-probability of each token under the logits before it, and their entropy.
 
         logprobs[t] = log softmax(logits[t - 1] / temperature)[tokens[t]]
@@ -103,6 +108,7 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: Positive = 1.0) ->
         logits: [T, V]; `logits[t]` predicts `tokens[t + 1]`.
         tokens: [T] int64.
         temperature: that of sampling, so that the scores are those of the sampling policy.
+        truncation: that of sampling, likewise; nothing is left out when this is.
 
     Example:
         >>> import torch, funcrl
@@ -114,6 +120,9 @@ def token_scores(logits: Tensor, tokens: Tensor, temperature: Positive = 1.0) ->
     checks.check_shape("token_scores", "tokens", tokens, "logits' first axis", logits.shape[:1])
     wide = numerics.at_least_float32(logits.dtype)
     # Widened before it is divided, or a bfloat16 quotient would be rounded to eight bits.
+    if truncation:
+        chosen_by = tokens.roll(-1)
+        logits = ops.truncated_logits(logits, chosen_by, truncation, temperature)
     predictions = logits[:-1] if temperature == 1.0 else logits[:-1].to(wide) / temperature
     log_softmax = torch.log_softmax(predictions, dim=-1, dtype=wide)
     chosen = log_softmax.gather(-1, tokens[1:, None]).squeeze(-1)
@@ -132,6 +141,7 @@ def logprob_fn(
     attend_segments: ops.AttendSegmentsFn | None = None,
     teacher: Teacher | None = None,
     critic: bool = False,
+    truncation: ops.Truncation | None = None,
 ) -> ModelFn:
     """Return `(params, sample) -> TokenScores` of a network, which gives logits.
 
@@ -157,6 +167,9 @@ def logprob_fn(
             is a constant; `chunk`, `dtype` and what attends are its own too, where it takes them.
         critic: score `values`, too, by a head on the last layer's output whose parameters
             `funcrl.models.with_critic` adds to the others; `chunk` must be given.
+        truncation: top-k, top-p and min-p of sampling, so that the scores are of the distribution
+            that tokens were drawn from, plus each row's own token; of the whole one when left out.
+            A teacher's divergence is of the whole one always.
 
     Example:
         >>> import torch, funcrl
@@ -193,6 +206,11 @@ def logprob_fn(
             f"logprob_fn expects chunk= and a network of native operations with critic=True, got "
             f"{'exact' if network_ops.exact else 'no chunk'}."
         )
+    if truncation and network_ops.exact:
+        raise ValueError(
+            f"logprob_fn expects a network of native operations with truncation=, which exact "
+            f"numerics do not have, got exact with {truncation}."
+        )
     owns = attend is None and attend_segments is None
     if owns:
         attend_segments = network_ops.attend_segments
@@ -204,6 +222,7 @@ def logprob_fn(
         attend_segments=attend_segments,
         teacher=teacher,
         critic=critic,
+        truncation=truncation or None,
     )
     scores_fn = scores_fn_of(model)
 
@@ -246,14 +265,16 @@ def _scores_fn(
     attend_segments: ops.AttendSegmentsFn | None,
     teacher: Teacher | None,
     critic: bool,
+    truncation: ops.Truncation | None,
 ) -> ScoresFn:
     """Return `(params, sample, dtype) -> TokenScores`; the arguments are those of `logprob_fn`.
 
     With exact operations a network that takes more axes than [T] may be given a batch of samples.
     """
     apply, network_ops = logits_fn(model), ops.ops_of(model)
-    # Operations of one's own need know of no cap where there is none.
-    caps = {} if _cap(model) is None else {"cap": _cap(model)}
+    # Operations of one's own need know of neither where there is none.
+    given = {"cap": _cap(model), "truncation": truncation}
+    given = {name: value for name, value in given.items() if value is not None}
     taught = None if teacher is None else _Taught(teacher, temperature, attend, attend_segments)
 
     def scores_of(params: Params, sample: Row, dtype: torch.dtype | None) -> TokenScores:
@@ -264,7 +285,7 @@ def _scores_fn(
             params = tree.cast(params, dtype)
         if chunk is None and not network_ops.exact:
             logits = apply(params, sample, **options)
-            found = token_scores(logits, sample.tokens, temperature)
+            found = token_scores(logits, sample.tokens, temperature, truncation)
             if taught is None:
                 return found
             return found._replace(divergence=_shifted(taught.of_logits(sample, logits)))
@@ -277,7 +298,7 @@ def _scores_fn(
             # no copy and suit a GPU's tiles.
             targets = sample.tokens.roll(-1, dims=-1)
             size = chunk or _CHUNK
-            found = network_ops.scores(hidden, weight, targets, temperature, size, **caps)
+            found = network_ops.scores(hidden, weight, targets, temperature, size, **given)
             divergence: Tensor | Absent = ()
             if taught is not None:
                 divergence = taught.of_hidden(sample, hidden, weight, size, _cap(model))

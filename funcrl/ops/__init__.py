@@ -11,6 +11,7 @@ from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash, attend_flash_segments
 from funcrl.ops.logits import entropy
 from funcrl.ops.recurrent import gru_scan, lstm_scan
+from funcrl.ops.truncation import Truncation, truncated_logits
 
 __all__ = [
     "EXACT",
@@ -20,6 +21,7 @@ __all__ = [
     "GatedDeltaFn",
     "LinearFn",
     "Ops",
+    "Truncation",
     "Weights",
     "attend_causal",
     "attend_flash",
@@ -42,4 +44,5 @@ __all__ = [
     "short_conv",
     "sigmoid_gate",
     "swiglu",
+    "truncated_logits",
 ]

@@ -10,6 +10,7 @@ from funcrl.core import checks, numerics
 from funcrl.core.arguments import CountOrAll, Positive, checked
 from funcrl.ops.arithmetic import cap_gradient, cap_logits
 from funcrl.ops.logits import logits_gradient, plain_score_logits, score_logits
+from funcrl.ops.truncation import Truncation, truncated_logits
 
 # The number of rows of the weight's gradient that are added to at a time.
 _VOCABULARY = 8192
@@ -27,6 +28,7 @@ def linear_scores(
     temperature: Positive = 1.0,
     chunk: CountOrAll = 1024,
     cap: Positive | None = None,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of targets under `softmax(hidden W^T / temperature)`, and
     entropies [T].
@@ -44,6 +46,7 @@ def linear_scores(
         temperature: that of sampling.
         chunk: tokens at a time, or "all".
         cap: logits become cap * tanh(logits / cap) before the temperature; no cap when left out.
+        truncation: of which tokens the distribution is, besides the targets; all when left out.
 
     Example:
         >>> import torch, funcrl
@@ -56,9 +59,9 @@ def linear_scores(
     checks.check_shape("linear_scores", "targets", targets, "hidden's first axis", hidden.shape[:1])
     if chunk == "all":
         logits = cap_logits(nn.functional.linear(hidden, weight), cap)
-        return score_logits(logits, targets, temperature)
+        return score_logits(_kept(logits, targets, temperature, truncation), targets, temperature)
     logprobs, entropy, _ = _LinearScores.apply(  # type: ignore[no-untyped-call]  # (torch's own)
-        hidden, weight, targets, temperature, chunk, cap
+        hidden, weight, targets, temperature, chunk, cap, truncation
     )
     return logprobs, entropy
 
@@ -69,11 +72,12 @@ class _LinearScores(torch.autograd.Function):
     @staticmethod
     def forward(
         hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int,
-        cap: float | None,
+        cap: float | None, truncation: Truncation | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         columns = []
         for rows in chunks(hidden.shape[0], chunk):
             logits = cap_logits(hidden[rows] @ weight.mT, cap)
+            logits = _kept(logits, targets[rows], temperature, truncation)
             columns.append(plain_score_logits(logits, targets[rows], temperature))
         if not columns:
             empty = hidden.new_zeros(0, dtype=numerics.at_least_float32(hidden.dtype))
@@ -94,7 +98,7 @@ class _LinearScores(torch.autograd.Function):
         grad_hidden, *grad_weight = _Gradients.apply(  # type: ignore[no-untyped-call]  # (torch's own)
             *ctx.saved_tensors, grad_logprob, grad_entropy, *ctx.constants, trained
         )
-        return grad_hidden, *(grad_weight or (None,)), None, None, None, None
+        return grad_hidden, *(grad_weight or (None,)), *[None] * 5
 
     @staticmethod
     def vmap(
@@ -129,7 +133,7 @@ class _Gradients(torch.autograd.Function):
     def forward(
         hidden: Tensor, weight: Tensor, targets: Tensor, entropy: Tensor, normaliser: Tensor,
         grad_logprob: Tensor, grad_entropy: Tensor, temperature: float, chunk: int,
-        cap: float | None, trained: bool,
+        cap: float | None, truncation: Truncation | None, trained: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         if not hidden.shape[0]:
             return torch.zeros_like(hidden), *([torch.zeros_like(weight)] if trained else [])
@@ -142,7 +146,10 @@ class _Gradients(torch.autograd.Function):
             inputs = hidden[rows].clone(memory_format=torch.contiguous_format)
             columns = [each[rows] for each in (targets, entropy, normaliser, *grads)]
             logits = cap_logits(inputs @ weight.mT, cap)
-            outer = cap_gradient(logits_gradient(logits, temperature, *columns), logits, cap)
+            kept = _kept(logits, columns[0], temperature, truncation)
+            outer = logits_gradient(kept, temperature, *columns).to(logits.dtype)
+            del kept
+            outer = cap_gradient(outer, logits, cap)
             del logits
             grad_hidden.append(outer @ weight)
             if not trained:
@@ -159,10 +166,10 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
         """Return the results of all samples, in chunks that count the whole batch's tokens."""
-        *tensors, temperature, chunk, cap, trained = inputs
+        *tensors, temperature, chunk, cap, truncation, trained = inputs
         chunk = max(1, chunk // info.batch_size)
-
-        results = _EachGradients.apply(in_dims, temperature, chunk, cap, trained, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
+        constants = temperature, chunk, cap, truncation, trained
+        results = _EachGradients.apply(in_dims, constants, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
         return results, (0,) * len(results)
 
     @staticmethod
@@ -181,12 +188,13 @@ class _EachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        in_dims: tuple[int | None, ...], temperature: float, chunk: int, cap: float | None,
-        trained: bool, *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        in_dims = (*in_dims[: len(tensors)], None, None, None, None)
-        mapped: Any = torch.vmap(_Gradients.forward, in_dims=in_dims)
-        return mapped(*tensors, temperature, chunk, cap, trained)
+        in_dims: tuple[int | None, ...], constants: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        def gradients(*rows: Any) -> tuple[Tensor, ...]:
+            return _Gradients.forward(*rows, *constants)
+
+        mapped: Any = torch.vmap(gradients, in_dims=in_dims[: len(tensors)])
+        return mapped(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -195,6 +203,15 @@ class _EachGradients(torch.autograd.Function):
     @staticmethod
     def backward(*_: Any) -> Any:
         raise RuntimeError(_FIRST)
+
+
+def _kept(
+    logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation | None
+) -> Tensor:
+    """Return logits with -inf for what a truncated distribution leaves out."""
+    if truncation is None:
+        return logits
+    return truncated_logits(logits, targets, truncation, temperature)
 
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:

@@ -173,6 +173,8 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.source_file": {"name": "sum_digits"},
     "tasks.with_rewards": {"weights": None},
     "token_scores": {"logits": torch.zeros(3, 5)},
+    "ops.truncated_logits": {
+        "logits": torch.zeros(3, 5), "truncation": funcrl.ops.Truncation(top_k=2)},
     "trace": {"fn": torch.sin, "args": LOGPROBS},
     "tree.check_same_shapes": {"like": "others"},
     "tree.map": {"fn": torch.add, "rest": purity.MATRICES},

@@ -489,6 +489,9 @@ TABLE_OF_CALLS = {
     "ops.linear_scores": (
         lambda h, w, t: ops.linear_scores(h, w, t, 0.7, 3),
         (torch.randn(4, 3), torch.randn(6, 3), TOKENS)),
+    "ops.truncated_logits": (
+        lambda x: ops.truncated_logits(x, x.argmin(-1), ops.Truncation(2, 0.8, 0.1), 0.7),
+        (torch.randn(4, 6),)),
     "ops.project": (
         lambda x, w: ops.project(x, [(w, None)]), (torch.randn(4, 3), torch.randn(2, 3))),
     "ops.rms_norm": (lambda x: ops.rms_norm(x, x[0], 1e-6), (torch.randn(4, 3),)),

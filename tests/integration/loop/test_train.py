@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import killer
@@ -523,6 +524,42 @@ def test_truncated_sampling_starts_at_a_ratio_of_one(tmp_path, sampling):
     for row in funcrl.train(config).history[1:]:
         assert row["clip_ratio/region_mean"] == 0
         assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"packing": "prefixes"}])
+def test_behavior_sampling_trains_the_distribution_that_was_drawn_from(tmp_path, options):
+    """The generator's numbers are the trainer's own before the first update, and nothing is scored
+    twice; the draws are those of the other behaviour, and the updates are not."""
+    config = small(
+        tmp_path / "run", steps=2, behavior="sampling",
+        sampling=Sampling(max_tokens=3, top_k=4, top_p=0.9, temperature=0.7),
+        optimizer=OptimizerConfig(learning_rate=1e-6), warm_start=WarmStartConfig(steps=3),
+        **options,
+    )  # fmt: skip
+    run = funcrl.train(config)
+    for row in run.history[1:]:
+        assert row["sampling/sampling_logp_difference/max"] <= 1e-5  # float32, in other shapes
+        assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) <= 1e-5
+    whole = replace(config, behavior="policy", run_dir=tmp_path / "policy")
+    policy = funcrl.train(whole)
+    assert run.history[1]["reward"] == policy.history[1]["reward"]
+    assert run.history[1]["entropy"] < policy.history[1]["entropy"]
+    assert not equal(run.state.params, policy.state.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sampling": Sampling(max_tokens=3, min_tokens=1)}, "--sampling.min-tokens 0"),
+        ({"numerics": "exact", "sampling": Sampling(top_k=2)}, "--behavior policy with --numerics"),
+        ({"algorithm": AlgorithmConfig(name="sft")}, "--behavior policy with sft"),
+        ({"lora": LoraConfig(rank=2), "warm_start": WarmStartConfig(steps=1)}, "adapters"),
+    ],
+)
+def test_what_behavior_sampling_cannot_train_is_refused(tmp_path, options, named):
+    with pytest.raises(ValueError, match=named):
+        small(tmp_path / "run", behavior="sampling", **options)
 
 
 @pytest.mark.slow
