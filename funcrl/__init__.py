@@ -73,6 +73,7 @@ from funcrl.rl.grads import (
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.packing import pack, pack_groups
 from funcrl.rl.prepare import recenter, top_entropy
+from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore, save
@@ -125,6 +126,7 @@ __all__ = [
     "drop_zero_variance",
     "evaluate",
     "export",
+    "forward_backward",
     "functional",
     "fuse_per_sample",
     "gae",
@@ -152,6 +154,7 @@ __all__ = [
     "numerics",
     "ops",
     "optim",
+    "optim_step",
     "pack",
     "pack_groups",
     "packing",

@@ -22,9 +22,9 @@ from funcrl.models import Transformer, TransformerConfig, init_params, shape
 from funcrl.ops import AttendFn, attend_causal, attend_flash, attend_flash_segments
 from funcrl.ops.attention import attend_prompts
 from funcrl.rl.aggregation import sequence_mean
-from funcrl.rl.backward import AuxLossFn
+from funcrl.rl.backward import AuxLossFn, Gradient
 from funcrl.rl.blocks import score_gradient
-from funcrl.rl.grads import Gradient, PerSampleTransform
+from funcrl.rl.grads import PerSampleTransform
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
 Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]

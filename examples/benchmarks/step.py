@@ -23,6 +23,7 @@ from benchmarks.profiling import write_profile
 from benchmarks.table import Row, finish
 from funcrl import grads, grpo_step, optim, tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
+from funcrl.rl.backward import Gradient
 
 
 def bench_step(config: StepBenchConfig) -> list[Row]:
@@ -51,7 +52,7 @@ def _gradient_variants(case: Case) -> Variants:
         "func: per-sample, all at once": grads.summed_gradient(loss_fn, keep),
     }
 
-    def under_no_grad(fn: Callable[[Params, Batch], grads.Gradient]) -> Callable[[], Any]:
+    def under_no_grad(fn: Callable[[Params, Batch], Gradient]) -> Callable[[], Any]:
         return lambda: torch.no_grad()(fn)(params, batch)  # as in a step
 
     return {"torch.autograd, batched": case.ordinary_gradient()} | {

@@ -1,17 +1,29 @@
-"""One backward pass over a batch: value and gradient, and the reports of its rows."""
+"""One backward pass over a batch: value and gradient, the reports of its rows, and their sums."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 
-from funcrl.core import checks, tree
+from funcrl.core import checks, numerics, tree
+from funcrl.core.arguments import TensorTree
 from funcrl.core.types import Metrics, Params, Tree
+from funcrl.rl.metrics import merge
 
 # The function that a step differentiates: (params, sample) -> (loss, metrics).
 AuxLossFn: TypeAlias = Callable[[Params, Any], tuple[Tensor, Metrics]]
+NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
+
+
+class Gradient(NamedTuple):
+    """A summed gradient, and the summed loss and metrics of the samples it came from."""
+
+    grads: TensorTree
+    loss: Tensor
+    metrics: Metrics  # of the samples' losses
+    per_sample: Metrics = NO_METRICS  # of the transform of per-sample gradients
 
 
 def value_and_grad(
@@ -48,3 +60,28 @@ def reduce_rows(metrics: Metrics) -> Metrics:
         maxes=tree.map(lambda values: values.amax(dim=0), metrics.maxes),
         last=tree.map(lambda values: values[-1], metrics.last),
     )
+
+
+def sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
+    """Return the sum of all parts, each with its number of rows.
+
+    They are added in at least float32 and kept in the gradients' dtype.
+    """
+    (grads, loss, metrics, of_transform), rows = next(parts)
+    totals, unflatten = tree.flatten(grads)
+    dtypes = [leaf.dtype for leaf in totals]
+    del grads
+    for part, more in parts:
+        loss = loss + part.loss
+        metrics = merge([metrics, part.metrics], weights=[rows, more])
+        of_transform = merge([of_transform, part.per_sample], weights=[rows, more])
+        rows += more
+        added = tree.leaves(part.grads)
+        del part
+        # Each leaf is freed as soon as it is added: two gradients are in memory, not three.
+        for index in range(len(totals)):
+            wide = numerics.at_least_float32(dtypes[index])
+            totals[index] = totals[index].to(wide) + added[index]
+            added[index] = None
+    totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+    return Gradient(unflatten(totals), loss, metrics, of_transform)

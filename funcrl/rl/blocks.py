@@ -25,8 +25,8 @@ from funcrl.parallel import (
     shard,
 )
 from funcrl.parallel.mesh import ALONE
-from funcrl.rl.backward import one_number, reduce_rows, value_and_grad
-from funcrl.rl.grads import Gradient, PerSampleTransform, summed_gradient
+from funcrl.rl.backward import Gradient, one_number, reduce_rows, value_and_grad
+from funcrl.rl.grads import PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
 
 _LOSS = "loss"  # a name that no metric of a loss has

@@ -5,33 +5,30 @@ with a leading axis B. Losses are sums (their weights hold the normalisation), s
 parts add up exactly to the gradient of the whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from funcrl.core import numerics, tree
+from funcrl.core import tree
 from funcrl.core.arguments import Count, Positive, TensorTree, checked
 from funcrl.core.rows import num_rows, over_rows, split_rows
 from funcrl.core.types import LossFn, Metrics, Params, Tree
-from funcrl.rl.backward import AuxLossFn, one_number, reduce_rows, value_and_grad
-from funcrl.rl.metrics import merge
+from funcrl.rl.backward import (
+    NO_METRICS,
+    AuxLossFn,
+    Gradient,
+    one_number,
+    reduce_rows,
+    sum_gradients,
+    value_and_grad,
+)
 
 # Gradients with a leading axis B -> the same, transformed row by row, and metrics if there are any.
 PerSampleTransform: TypeAlias = Callable[[Tree], Tree | tuple[Tree, Metrics]]
-_NO_METRICS = Metrics(sums={}, means={}, maxes={}, last={})
 SQUARE_NORMS = "per_sample/square_norms"  # a sum that a step makes the noise scale of
-
-
-class Gradient(NamedTuple):
-    """A summed gradient, and the summed loss and metrics of the samples it came from."""
-
-    grads: TensorTree
-    loss: Tensor
-    metrics: Metrics  # of the samples' losses
-    per_sample: Metrics = _NO_METRICS  # of the transform of per-sample gradients
 
 
 class GradientMoments(NamedTuple):
@@ -120,7 +117,7 @@ def summed_gradient(
     @checked
     def gradient(params: TensorTree, batch: Tree) -> Gradient:
         chunks = split_rows(function, batch, microbatch)
-        return _sum_gradients(
+        return sum_gradients(
             (of_chunk(params, chunk), num_rows(function, chunk)) for chunk in chunks
         )
 
@@ -213,7 +210,7 @@ def gradient_moments(
     def moments(params: TensorTree, batch: Tree) -> GradientMoments:
         def measure(grads: TensorTree) -> tuple[Tree, Metrics]:
             square_norms = per_sample_norms(grads).square().sum()
-            return grads, _NO_METRICS._replace(sums={SQUARE_NORMS: square_norms})
+            return grads, NO_METRICS._replace(sums={SQUARE_NORMS: square_norms})
 
         total = summed_gradient(aux_loss_fn, measure, chunk, function="gradient_moments")(
             params, batch
@@ -255,7 +252,7 @@ def noise_scale(moments: GradientMoments) -> NoiseScale:
 
 
 def _without_metrics(loss_fn: LossFn) -> AuxLossFn:
-    return lambda params, sample: (loss_fn(params, sample), _NO_METRICS)
+    return lambda params, sample: (loss_fn(params, sample), NO_METRICS)
 
 
 def _checked(
@@ -265,7 +262,7 @@ def _checked(
     name = f"{function}'s per_sample"
 
     def transform(grads: TensorTree) -> tuple[Tree, Metrics]:
-        transformed, metrics = per_sample(grads), _NO_METRICS
+        transformed, metrics = per_sample(grads), NO_METRICS
         if isinstance(transformed, tuple) and isinstance(transformed[-1], Metrics):
             transformed, metrics = transformed
         tree.check_same_structure(name, grads, transformed)
@@ -314,31 +311,6 @@ def _transformed(
         return Gradient(summed, losses.sum(), reduce_rows(metrics), of_transform)
 
     return gradient
-
-
-def _sum_gradients(parts: Iterator[tuple[Gradient, int]]) -> Gradient:
-    """Return the sum of all parts, each with its number of rows.
-
-    They are added in at least float32 and kept in the gradients' dtype.
-    """
-    (grads, loss, metrics, of_transform), rows = next(parts)
-    totals, unflatten = tree.flatten(grads)
-    dtypes = [leaf.dtype for leaf in totals]
-    del grads
-    for part, more in parts:
-        loss = loss + part.loss
-        metrics = merge([metrics, part.metrics], weights=[rows, more])
-        of_transform = merge([of_transform, part.per_sample], weights=[rows, more])
-        rows += more
-        added = tree.leaves(part.grads)
-        del part
-        # Each leaf is freed as soon as it is added: two gradients are in memory, not three.
-        for index in range(len(totals)):
-            wide = numerics.at_least_float32(dtypes[index])
-            totals[index] = totals[index].to(wide) + added[index]
-            added[index] = None
-    totals = [total.to(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
-    return Gradient(unflatten(totals), loss, metrics, of_transform)
 
 
 def _along_rows(factors: Tensor, leaf: Tensor) -> Tensor:

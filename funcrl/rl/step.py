@@ -42,6 +42,7 @@ from funcrl.parallel import (
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
+from funcrl.rl.backward import Gradient
 from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import LOSS_PART, policy_loss
@@ -112,15 +113,10 @@ def grpo_step(
         >>> state.step, metrics.sums["num_tokens"]
         (tensor(1), tensor(4))
     """
-    model_fn = _scoring(model_fn)
+    model_fn = scoring("grpo_step", model_fn)
     algorithm = grpo() if algorithm is None else algorithm
     mixing = mixing_parts(algorithm)
-    if optimizer is None:
-        clip = optim.clip_by_global_norm(1.0, mesh.shard)
-        optimizer = optim.chain(clip, optim.adamw(1e-6))
-    transformation = optim.skip_nonfinite(
-        _checked(refuse_writes("grpo_step", optimizer)), mesh.shard
-    )
+    transformation = guarded("grpo_step", optimizer, mesh.shard)
 
     gradient = score_gradient(
         model_fn, partial(policy_loss, algorithm), per_sample, microbatch, "grpo_step", mesh
@@ -128,30 +124,18 @@ def grpo_step(
 
     @checked
     def init(params: Params, seed: int = 0) -> TrainState:
-        _check_params(params)
-        # A copy, so that nobody else's update of a module changes the state; detached, because
-        # a state of leaves that require grad would keep every past step alive.
-        params = tree.map(lambda leaf: leaf.detach().clone(), params)
-        device = tree.leaves(params)[0].device
-        own = shard(params, mesh.shard)
-        opt_state = transformation.init(own)
-        tree.check_tensors("grpo_step's init", "the optimizer's state", opt_state.inner)
-        return TrainState(
-            params=own if layout else params,
-            opt_state=opt_state,
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            seed=torch.full((), seed, dtype=torch.int64, device=device),
-        )
+        state = first_state("grpo_step", transformation, params, seed, mesh.shard)
+        return state._replace(params=shard(state.params, mesh.shard)) if layout else state
 
     @checked
     @torch.no_grad()
     def update(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        batch = _counted("grpo_step", batch, per_sample, mixing)
+        batch = counted_rows("grpo_step", batch, per_sample, mixing)
         params = unshard(state.params, layout, mesh.shard) if layout else state.params
         if prepare is not None:
             scores = score(model_fn, params, batch, microbatch)
             prepared = _of_all_ranks(prepare, scores, batch, mesh.all)
-            batch = _counted("grpo_step(prepare=...)", prepared, per_sample, mixing)
+            batch = counted_rows("grpo_step(prepare=...)", prepared, per_sample, mixing)
         found = gradient(params, batch)
         grad_norm = global_norm(found.grads, mesh.shard)
         own = state.params if layout else shard(params, mesh.shard)
@@ -165,6 +149,38 @@ def grpo_step(
     return Step(init, update)
 
 
+def first_state(
+    function: str,
+    transformation: GradientTransformation,
+    params: Params,
+    seed: int,
+    axis: Axis = ALONE.shard,
+) -> TrainState:
+    """Return the state before the first update, of whole parameters and this rank's moments."""
+    _check_params(function, params)
+    # A copy, so that nobody else's update of a module changes the state; detached, because
+    # a state of leaves that require grad would keep every past step alive.
+    params = tree.map(lambda leaf: leaf.detach().clone(), params)
+    device = tree.leaves(params)[0].device
+    opt_state = transformation.init(shard(params, axis))
+    tree.check_tensors(f"{function}'s init", "the optimizer's state", opt_state.inner)
+    return TrainState(
+        params=params,
+        opt_state=opt_state,
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        seed=torch.full((), seed, dtype=torch.int64, device=device),
+    )
+
+
+def guarded(
+    function: str, optimizer: GradientTransformation | None, axis: Axis = ALONE.shard
+) -> GradientTransformation:
+    """Return an optimizer that is checked, and skips gradients that are not finite."""
+    if optimizer is None:
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0, axis), optim.adamw(1e-6))
+    return optim.skip_nonfinite(_checked(function, refuse_writes(function, optimizer)), axis)
+
+
 def _of_all_ranks(prepare: PrepareFn, scores: TokenScores, batch: Rows, axis: Axis) -> Rows:
     """Return this rank's rows of what is prepared of the rows of all ranks."""
     if axis.size == 1:
@@ -175,9 +191,7 @@ def _of_all_ranks(prepare: PrepareFn, scores: TokenScores, batch: Rows, axis: Ax
     return tree.map(lambda leaf: leaf[first : first + len(batch.mask)], prepared)
 
 
-def _report(
-    found: grads.Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any, axis: Axis
-) -> Metrics:
+def _report(found: Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any, axis: Axis) -> Metrics:
     """Return the metrics of an update, with means over the tokens that it was trained on."""
     counts = Metrics(
         sums={
@@ -220,12 +234,12 @@ def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int | Tensor) -> Met
     return metrics._replace(sums=sums, means={**metrics.means, **noise}, last=last)
 
 
-def _scoring(model_fn: ModelFn) -> ModelFn:
+def scoring(function: str, model_fn: ModelFn) -> ModelFn:
     """Return the model function with a check that it returns `TokenScores`; refuse a module."""
     if isinstance(model_fn, torch.nn.Module):  # callable, but it would fail in the first step
         raise TypeError(
-            "grpo_step expects model_fn to be a function (params, sample) -> TokenScores, got the "
-            f"module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
+            f"{function} expects model_fn to be a function (params, sample) -> TokenScores, got "
+            f"the module {type(model_fn).__name__}; make one by funcrl.logprob_fn(module)."
         )
     if isinstance(model_fn, ExactModelFn):
         return model_fn
@@ -234,33 +248,33 @@ def _scoring(model_fn: ModelFn) -> ModelFn:
         scores = model_fn(params, sample)
         if not isinstance(scores, TokenScores):
             raise TypeError(
-                f"grpo_step expects model_fn to return TokenScores(logprobs, entropy), "
+                f"{function} expects model_fn to return TokenScores(logprobs, entropy), "
                 f"got {type(scores).__name__}."
             )
         return scores
 
-    return reading_segments("grpo_step", scores_of)
+    return reading_segments(function, scores_of)
 
 
-def _checked(optimizer: GradientTransformation) -> GradientTransformation:
+def _checked(function: str, optimizer: GradientTransformation) -> GradientTransformation:
     """Return the optimizer with a check that its updates have the shapes of the parameters."""
 
     def update(grads: Tree, state: Any, params: Params) -> tuple[Tree, Any]:
         updates, state = optimizer.update(grads, state, params)
         what = "the optimizer's updates"
-        tree.check_same_shapes("grpo_step", what, updates, "the parameters", params)
+        tree.check_same_shapes(function, what, updates, "the parameters", params)
         return updates, state
 
     return optimizer._replace(update=update)
 
 
-def _check_params(params: Params) -> None:
+def _check_params(function: str, params: Params) -> None:
     if not params:
-        raise ValueError("grpo_step's init expects a non-empty dict of tensors, got {}.")
+        raise ValueError(f"{function}'s init expects a non-empty dict of tensors, got {{}}.")
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         if not leaf.is_floating_point() or leaf.is_meta:
             raise TypeError(
-                f"grpo_step's init expects floating-point parameters with values, got {path!r} of "
+                f"{function}'s init expects floating-point parameters with values, got {path!r} of "
                 f"{leaf.dtype} on {leaf.device}."
             )
 
@@ -268,7 +282,7 @@ def _check_params(params: Params) -> None:
 _MAY_BE_ABSENT = {"token_weights", *PackedBatch._field_defaults}
 
 
-def _counted(
+def counted_rows(
     function: str, batch: Rows, per_sample: grads.PerSampleTransform | None, mixing: str
 ) -> Rows:
     """Return the checked batch, its mask without tokens that `counted_tokens` leaves out."""

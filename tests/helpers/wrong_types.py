@@ -173,6 +173,7 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.source_file": {"name": "sum_digits"},
     "tasks.with_rewards": {"weights": None},
     "token_scores": {"logits": torch.zeros(3, 5)},
+    "forward_backward": {"model_fn": purity.MODEL_FN},
     "ops.truncated_logits": {
         "logits": torch.zeros(3, 5), "truncation": funcrl.ops.Truncation(top_k=2)},
     "trace": {"fn": torch.sin, "args": LOGPROBS},
@@ -281,6 +282,11 @@ RETURNED: dict[str, dict[str, Any]] = {
     "ops.choose_ops().rotate": {
         "parts": [torch.zeros(1, 3, 4)],
         "factors": torch.zeros(2, 1, 3, 4),
+    },
+    "forward_backward": {"params": purity.PARAMS, "batch": purity.BATCH},
+    "optim_step().update": {
+        "state": funcrl.optim_step().init(purity.MATRICES),
+        "grads": purity.GRADS,
     },
     "logprob_fn": {"params": purity.MICRO_PARAMS},
     "models.recur_segments": {"mix": lambda past: (past, past)},

@@ -258,6 +258,11 @@ TABLE_OF_CALLS = {
         lambda s, b: funcrl.gae(0.9, 0.8)(s._replace(values=s.logprobs), b), (SCORES, COLLATED)),
     **{name: without_rewards(getattr(funcrl, name)) for name in ("distill", "sft")},
     "grpo_step": step_of(microbatch=4),
+    "forward_backward": (
+        funcrl.forward_backward(table_model, microbatch=2), (TABLE, COLLATED)),
+    "optim_step": (
+        lambda p, g: (lambda step: step(step.init(p), g))(funcrl.optim_step()),
+        (MATRICES, GRADS)),
     "grpo_step, per sample": step_of(per_sample=funcrl.clip_per_sample(0.1)),
     "grpo_step, prepared": step_of(prepare=funcrl.top_entropy(0.5)),
     "collate": (lambda r, ref: funcrl.collate(r, funcrl.dapo(), ref), (ROLLOUT, REF)),
