@@ -21,7 +21,6 @@ from funcrl.core.types import (
     ModelFn,
     Params,
     Rows,
-    Step,
     TrainState,
     Tree,
 )
@@ -116,8 +115,19 @@ def forward_backward(
     return gradient
 
 
+class OptimStep(NamedTuple):
+    """An update: `state = optim.init(params)`, then `state, metrics = optim(state, grads)`."""
+
+    init: Callable[..., TrainState]  # of the parameters and an optional `seed`
+    update: Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
+
+    def __call__(self, state: TrainState, grads: Tree) -> tuple[TrainState, Metrics]:
+        """Return `self.update(state, grads)`."""
+        return self.update(state, grads)
+
+
 @checked
-def optim_step(optimizer: GradientTransformation | None = None) -> Step:
+def optim_step(optimizer: GradientTransformation | None = None) -> OptimStep:
     """Return the update `state, metrics = optim(state, grads)`, with the states of `grpo_step`.
 
     An update whose gradient is not finite is skipped and counted.
@@ -154,4 +164,4 @@ def optim_step(optimizer: GradientTransformation | None = None) -> Step:
         metrics = Metrics(sums={}, means={}, maxes={"grad_norm": grad_norm}, last=last)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
-    return Step(init, update)
+    return OptimStep(init, update)

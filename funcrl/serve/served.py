@@ -1,0 +1,64 @@
+"""The model that a server has: its network, parameters and tokenizer, by the name of a model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from funcrl.core.types import Params
+from funcrl.loop.export import load_run
+from funcrl.loop.sources import (
+    Device,
+    base_params,
+    defaults,
+    find_source,
+    is_run,
+    network_of,
+    tokenizer_of,
+    tokenizer_place,
+)
+from funcrl.run import runs
+from funcrl.tasks.contracts import Tokenizer
+
+
+class Served(NamedTuple):
+    """What is served."""
+
+    name: str  # as `--model` says it
+    model: nn.Module
+    params: Params
+    tokenizer: Tokenizer
+    place: Path | None  # the folder or file by which transformers reads the tokenizer
+
+
+def load_served(
+    function: str, name: str, device: Device, trust: bool, note: Callable[[str], None]
+) -> Served:
+    """Return a trained run's model, or pretrained weights.
+
+    Args:
+        function: the public function that wants it, for errors.
+        name: of a model: a run's folder or weights.
+        device: of the parameters.
+        trust: run the code that a run names, even if this account has not run it before.
+        note: is called with lines about the code that is run.
+    """
+    if is_run(Path(name)):
+        loaded = load_run(name, device=device, trust=trust, note=note)
+        own = Path(name) / runs.TOKENIZER
+        options = replace(defaults(name), model=name)
+        place = own if own.is_dir() else tokenizer_place(function, options)
+        return Served(name, loaded.model, loaded.params, loaded.task.tokenizer, place)
+    options = replace(defaults(name), device=device)
+    source = find_source(function, name)
+    tokenizer = None if source.weights is None else tokenizer_of(function, options)
+    if tokenizer is None:
+        raise ValueError(
+            f"{function} expects --model to be the folder of a run, or pretrained weights, got "
+            f"{name!r}, which has learned nothing."
+        )
+    model = network_of(function, options, source, None)
+    params = base_params(options, source, model)
+    return Served(name, model, params, tokenizer, source.weights)
