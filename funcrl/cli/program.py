@@ -29,7 +29,7 @@ from funcrl.cli.options import (
 )
 from funcrl.cli.ranks import left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
-from funcrl.config import EvalConfig, TrainConfig
+from funcrl.config import EvalConfig, ServeConfig, TrainConfig
 from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
 from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks
@@ -40,6 +40,7 @@ from funcrl.loop.parity import ParityConfig, format_parity, parity
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run import report
 from funcrl.run.checkpoint import CheckpointError
+from funcrl.serve.serve import serve
 from funcrl.tasks.reward_calls import describe_error, is_of_user
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
@@ -207,6 +208,11 @@ def _report(args: Sequence[str]) -> None:
     print_safely(str(_write_report(options.runs, options.out)))
 
 
+def _serve(args: Sequence[str]) -> None:
+    config, switch = parse("serve", args, ServeConfig(), TrustSwitch())
+    serve(config, partial(print_safely, file=sys.stderr), switch.trust)
+
+
 def _models(args: Sequence[str]) -> None:
     parse("models", args)
     print_safely(list_models())
@@ -245,6 +251,11 @@ COMMANDS = {
         "Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.",
         _export,
         (ExportOptions(),),
+    ),
+    "serve": Command(
+        "Serve a model at an address of this machine, to train and to draw from.",
+        _serve,
+        (ServeConfig(), TrustSwitch()),
     ),
     "models": Command(
         "List the shapes and the pretrained weights that have a name.",

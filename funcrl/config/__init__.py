@@ -26,6 +26,7 @@ from funcrl.config.sections import (
     RanksConfig,
     WarmStartConfig,
 )
+from funcrl.config.serving import ServeConfig
 from funcrl.config.training import PRETRAINED, TrainConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "OptimizerConfig",
     "RanksConfig",
     "Sampling",
+    "ServeConfig",
     "ServerConfig",
     "TrainConfig",
     "VLLMCompileConfig",

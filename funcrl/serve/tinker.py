@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.types import Params
 from funcrl.generators.contract import Generator
+from funcrl.models.functional import vocab_size_of
 from funcrl.models.logprobs import logprob_fn
 from funcrl.serve import training, wire
 from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
@@ -50,11 +53,16 @@ class Tinker:
     """A base, the models that clients train of it, and the samplers that they have made."""
 
     def __init__(
-        self, served: Served, generator: Generator, folder: Path, microbatch: int | None
+        self,
+        served: Served,
+        generator: Generator,
+        folder: Path,
+        microbatch: int | None,
+        dtype: torch.dtype,
     ) -> None:
         self._served, self._generator, self._folder = served, generator, folder
         self._microbatch = microbatch
-        self._model_fn = logprob_fn(served.model, chunk=1024)
+        self._model_fn = logprob_fn(served.model, chunk=1024, dtype=dtype)
         self._jobs: Jobs[Found] = Jobs()
         self._models: dict[str, Trained] = {}
         self._samplers: dict[str, Sampled] = {}
@@ -391,7 +399,8 @@ class Tinker:
             )
 
     def _check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
-        size, length = self._served.tokenizer.vocab_size, self._generator.context_length
+        size = vocab_size_of(self._served.model) or self._served.tokenizer.vocab_size
+        length = self._generator.context_length
         for tokens in sequences:
             wrong = [token for token in tokens if not 0 <= token < size]
             if wrong or not 0 < len(tokens) < length:

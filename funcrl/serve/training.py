@@ -28,6 +28,7 @@ from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.run.checkpoint import restore, restore_field, save
 from funcrl.serve.wire import Datum
 
+_RATE = 1e-4
 _ALPHA = 32.0  # of the adapters, which are scaled by it over their rank, as Tinker's are
 _KIND, _STATE = "adapters.json", "state"  # of a folder of saved weights
 
@@ -105,7 +106,9 @@ def update(trained: Trained, numbers: Mapping[str, float]) -> dict[str, float]:
     """Take a step along the gradients since the last one, and return its metrics."""
     if trained.grads is None:
         raise ValueError("optim_step expects forward_backward before it, got no gradient.")
-    trained.state, metrics = optim_step(_optimizer(numbers))(trained.state, trained.grads)
+    rate = numbers.get("learning_rate", _RATE)
+    state = optim.with_learning_rate(trained.state, rate)  # which is a part of the state
+    trained.state, metrics = optim_step(_optimizer(numbers))(state, trained.grads)
     trained.grads = None
     return {
         "grad_norm": metrics.maxes["grad_norm"].item(),
@@ -119,7 +122,7 @@ def _optimizer(numbers: Mapping[str, float]) -> GradientTransformation:
     return optim.chain(
         optim.clip_by_global_norm(clip if clip > 0 else float("inf")),
         optim.adamw(
-            numbers.get("learning_rate", 1e-4),
+            _RATE,
             betas=(numbers.get("beta1", 0.9), numbers.get("beta2", 0.95)),
             eps=numbers.get("eps", 1e-12),
             weight_decay=numbers.get("weight_decay", 0.0),

