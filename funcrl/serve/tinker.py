@@ -97,6 +97,7 @@ class Tinker:
             "GET /api/v1/healthz": lambda _: as_json({"status": "ok"}),
             "GET /api/v1/get_server_capabilities": lambda _: as_json(self._capabilities()),
             "GET /api/v1/samplers/": lambda request: as_json(self._sampler(request.rest)),
+            "POST /api/v1/sessions/": self._finish_session,
             "POST /api/v1/forward_backward": self._forward_backward,
             "POST /api/v1/retrieve_future": self._retrieve_future,
             **{f"POST /api/v1/{name}": _answered(fn) for name, fn in of_fields.items()},
@@ -110,6 +111,21 @@ class Tinker:
     def _create_session(self, _: dict[str, Any]) -> dict[str, Any]:
         self._num_sessions += 1
         return {"session_id": f"session-{self._num_sessions}-{secrets.token_hex(4)}"}
+
+    def _finish_session(self, request: Request) -> Response:
+        """Forget what a session has made, after all that it has asked for."""
+        session, _, verb = request.rest.partition("/")
+        if verb != "finish":
+            raise RequestError(404, f"this server has no sessions/{request.rest}")
+
+        def run(_: Sequence[Any]) -> list[Found]:
+            for made in (self._models, self._samplers):
+                for name in [each for each in made if each.partition(":")[0] == session]:
+                    del made[name]
+            return [{}]
+
+        self._promise(run, None, ("finish", session))
+        return as_json({})
 
     # Models
 

@@ -14,8 +14,6 @@ import funcrl
 from funcrl.config import ServeConfig
 from funcrl.serve.serve import serving
 
-# The SDK leaves its connections to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 types = tinker.types
 KEY = "tml-of-these-tests"
 PROMPT = [71, 68, 75]
@@ -39,7 +37,9 @@ def service(base, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
     with serving(config, lambda line: None) as address:
-        yield tinker.ServiceClient(base_url=address, api_key=KEY), address, folder
+        client = tinker.ServiceClient(base_url=address, api_key=KEY)
+        yield client, address, folder
+        client.close("success").result()
     patch.undo()
 
 
