@@ -36,7 +36,7 @@ class Response(NamedTuple):
     status: int = 200
 
 
-class RequestError(Exception):
+class RequestError(ValueError):
     """A request that cannot be answered, with the status that says why."""
 
     def __init__(self, status: int, message: str) -> None:

@@ -48,14 +48,15 @@ class Jobs(Generic[Result]):
         Args:
             run: from the arguments of jobs to their results.
             argument: of this job.
-            name: which no other job has.
+            name: which no other job has; None for a job that no client sends twice.
             joins: jobs in a row with the same are run in one call.
         """
         with self._changed:
             if name in self._known:
                 return self._known[name]
             self._count += 1
-            self._known[name] = self._count
+            if name is not None:
+                self._known[name] = self._count
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
             self._waiting.append(_Job(self._count, run, argument, joins))

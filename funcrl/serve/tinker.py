@@ -186,7 +186,7 @@ class Tinker:
             )  # fmt: skip
             return [wire.write_gradients(logprobs, metrics)]
 
-        return as_json(self._promise(run, None, (asked.model_id, asked.number)))
+        return as_json(self._promise(run, None, _once(asked.model_id, asked.number)))
 
     def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
         trained, numbers = self._model(asked["model_id"]), asked.get("adam_params")
@@ -196,7 +196,7 @@ class Tinker:
         def run(_: Sequence[Any]) -> list[Found]:
             return [{"metrics": training.update(trained, numbers)}]
 
-        return self._promise(run, None, (asked["model_id"], asked.get("seq_id")))
+        return self._promise(run, None, _once(asked["model_id"], asked.get("seq_id")))
 
     # Weights
 
@@ -210,7 +210,7 @@ class Tinker:
             training.save_model(trained, self._folder_of(path), self._served.name, again)
             return [{"path": path, "type": "save_weights"}]
 
-        return self._promise(run, None, (model_id, asked.get("seq_id")))
+        return self._promise(run, None, _once(model_id, asked.get("seq_id")))
 
     def _save_weights_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id, name = asked["model_id"], asked.get("path")
@@ -227,7 +227,7 @@ class Tinker:
             self._samplers[sampler] = Sampled(merged=lambda: merge(adapters))
             return [{"sampling_session_id": sampler}]
 
-        return self._promise(run, None, (model_id, asked.get("seq_id")))
+        return self._promise(run, None, _once(model_id, asked.get("seq_id")))
 
     def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id = asked.get("model_id") or f"{asked['session_id']}:train:{asked['model_seq_id']}"
@@ -243,7 +243,7 @@ class Tinker:
                 before.grads = None
             return [{"path": path, "model_id": model_id}]
 
-        return self._promise(run, None, (model_id, asked.get("seq_id")), model_id=model_id)
+        return self._promise(run, None, _once(model_id, asked.get("seq_id")), model_id=model_id)
 
     def _weights_info(self, asked: dict[str, Any]) -> dict[str, Any]:
         folder = self._folder_of(asked.get("tinker_path") or asked.get("path") or "")
@@ -323,7 +323,7 @@ class Tinker:
         draw = Draw(sampler, prompt, sampling, seed, bool(asked.get("prompt_logprobs")))
         # Equal prompts of one call are drawn differently, and of one seed they should not be.
         joins = None if given is not None else (sampler, sampling)
-        promise = self._promise(self._draw, draw, (sampler, number), joins)
+        promise = self._promise(self._draw, draw, _once(sampler, number), joins)
         names = [f"{sampler}:{number}:{index}" for index in range(count)]
         return {**promise, "sample_sequence_ids": names}
 
@@ -381,7 +381,7 @@ class Tinker:
         self,
         run: Callable[[Sequence[Any]], Sequence[Found]],
         argument: Any,
-        name: tuple[Any, ...],
+        name: tuple[Any, ...] | None,
         joins: Any = None,
         **fields: Any,
     ) -> dict[str, Any]:
@@ -440,3 +440,8 @@ def _answered(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable[[Re
             raise RequestError(400, f"expected the field {error}, got none") from error
 
     return answer
+
+
+def _once(owner: Any, number: int | None) -> tuple[Any, int] | None:
+    """Return the name of a request that a client may send again, None where it has no number."""
+    return None if number is None else (owner, number)

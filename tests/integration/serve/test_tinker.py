@@ -287,6 +287,23 @@ def test_what_cannot_be_done_is_named(service, base, ask, named):
     client_of(service, base).forward([datum(rows()[0])], "cross_entropy").result()  # others go on
 
 
+def test_a_request_that_is_sent_again_is_done_once(service, base):
+    session = posted(service[1], "create_session", {})[1]["session_id"]
+    fields = {"session_id": session, "model_seq_id": 0, "base_model": base}
+    fields["lora_config"] = {"rank": 2, "seed": 0}
+    first, again = (posted(service[1], "create_model", fields)[1] for _ in range(2))
+    assert first == again
+    posted(service[1], "retrieve_future", {"request_id": first["request_id"]})
+    steps = [
+        posted(service[1], "optim_step", {"model_id": first["model_id"], "adam_params": {}})[1]
+        for _ in range(2)
+    ]
+    assert steps[0] != steps[1]  # without a number each is a request of its own
+    answer = posted(service[1], "retrieve_future", steps[1])[1]
+    assert "forward_backward before it" in answer["error"]
+    assert answer["category"] == "user"
+
+
 def posted(address, path, fields, key=KEY):
     request = urllib.request.Request(
         f"{address}/api/v1/{path}", json.dumps(fields).encode(), {"X-API-Key": key}
