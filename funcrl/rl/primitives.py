@@ -29,7 +29,7 @@ from funcrl.rl.backward import Gradient, reduce_rows, sum_gradients, value_and_g
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.metrics import token_means
 from funcrl.rl.mixing import mixing_parts
-from funcrl.rl.step import counted_rows, first_state, guarded, scoring
+from funcrl.rl.step import counted_rows, first_state, guarded, of_optimizer, scoring
 
 
 class Backward(NamedTuple):
@@ -157,10 +157,7 @@ def optim_step(optimizer: GradientTransformation | None = None) -> OptimStep:
         grad_norm = tree.global_norm(grads)
         updates, opt_state = transformation.update(grads, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)
-        last: dict[str, Any] = {"num_skipped_updates": opt_state.num_skipped}
-        learning_rate = optim.current_learning_rate(opt_state)
-        if not isinstance(learning_rate, tuple):
-            last["learning_rate"] = learning_rate
+        last = of_optimizer(opt_state)
         metrics = Metrics(sums={}, means={}, maxes={"grad_norm": grad_norm}, last=last)
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 

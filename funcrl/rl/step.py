@@ -210,16 +210,19 @@ def _report(found: Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any, axi
     of_loss = {name: sums.pop(name) for name in tuple(sums) if name.startswith(LOSS_PART)}
     of_tokens = token_means(found.metrics._replace(sums=sums), counts.sums["num_tokens"])
     of_samples = _of_samples(found.per_sample, grad_norm, rows)
-    last = {"num_skipped_updates": opt_state.num_skipped} | of_samples.last
-    learning_rate = optim.current_learning_rate(opt_state)
-    if not isinstance(learning_rate, tuple):
-        last["learning_rate"] = learning_rate
     return Metrics(
         sums=counts.sums | of_samples.sums,
         means={"loss": found.loss} | of_loss | counts.means | of_tokens.means | of_samples.means,
         maxes={"grad_norm": grad_norm} | of_tokens.maxes | of_samples.maxes,
-        last=last,
+        last=of_optimizer(opt_state) | of_samples.last,
     )
+
+
+def of_optimizer(opt_state: Any) -> dict[str, Tensor]:
+    """Return what the state of a guarded optimizer says: skipped updates, and its rate."""
+    learning_rate = optim.current_learning_rate(opt_state)
+    rate = {} if isinstance(learning_rate, tuple) else {"learning_rate": learning_rate}
+    return {"num_skipped_updates": opt_state.num_skipped, **rate}
 
 
 def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int | Tensor) -> Metrics:

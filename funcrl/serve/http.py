@@ -29,9 +29,9 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What it is answered; an iterator is sent piece by piece as it comes."""
+    """What it is answered."""
 
-    body: bytes | Iterator[bytes]
+    body: bytes
     kind: str = "application/json"
     status: int = 200
 
@@ -131,22 +131,11 @@ def _handler(routes: Routes, error_fields: ErrorFn, key: str) -> type[BaseHTTPRe
                 raise RequestError(401, "expected the server's key, got another or none")
 
         def _send(self, response: Response) -> None:
-            whole = response.body if isinstance(response.body, bytes) else None
             self.send_response(response.status)
             self.send_header("Content-Type", response.kind)
-            if whole is not None:
-                self.send_header("Content-Length", str(len(whole)))
-            else:
-                self.send_header("Transfer-Encoding", "chunked")
+            self.send_header("Content-Length", str(len(response.body)))
             self.end_headers()
-            if whole is not None:
-                self.wfile.write(whole)
-                return
-            for piece in response.body:
-                assert isinstance(piece, bytes)
-                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-                self.wfile.flush()
-            self.wfile.write(b"0\r\n\r\n")
+            self.wfile.write(response.body)
 
     return Handler
 

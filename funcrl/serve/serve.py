@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from funcrl.config import ServeConfig
-from funcrl.generators import HuggingFace, Sampler
-from funcrl.models import Recurrent, Transformer
+from funcrl.loop.from_config import embedded
 from funcrl.serve.http import listening
 from funcrl.serve.served import load_served
 
@@ -38,12 +37,12 @@ def serving(config: ServeConfig, note: Note, trust: bool = False) -> Iterator[st
         torch.set_num_threads(config.threads)
     served = load_served("serve", config.model, config.device, trust, note)
     key = config.key or f"tml-{secrets.token_hex(16)}"
-    make = Sampler if isinstance(served.model, Transformer | Recurrent) else HuggingFace
     dtype = getattr(torch, config.dtype)
-    generator = make(served.model, decode=served.tokenizer.decode, slots=config.slots, dtype=dtype)
+    generator = embedded(served.model)(
+        served.model, decode=served.tokenizer.decode, slots=config.slots, dtype=dtype
+    )
     service = Tinker(served, generator, config.folder, config.microbatch, dtype)
-    routes = service.routes()
-    listens = listening(routes, error_fields, config.host, config.port, key)
+    listens = listening(service.routes(), error_fields, config.host, config.port, key)
     with closing(generator), closing(service), listens as server:
         address = f"http://{config.host}:{server.server_address[1]}"
         note(f"{config.model} at {address}, key {key}")

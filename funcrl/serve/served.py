@@ -48,8 +48,7 @@ def load_served(
     if is_run(Path(name)):
         loaded = load_run(name, device=device, trust=trust, note=note)
         own = Path(name) / runs.TOKENIZER
-        options = replace(defaults(name), model=name)
-        place = own if own.is_dir() else tokenizer_place(function, options)
+        place = own if own.is_dir() else tokenizer_place(function, defaults(name))
         return Served(name, loaded.model, loaded.params, loaded.task.tokenizer, place)
     options = replace(defaults(name), device=device)
     source = find_source(function, name)

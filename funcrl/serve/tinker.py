@@ -19,6 +19,7 @@ from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
 from funcrl.serve.jobs import Failure, Jobs
 from funcrl.serve.served import Served
 from funcrl.serve.training import Kind, Trained
+from funcrl.tasks.contracts import end_tokens
 
 _WAIT = 20.0  # seconds that a client is kept waiting for a result before it is told to ask again
 _SCHEME = "tinker://"
@@ -118,13 +119,13 @@ class Tinker:
         if verb != "finish":
             raise RequestError(404, f"this server has no sessions/{request.rest}")
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             for made in (self._models, self._samplers):
                 for name in [each for each in made if each.partition(":")[0] == session]:
                     del made[name]
-            return [{}]
+            return {}
 
-        self._promise(run, None, ("finish", session))
+        self._promise(run, ("finish", session))
         return as_json({})
 
     # Models
@@ -143,12 +144,12 @@ class Tinker:
         kind = Kind(options["rank"], seed, **flags, unembed=unembed)
         model_id = f"{asked['session_id']}:train:{asked['model_seq_id']}"
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             base = self._served.params
             self._models[model_id] = training.new_model(self._model_fn, base, kind)
-            return [{"model_id": model_id}]
+            return {"model_id": model_id}
 
-        return self._promise(run, None, ("model", model_id), model_id=model_id)
+        return self._promise(run, ("model", model_id), model_id=model_id)
 
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
         trained = self._model(asked["model_id"])
@@ -165,11 +166,11 @@ class Tinker:
     def _unload_model(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id = asked["model_id"]
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             self._models.pop(model_id, None)
-            return [{"model_id": model_id}]
+            return {"model_id": model_id}
 
-        return self._promise(run, None, ("unload", model_id))
+        return self._promise(run, ("unload", model_id))
 
     def _forward_backward(self, request: Request) -> Response:
         try:
@@ -179,24 +180,24 @@ class Tinker:
             raise RequestError(422, str(error)) from error
         trained = self._model(asked.model_id)
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             logprobs, metrics = training.add_gradients(
                 trained, asked.data, asked.loss, asked.options, self._microbatch,
                 asked.forward_only,
             )  # fmt: skip
-            return [wire.write_gradients(logprobs, metrics)]
+            return wire.write_gradients(logprobs, metrics)
 
-        return as_json(self._promise(run, None, _once(asked.model_id, asked.number)))
+        return as_json(self._promise(run, _once(asked.model_id, asked.number)))
 
     def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
         trained, numbers = self._model(asked["model_id"]), asked.get("adam_params")
         if numbers is None:
             raise RequestError(400, "optim_step expects adam_params, got others")
 
-        def run(_: Sequence[Any]) -> list[Found]:
-            return [{"metrics": training.update(trained, numbers)}]
+        def run() -> Found:
+            return {"metrics": training.update(trained, numbers)}
 
-        return self._promise(run, None, _once(asked["model_id"], asked.get("seq_id")))
+        return self._promise(run, _once(asked["model_id"], asked.get("seq_id")))
 
     # Weights
 
@@ -206,11 +207,11 @@ class Tinker:
         path = self._path(model_id, "weights", name)
         again = bool(asked.get("overwrite"))
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             training.save_model(trained, self._folder_of(path), self._served.name, again)
-            return [{"path": path, "type": "save_weights"}]
+            return {"path": path, "type": "save_weights"}
 
-        return self._promise(run, None, _once(model_id, asked.get("seq_id")))
+        return self._promise(run, _once(model_id, asked.get("seq_id")))
 
     def _save_weights_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id, name = asked["model_id"], asked.get("path")
@@ -219,21 +220,21 @@ class Tinker:
         number = asked.get("sampling_session_seq_id")
         sampler = f"{model_id.partition(':')[0]}:sample:{number}"
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             if path is not None:
                 training.save_model(trained, self._folder_of(path), self._served.name)
-                return [{"path": path}]
+                return {"path": path}
             adapters, merge = trained.state.params, trained.adapters.merge
             self._samplers[sampler] = Sampled(merged=lambda: merge(adapters))
-            return [{"sampling_session_id": sampler}]
+            return {"sampling_session_id": sampler}
 
-        return self._promise(run, None, _once(model_id, asked.get("seq_id")))
+        return self._promise(run, _once(model_id, asked.get("seq_id")))
 
     def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id = asked.get("model_id") or f"{asked['session_id']}:train:{asked['model_seq_id']}"
         path, whole = asked["path"], bool(asked["optimizer"])
 
-        def run(_: Sequence[Any]) -> list[Found]:
+        def run() -> Found:
             found = self._load(path, whole)
             before = self._models.get(model_id)
             if before is None:
@@ -241,9 +242,9 @@ class Tinker:
             else:  # requests that came before hold the object
                 before.kind, before.adapters, before.state = found.kind, found.adapters, found.state
                 before.grads = None
-            return [{"path": path, "model_id": model_id}]
+            return {"path": path, "model_id": model_id}
 
-        return self._promise(run, None, _once(model_id, asked.get("seq_id")), model_id=model_id)
+        return self._promise(run, _once(model_id, asked.get("seq_id")), model_id=model_id)
 
     def _weights_info(self, asked: dict[str, Any]) -> dict[str, Any]:
         folder = self._folder_of(asked.get("tinker_path") or asked.get("path") or "")
@@ -323,14 +324,14 @@ class Tinker:
         draw = Draw(sampler, prompt, sampling, seed, bool(asked.get("prompt_logprobs")))
         # Equal prompts of one call are drawn differently, and of one seed they should not be.
         joins = None if given is not None else (sampler, sampling)
-        promise = self._promise(self._draw, draw, _once(sampler, number), joins)
+        request = self._jobs.add(self._draw, draw, _once(sampler, number), joins)
         names = [f"{sampler}:{number}:{index}" for index in range(count)]
-        return {**promise, "sample_sequence_ids": names}
+        return {"request_id": str(request), "sample_sequence_ids": names}
 
     def _sampling(self, options: Mapping[str, Any], count: int, length: int) -> Sampling:
         """Return how to draw, by the fields that the protocol has."""
         tokenizer, stop = self._served.tokenizer, options.get("stop")
-        ends = () if tokenizer.end is None else (tokenizer.end, *tokenizer.ends)
+        ends = (*end_tokens(tokenizer), *tokenizer.ends)
         texts: tuple[str, ...] = ()
         if stop is not None:
             stop = [stop] if isinstance(stop, str) else list(stop)
@@ -378,15 +379,10 @@ class Tinker:
     # Results
 
     def _promise(
-        self,
-        run: Callable[[Sequence[Any]], Sequence[Found]],
-        argument: Any,
-        name: tuple[Any, ...] | None,
-        joins: Any = None,
-        **fields: Any,
+        self, run: Callable[[], Found], name: tuple[Any, ...] | None, **fields: Any
     ) -> dict[str, Any]:
         """Return the number under which a client can ask for a result."""
-        return {"request_id": str(self._jobs.add(run, argument, name, joins)), **fields}
+        return {"request_id": str(self._jobs.add(lambda _: [run()], None, name)), **fields}
 
     def _retrieve_future(self, request: Request) -> Response:
         number = str(request.json().get("request_id", ""))
