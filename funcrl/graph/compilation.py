@@ -38,6 +38,7 @@ from funcrl.graph.tracing import trace, without_collection
 Update: TypeAlias = Callable[[TrainState, Rows], tuple[TrainState, Metrics]]
 # The structure of a state and a batch, and the shape of every leaf.
 _Shapes: TypeAlias = tuple[Any, tuple[tuple[Any, ...], ...]]
+_VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
 @checked
@@ -254,7 +255,13 @@ def _compile_piece(piece: GraphModule, backend: str) -> None:
     """Replace a piece's forward by its compiled one."""
     scalars = scalars_as_elements(piece)
     # Of its forward, whose code is its own: `piece.compile` would share one cache among all.
-    compiled = torch.compile(piece.forward, backend=backend, dynamic=False, fullgraph=True)
+    # torch's own cache does not ask for which vectors a kernel was written: loaded on a processor
+    # with narrower ones, it leaves elements unwritten. This option is part of the cache's key.
+    bits = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
+    options: dict[str, Any] = {"cpp.simdlen": bits} if bits and backend == "inductor" else {}
+    compiled = torch.compile(
+        piece.forward, backend=backend, dynamic=False, fullgraph=True, options=options
+    )
 
     def forward(*inputs: Tensor) -> Any:
         leaves = list(inputs)
@@ -266,12 +273,13 @@ def _compile_piece(piece: GraphModule, backend: str) -> None:
 
 
 def _key(pieces: GraphModule) -> str:
-    """Return a hash of the code, the shapes, the device and torch's version."""
+    """Return a hash of the code, the shapes, the device, its vectors and torch's version."""
     inputs = pieces.graph.find_nodes(op="placeholder")
     values = [(v.shape, v.dtype, v.device) for v in (node.meta["val"] for node in inputs)]
     device = torch.cuda.get_device_name() if values[0][2].type == "cuda" else "cpu"
     code = [str(part.code) for part in pieces.modules()]
-    text = f"{torch.__version__} {device} {values} {code}"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    text = f"{torch.__version__} {device} {vectors} {values} {code}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -3,6 +3,11 @@
 In one file, so that one process compiles what the tests have in common once.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import relative, tiny_batch, tiny_model, twice
@@ -16,6 +21,8 @@ from funcrl.graph import add_fences
 from funcrl.graph.compilation import _flat
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+HELPERS = Path(__file__).parents[2] / "helpers"
 
 # AdamW's first step divides each entry of a gradient by its own size, which turns rounding of
 # entries near 0 into anything; SGD leaves it as it is.
@@ -52,6 +59,23 @@ def test_a_step_in_one_piece_changes_rounding_alone_and_is_kept_in_a_file(tmp_pa
     ):
         assert torch.equal(one, other)
     assert [kept] == list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.slow
+def test_kernels_kept_for_other_vectors_are_not_loaded(tmp_path):
+    """Kernels written for 512 bits and compiled for 256 leave elements unwritten."""
+    found = []
+    for capability in ({}, {"ATEN_CPU_CAPABILITY": "default"}, {}):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **capability}
+        run = subprocess.run(
+            [sys.executable, HELPERS / "compiled.py"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(run.stdout.split())
+    assert found == [["0", "1"], ["0", "1"], ["1", "0"]]
 
 
 @pytest.mark.slow
