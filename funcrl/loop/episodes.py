@@ -10,7 +10,14 @@ from funcrl.core.types import Samples
 from funcrl.generators import Generator
 from funcrl.generators.stops import cut_at_stop
 from funcrl.tasks.adapt import TaskError
-from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer, end_tokens
+from funcrl.tasks.contracts import (
+    Environment,
+    Prompt,
+    Task,
+    Tokenizer,
+    ToolResults,
+    end_tokens,
+)
 
 
 class Failure(NamedTuple):
@@ -128,8 +135,14 @@ def _take_turn(task: Environment, episode: Episode, turn: Turn, context_length: 
         episode.append_observation(observed)
 
 
-def _observation_tokens(tokenizer: Tokenizer, observation: str, inline: bool) -> list[int]:
+def _observation_tokens(
+    tokenizer: Tokenizer, observation: str | ToolResults, inline: bool
+) -> list[int]:
     """Return an observation's tokens: within the policy's turn, or as the message after it."""
+    if isinstance(observation, ToolResults):
+        if not inline:
+            return list(tokenizer.encode_results(observation.texts))
+        observation = "".join(observation.texts)
     encode = tokenizer.encode_answer if inline else tokenizer.encode_reply
     return list(encode(observation))
 

@@ -16,7 +16,14 @@ from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.judge import Judge
 from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
-from funcrl.tasks.contracts import Environment, Prompt, Task, Tokenizer
+from funcrl.tasks.contracts import (
+    Environment,
+    Prompt,
+    Task,
+    Tokenizer,
+    ToolResults,
+    ToolState,
+)
 from funcrl.tasks.load import (
     TASKS,
     data_file,
@@ -28,6 +35,7 @@ from funcrl.tasks.load import (
 from funcrl.tasks.reward_calls import RewardLimits
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
+from funcrl.tasks.tools import ToolCall, from_environment, json_calls, python_calls
 
 __all__ = [
     "TASKS",
@@ -48,12 +56,17 @@ __all__ = [
     "SumDigits",
     "Task",
     "Tokenizer",
+    "ToolCall",
+    "ToolResults",
+    "ToolState",
     "WordTokenizer",
     "boxed_answer",
     "check_task",
     "data_file",
+    "from_environment",
     "from_rows",
     "is_built_in",
+    "json_calls",
     "last_number",
     "load",
     "load_rewards",
@@ -61,6 +74,7 @@ __all__ = [
     "marked_answer",
     "matches",
     "number_of",
+    "python_calls",
     "same_number",
     "source_file",
     "tagged_answer",

@@ -23,7 +23,7 @@ from funcrl.tasks.rewards import (
 
 _METHODS = ("demonstrate", "extract")
 _METHODS_TO_ACT = ("begin", "act", "observe")
-_METHODS_OF_TOKENIZER = ("encode", "decode", "encode_answer", "encode_reply")
+_METHODS_OF_TOKENIZER = ("encode", "decode", "encode_answer", "encode_reply", "encode_results")
 
 
 class TaskError(ValueError):

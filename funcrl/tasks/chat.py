@@ -2,10 +2,10 @@
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
@@ -61,6 +61,11 @@ class ChatTokenizer(Tokenizer):
         found = (self.end, *ends, *(() if eos is None else (eos,)))
         self.ends: tuple[int, ...] = tuple(dict.fromkeys(found))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self._tokenizer.chat_template is not None
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a conversation up to the start of the model's answer."""
         if self._tokenizer.chat_template is None:
@@ -68,13 +73,16 @@ class ChatTokenizer(Tokenizer):
         # The template writes the special tokens itself.
         return self.encode_answer(self.render([{"role": "user", "content": text}]))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] = ()
+    ) -> str:
         """Return a conversation as the model reads it, up to the start of its answer.
 
         The system's message comes first, where the messages have none.
 
         Args:
             messages: each with a role and a content.
+            tools: functions that the model may call, with types and docstrings.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -84,7 +92,7 @@ class ChatTokenizer(Tokenizer):
         messages = [dict(each) for each in messages]
         if self._system is not None and all(each.get("role") != "system" for each in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
-        return self._render(messages)
+        return self._render(messages, tools)
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
@@ -97,17 +105,23 @@ class ChatTokenizer(Tokenizer):
         """
         if self._tokenizer.chat_template is None:
             return self.encode_answer(text)
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": _ANSWER},
-            {"role": "user", "content": text},
-        ]
-        rendered = self._render(messages)
+        return self._encode_after_answer([{"role": "user", "content": text}])
+
+    def encode_results(self, results: Sequence[str]) -> list[int]:
+        """Return the tokens of tools' messages, and of the opening of the answer to them."""
+        if self._tokenizer.chat_template is None:
+            return self.encode_answer("".join(results))
+        return self._encode_after_answer([{"role": "tool", "content": each} for each in results])
+
+    def _encode_after_answer(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of messages after an answer, and of the opening of the next."""
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        rendered = self._render([*before, *messages])
         tokens = self.encode_answer(rendered.partition(_ANSWER)[2])
         if tokens[:1] != [self.end]:
             raise ValueError(
-                f"ChatTokenizer.encode_reply expects a chat template that ends an answer before "
-                f"another message, got {rendered!r}."
+                f"ChatTokenizer expects a chat template that ends an answer before another "
+                f"message, got {rendered!r}."
             )
         return tokens[1:]
 
@@ -122,13 +136,20 @@ class ChatTokenizer(Tokenizer):
             self._tokenizer.save_pretrained(folder)
             return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] = ()
+    ) -> str:
         """Return a conversation as text, with the opening of the model's next answer."""
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True
             )
         )
+
+
+def has_template(tokenizer: Tokenizer) -> TypeGuard[ChatTokenizer]:
+    """Return whether a chat template writes the prompts of a tokenizer."""
+    return isinstance(tokenizer, ChatTokenizer) and tokenizer.has_template
 
 
 def _end_of_turn(tokenizer: Any) -> int:

@@ -49,6 +49,13 @@ class Tokenizer:
         """
         return self.encode(text)
 
+    def encode_results(self, results: Sequence[str]) -> list[int]:
+        """Return the tokens from the end of an answer that calls tools to the start of the next.
+
+        They hold what each of the calls returned.
+        """
+        return self.encode_reply("".join(results))
+
     def files(self) -> Mapping[str, bytes]:
         """Return the files by which transformers reads this tokenizer, by name; none if it cannot.
 
@@ -124,6 +131,23 @@ class Task:
         return prompt.answer
 
 
+class ToolResults(NamedTuple):
+    """What an environment observes after an answer that called tools: what they returned."""
+
+    texts: tuple[str, ...]
+
+
+class ToolState(NamedTuple):
+    """The state of an environment whose methods a policy calls; see `from_environment`."""
+
+    environment: Any  # the object of this rollout, which changes when it is called
+    kind: str = ""  # which factory made it
+    messages: tuple[Mapping[str, str], ...] = ()  # of the policy and of the tools
+    results: ToolResults | None = None  # of the last answer's calls; None after the last answer
+    calls: int = 0
+    failed_calls: int = 0
+
+
 class Environment(Task):
     """Base class of tasks of several turns: the policy acts, reads an observation, and acts again.
 
@@ -149,7 +173,7 @@ class Environment(Task):
         """Return the state after an action, whose text ends with the stop string that ended it."""
         raise NotImplementedError
 
-    def observe(self, state: Any) -> str | None:
+    def observe(self, state: Any) -> "str | ToolResults | None":
         """Return what the policy reads next; None when the episode is over."""
         raise NotImplementedError
 

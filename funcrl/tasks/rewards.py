@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from funcrl.core.files import brief
-from funcrl.tasks.contracts import Prompt, Task
+from funcrl.tasks.contracts import Prompt, Task, ToolState
 from funcrl.tasks.named import arguments_taken
 from funcrl.tasks.reward_calls import (
     FunctionError,
@@ -36,7 +36,8 @@ class Form(NamedTuple):
 def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
     """Return how a reward function is called, which its parameters say.
 
-    One that takes `prompts`, `completions` or `solution_strs` is called once for a batch.
+    One that takes `prompts`, `completions`, `environments` or `solution_strs` is called once for a
+    batch.
     Parameters that are called prompt, completion, answer, data, or like a column get these, and so
     do verl's solution_str and ground_truth. Of two others the names must say that they are the
     prompt and the completion, as (p, c) and (_, text) do.
@@ -123,10 +124,11 @@ def as_list(result: Any, count: int) -> Sequence[Any]:
 _TEXTS = {"text", "response", "output", "outcome", "reply", "generation"}  # of a completion
 _VERL = {"solution_str", "ground_truth"}  # verl's names for the completion and the answer
 _ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
-_BATCH = {"prompts", "completions", "states", "answers", "data", *(f"{each}s" for each in _VERL)}
-_OF_BATCH = {"prompts", "completions", "solution_strs"}
+_PLURALS = {f"{each}s" for each in _VERL}
+_BATCH = {"prompts", "completions", "environments", "states", "answers", "data", *_PLURALS}
+_OF_BATCH = {"prompts", "completions", "environments", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
-_RESERVED = {"prompt", "completion", "prompts", "completions", "solution_str", "solution_strs"}
+_RESERVED = {"prompt", "completion", "solution_str", *_OF_BATCH}
 
 
 def columns_of(prompt: Any) -> Mapping[str, Any]:
@@ -163,9 +165,16 @@ def _as_given(prompt: Any) -> Any:
 
 def _reply(prompt: Any, outcome: Any) -> Any:
     """Return the message that goes on with a conversation, in a list; else the text."""
+    if isinstance(outcome, ToolState):
+        return list(outcome.messages)
     if isinstance(prompt.data, Conversation) and isinstance(outcome, str):
         return [{"role": "assistant", "content": outcome}]
     return outcome
+
+
+def _environment(outcome: Any) -> Any:
+    """Return the object that a policy's calls changed; of another environment the last state."""
+    return outcome.environment if isinstance(outcome, ToolState) else outcome
 
 
 def _plurals(columns: Collection[str]) -> set[str]:
@@ -191,15 +200,19 @@ def _call_batch(
     plain = {
         "prompts": [_as_given(each) for each in prompts],
         "completions": [_reply(*pair) for pair in zip(prompts, outcomes, strict=True)],
+        "environments": [_environment(each) for each in outcomes],
         "states": list(outcomes),
         "answers": [each.answer for each in prompts],
         "data": [each.data for each in prompts],
         "solution_strs": list(outcomes),
         "ground_truths": [_ground_truth(each) for each in prompts],
     }
-    given = plain | {f"{name}s": values for name, values in columns.items()} | columns
+    plurals = {f"{name}s": v for name, v in columns.items() if f"{name}s" not in _RESERVED}
+    given = plain | plurals | columns
     # As TRL does it: the prompts, the completions and every column by its own name.
-    every = ("prompts", "completions", *columns) if form.takes_all else ()
+    acts = isinstance(outcomes[0], ToolState)
+    listed = ("prompts", "completions", *(("environments",) if acts else ()), *columns)
+    every = listed if form.takes_all else ()
     return function(**{each: given[each] for each in (*form.names, *every)})
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,7 +11,7 @@ from funcrl.core.arguments import Fraction, checked
 from funcrl.core.files import brief
 from funcrl.tasks.adapt import TokenizerStandIn, check_tokenizer, with_rewards
 from funcrl.tasks.answers import number_of
-from funcrl.tasks.contracts import Prompt, Task, Tokenizer, TokenizerLike
+from funcrl.tasks.contracts import Prompt, Reward, Task, Tokenizer, TokenizerLike
 from funcrl.tasks.read_rows import Table, to_table
 from funcrl.tasks.rewards import Conversation, form_of
 from funcrl.tasks.tokenizers import ByteTokenizer
@@ -113,7 +113,7 @@ def _conversations(function: str, table: Table, tokenizer: Tokenizer, column: st
             f"--prompt-template for {table.name}, got a tokenizer without a template."
         )
     contents = [
-        json.dumps(_messages(function, row[column], table.place(index)), sort_keys=True)
+        json.dumps(messages_of(function, row[column], table.place(index)), sort_keys=True)
         for index, row in enumerate(table.rows)
     ]
 
@@ -130,7 +130,8 @@ def _conversations(function: str, table: Table, tokenizer: Tokenizer, column: st
     return Prompts(prompts, contents, whole, finish)
 
 
-def _messages(function: str, value: Any, place: str) -> list[dict[str, str]]:
+def messages_of(function: str, value: Any, place: str) -> list[dict[str, str]]:
+    """Return the messages of a row, each with its role and its content; raise for anything else."""
     good = isinstance(value, list | tuple) and bool(value)
     for each in value if good else ():
         fields = each if isinstance(each, Mapping) else {}
@@ -145,12 +146,12 @@ def _messages(function: str, value: Any, place: str) -> list[dict[str, str]]:
 
 def _prompts(function: str, table: Table, texts: Sequence[str]) -> list[Prompt]:
     return [
-        Prompt(text, _answer(function, row, table.place(index)), row)
+        Prompt(text, answer_of(function, row, table.place(index)), row)
         for index, (text, row) in enumerate(zip(texts, table.rows, strict=True))
     ]
 
 
-def _answer(function: str, row: Mapping[str, Any], place: str) -> str:
+def answer_of(function: str, row: Mapping[str, Any], place: str) -> str:
     """Return a row's answer as a text, "" for none."""
     answer = row.get("answer")
     if answer is None:
@@ -232,7 +233,7 @@ class RowsTask(Task):
         """Return held-out rows, spread over them."""
         return [self._finish(each) for each in spread(self._test, count)]
 
-    def reward(self, prompt: Prompt, completion: str) -> Mapping[str, float]:
+    def reward(self, prompt: Prompt, completion: Any) -> Reward | Awaitable[Reward]:
         """Return no reward of the task's own."""
         del prompt, completion
         return {}
@@ -288,7 +289,7 @@ def from_rows(
     """
     own = ByteTokenizer() if tokenizer is None else check_tokenizer("from_rows", tokenizer)
     table = to_table("from_rows", rows, name)
-    functions = _by_name(reward)
+    functions = reward_functions("from_rows", reward)
     task = rows_task("from_rows", table, functions, own, name, prompt_template, held_out)
     if functions:
         return with_rewards(task, functions, weights)
@@ -362,21 +363,21 @@ def _check_answers(function: str, table: Table) -> None:
             )
 
 
-def _by_name(reward: Any) -> Rewards:
+def reward_functions(function: str, reward: Any) -> Rewards:
     """Return reward functions by their names."""
     if reward is None or isinstance(reward, Mapping):
         return reward or {}
     functions = [reward] if callable(reward) else list(reward)
     named: dict[str, Callable[..., Any]] = {}
-    for function in functions:
-        checks.check_callable("from_rows", "reward", function, "a function, or several")
-        name = getattr(function, "__name__", "")
+    for each in functions:
+        checks.check_callable(function, "reward", each, "a function, or several")
+        name = getattr(each, "__name__", "")
         if not name.isidentifier() or name in named:
             raise ValueError(
-                f"from_rows expects reward functions with names of their own, or name -> function, "
-                f"got {name or function!r}{' twice' if name in named else ''}."
+                f"{function} expects reward functions with names of their own, or name -> "
+                f"function, got {name or each!r}{' twice' if name in named else ''}."
             )
-        named[name] = function
+        named[name] = each
     return named
 
 

@@ -20,6 +20,7 @@ from recurrent_cases import case as scan_case
 from torch import Tensor
 
 import funcrl
+import trl_environment
 from funcrl import aggregation, config, optim, ratios, tasks
 from funcrl.loop.parity import ParityConfig
 
@@ -166,6 +167,11 @@ OWN: dict[str, dict[str, Any]] = {
     "stops.cut_at_stop": {"tokens": [65, 66], "sampling": purity.STOPPING},
     "stops.has_stop_string": {"tokens": [65, 66], "sampling": purity.STOPPING},
     "tasks.data_file": {"name": "data.csv"},
+    "tasks.from_environment": {
+        "environment_factory": trl_environment.Guess, "rows": [{"secret": 1}], "reward": None,
+        "read_calls": None},
+    "tasks.json_calls": {"text": "5"},
+    "tasks.python_calls": {"text": "5"},
     "tasks.from_rows": {"rows": [{"prompt": "a", "answer": "b"}]},
     "tasks.is_built_in": {"name": "sum_digits"},
     "tasks.load": {"name": "sum_digits"},

@@ -68,6 +68,7 @@ def test_help_has_its_options(path, monkeypatch, capsys):
     [
         ("first_policy", {"steps": 25}, 0.1),
         ("own_task", {"steps": 30, "num_prompts": 32}, 0.08),
+        ("trl_environment", {"steps": 30}, 0.1),
         ("own_model", {"steps": 25, "num_prompts": 16}, 0.15),
         ("transformers_model", {"steps": 25}, 0.08),
         ("lora", {"steps": 8, "base_steps": 150, "out": Path("runs/merged")}, 0.15),

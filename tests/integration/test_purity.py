@@ -14,6 +14,7 @@ from recurrent_cases import case as scan_case
 from surface import functions_of, public_functions
 
 import funcrl
+import trl_environment
 from funcrl import (
     advantages,
     aggregation,
@@ -532,6 +533,11 @@ TABLE_OF_CALLS = {
     "tasks.data_file": (lambda: tasks.data_file("data.csv").name, ()),
     "tasks.from_rows": (
         lambda: tasks.from_rows([{"prompt": "a", "answer": "b"}] * 3).prompts(0, 0, 2), ()),
+    "tasks.from_environment": (
+        lambda: tasks.from_environment(trl_environment.Guess, [{"secret": 3}]).prompts(0, 0, 2),
+        ()),
+    "tasks.json_calls": (lambda: tasks.json_calls('<tool_call>{"name": "f"}</tool_call>'), ()),
+    "tasks.python_calls": (lambda: tasks.python_calls("f(a=1)"), ()),
     "tasks.load_rewards": (lambda: list(tasks.load_rewards(["math:sqrt"])), ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),
     "lora": (
