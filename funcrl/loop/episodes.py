@@ -12,6 +12,7 @@ from funcrl.generators.stops import cut_at_stop
 from funcrl.tasks.adapt import TaskError
 from funcrl.tasks.contracts import (
     Environment,
+    Played,
     Prompt,
     Task,
     Tokenizer,
@@ -60,6 +61,19 @@ class Episode:
         """Add tokens of the environment, which are not trained on."""
         zeros = [0.0] * len(tokens)
         self._append(tokens, False, zeros, zeros)
+
+    def played(self) -> Played:
+        """Return it as it ended."""
+        return Played(
+            self.prompt_tokens,
+            self.tokens,
+            self.mask,
+            self.logprobs,
+            self.policy_logprobs,
+            self.state,
+            self.turns,
+            self.finish_reason,
+        )
 
     def _append(
         self, tokens: list[int], sampled: bool, logprobs: list[float], policy: list[float]

@@ -18,6 +18,7 @@ from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.chat import ChatTokenizer, load_tokenizer
 from funcrl.tasks.contracts import (
     Environment,
+    Played,
     Prompt,
     Task,
     Tokenizer,
@@ -36,6 +37,7 @@ from funcrl.tasks.reward_calls import RewardLimits
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
 from funcrl.tasks.tools import ToolCall, from_environment, json_calls, python_calls
+from funcrl.tasks.verifiers import from_verifiers
 
 __all__ = [
     "TASKS",
@@ -49,6 +51,7 @@ __all__ = [
     "Gymnasium",
     "Judge",
     "Math",
+    "Played",
     "Prompt",
     "ReasoningGym",
     "RewardFn",
@@ -65,6 +68,7 @@ __all__ = [
     "data_file",
     "from_environment",
     "from_rows",
+    "from_verifiers",
     "is_built_in",
     "json_calls",
     "last_number",

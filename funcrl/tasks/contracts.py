@@ -69,11 +69,27 @@ def end_tokens(tokenizer: "TokenizerLike") -> list[int]:
     return [] if tokenizer.end is None else [tokenizer.end]
 
 
+class Played(NamedTuple):
+    """An episode that a task has played by itself, with what a generator drew for it."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]  # all that follow
+    mask: list[bool]  # [tokens] those that were drawn
+    logprobs: list[float]  # [tokens] of the distribution that was drawn from, 0 where none was
+    policy_logprobs: list[float]  # [tokens] of the policy; NaN where they are not known
+    outcome: Any  # what is rewarded
+    turns: int
+    finish_reason: str  # "stop" or "length"
+
+
 class Task:
     """Base class of what a policy is trained on.
 
     A subclass has `tokenizer`, `prompts` and `reward`. The other members have defaults; `name` is
     that of the class. Any object with the three members will do as well.
+
+    A task that plays episodes in its own way has `play(generator, prompts, sampling, seed)`, which
+    returns a `Played` of each prompt, and the last `Samples` that the generator drew.
 
     Example:
         >>> import funcrl

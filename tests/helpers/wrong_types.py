@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import test_purity as purity
 import torch
+import verifiers_guess
 from recurrent_cases import case as scan_case
 from torch import Tensor
 
@@ -170,6 +171,9 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.from_environment": {
         "environment_factory": trl_environment.Guess, "rows": [{"secret": 1}], "reward": None,
         "read_calls": None},
+    "tasks.from_verifiers": {
+        "env": verifiers_guess.environment(), "tokenizer": tasks.CharTokenizer("ab"),
+        "renderer": None},
     "tasks.json_calls": {"text": "5"},
     "tasks.python_calls": {"text": "5"},
     "tasks.from_rows": {"rows": [{"prompt": "a", "answer": "b"}]},

@@ -95,6 +95,13 @@ def test_a_model_that_was_saved_is_trained_on(load, capsys):
 
 
 @pytest.mark.slow
+def test_verifiers_plays_and_the_policy_is_trained(load):
+    rewards = load("verifiers_environment").main(steps=3)
+    assert len(rewards) == 3
+    assert min(rewards) > 0.1  # four guesses at random find one of ten digits that often
+
+
+@pytest.mark.slow
 def test_both_algorithms_learn(load):
     example = load("own_algorithm")
     curves = example.main(example.Config(steps=25, num_prompts=16))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import verifiers_guess
 from cases import random_case, table_model, tiny_batch, tiny_model, tiny_tokenizer
 from graphs import flatten
 from recurrent_cases import case as scan_case
@@ -535,6 +536,11 @@ TABLE_OF_CALLS = {
         lambda: tasks.from_rows([{"prompt": "a", "answer": "b"}] * 3).prompts(0, 0, 2), ()),
     "tasks.from_environment": (
         lambda: tasks.from_environment(trl_environment.Guess, [{"secret": 3}]).prompts(0, 0, 2),
+        ()),
+    "tasks.from_verifiers": (
+        lambda: [
+            prompt.text for prompt in tasks.from_verifiers(
+                verifiers_guess.environment(), tasks.CharTokenizer("ab")).prompts(0, 0, 2)],
         ()),
     "tasks.json_calls": (lambda: tasks.json_calls('<tool_call>{"name": "f"}</tool_call>'), ()),
     "tasks.python_calls": (lambda: tasks.python_calls("f(a=1)"), ()),

@@ -67,6 +67,7 @@ SILENT: dict[tuple[str, str], tuple[set[str], str]] = {
     ("checks.check_tensor", "value"): (TENSOR, "what the check is for"),
     ("parallel.gather_objects", "value"): (ALL, "anything that can be pickled"),
     ("rollouts.named_rewards", "outcome"): (ALL, "an environment's state is of any kind"),
+    ("tasks.from_verifiers", "renderer"): ({"None"}, "as when it is left out"),
     ("trace", "args"): (TENSOR, "what the traced function takes"),
 }  # fmt: skip
 

@@ -15,7 +15,14 @@ from funcrl.generators import Generator
 from funcrl.loop.episodes import Episode, play, read_turns
 from funcrl.rl.batching import pad_rows
 from funcrl.tasks.adapt import check_task
-from funcrl.tasks.contracts import Environment, Prompt, TaskLike, end_tokens
+from funcrl.tasks.contracts import (
+    Environment,
+    Played,
+    Prompt,
+    TaskLike,
+    Tokenizer,
+    end_tokens,
+)
 
 
 class Completed(NamedTuple):
@@ -61,7 +68,6 @@ def complete(
     if not prompts:
         raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
     tokenizer, group_size = task.tokenizer, sampling.num_samples
-    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
     ends = (*sampling.stop_tokens, *end_tokens(tokenizer), *tokenizer.ends)
     sampling = replace(
         sampling,
@@ -73,33 +79,52 @@ def complete(
     forget = getattr(generator, "forget", None)
     if forget is not None:
         forget()
+    rows = [prompt for prompt in prompts for _ in range(group_size)]
+    if hasattr(task, "play"):
+        episodes, last = task.play(generator, rows, sampling, seed)
+        return _completed(rows, episodes, last, tokenizer, group_size)
+    encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
     samples = generator.generate(encoded, sampling, seed)
-    rows = [
-        (prompt, tokens)
-        for prompt, tokens in zip(prompts, encoded, strict=True)
-        for _ in range(group_size)
-    ]
+    contexts = [tokens for tokens in encoded for _ in range(group_size)]
     if isinstance(task, Environment):
-        episodes = [Episode(prompt, tokens, task.begin(prompt)) for prompt, tokens in rows]
-        last = play(task, generator, episodes, samples, sampling, seed)
-        texts = [tokenizer.decode(episode.tokens) for episode in episodes]
-        samples = _samples_of(episodes, last)
-        outcomes, turns = [each.state for each in episodes], [each.turns for each in episodes]
-    else:
-        texts = [turn.text for turn in read_turns(samples, tokenizer, sampling)]
-        outcomes, turns = list(texts), [1] * len(texts)
+        begun = [
+            Episode(prompt, tokens, task.begin(prompt))
+            for prompt, tokens in zip(rows, contexts, strict=True)
+        ]
+        last = play(task, generator, begun, samples, sampling, seed)
+        return _completed(rows, [each.played() for each in begun], last, tokenizer, group_size)
+    texts = [turn.text for turn in read_turns(samples, tokenizer, sampling)]
     return Completed(
-        prompts=[prompt for prompt, _ in rows],
-        prompt_tokens=[tokens for _, tokens in rows],
+        prompts=rows,
+        prompt_tokens=contexts,
         samples=samples,
         texts=texts,
-        outcomes=outcomes,
-        turns=turns,
+        outcomes=list(texts),
+        turns=[1] * len(texts),
         group_size=group_size,
     )
 
 
-def _samples_of(episodes: Sequence[Episode], last: Samples) -> Samples:
+def _completed(
+    prompts: list[Prompt],
+    episodes: Sequence[Played],
+    last: Samples,
+    tokenizer: Tokenizer,
+    group_size: int,
+) -> Completed:
+    """Return episodes as completions, with samples such as those of their last turn."""
+    return Completed(
+        prompts=prompts,
+        prompt_tokens=[each.prompt_tokens for each in episodes],
+        samples=_samples_of(episodes, last),
+        texts=[tokenizer.decode(each.tokens) for each in episodes],
+        outcomes=[each.outcome for each in episodes],
+        turns=[each.turns for each in episodes],
+        group_size=group_size,
+    )
+
+
+def _samples_of(episodes: Sequence[Played], last: Samples) -> Samples:
     """Return episodes as samples of the dtypes, device and policy of the last turn's."""
     device = last.tokens.device
     return Samples(

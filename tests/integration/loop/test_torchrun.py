@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,7 +209,8 @@ prompts = 4 + (rank if kind == "differ" else 0)
 config = TrainConfig(run_dir=folder, steps=2, threads=1, num_prompts=prompts, num_generations=2,
     warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=0))
 trained = funcrl.train(config, task=task, mesh=mesh)
-print(len(trained.history), sum(leaf.sum().item() for leaf in trained.state.params.values()))
+total = sum(leaf.sum().item() for leaf in trained.state.params.values())
+sys.stdout.write(f"\\nafter {{len(trained.history)}}: {{total}}\\n")  # at once, as two ranks write
 distributed.destroy_process_group()
 """)
     for kind, expected in (
@@ -220,8 +222,8 @@ distributed.destroy_process_group()
         assert expected in output, output
     status, output = ended(torchrun(tmp_path / "good", 2, ["good"], script=[str(script)]))
     assert status == 0, output
-    said = [line for line in output.splitlines() if line.startswith("3 ")]
-    assert len(said) == 2
+    said = re.findall("after 3: ([^ \n]+)\n", output)
+    assert len(said) == 2, output
     assert said[0] == said[1]
 
 
