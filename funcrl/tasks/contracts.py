@@ -158,6 +158,7 @@ class ToolState(NamedTuple):
 
     environment: Any  # the object of this rollout, which changes when it is called
     kind: str = ""  # which factory made it
+    lease: Any = None  # while there is one, the object is this rollout's
     messages: tuple[Mapping[str, str], ...] = ()  # of the policy and of the tools
     results: ToolResults | None = None  # of the last answer's calls; None after the last answer
     calls: int = 0

@@ -5,12 +5,13 @@ import asyncio
 import inspect
 import json
 import re
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.core.arguments import Count, Fraction, checked
 from funcrl.core.files import brief
-from funcrl.tasks.adapt import TokenizerStandIn, check_tokenizer, with_rewards
+from funcrl.tasks.adapt import TaskError, TokenizerStandIn, check_tokenizer, with_rewards
 from funcrl.tasks.chat import has_template
 from funcrl.tasks.contracts import (
     Environment,
@@ -103,6 +104,22 @@ class _Tools(NamedTuple):
     make: Factory
     names: tuple[str, ...]
     rewards: bool  # whether the environment has a reward of its own
+    free: list[Any]  # objects that no rollout holds
+
+    def take(self, kind: str) -> ToolState:
+        """Return a state with an object that is free, or a new one.
+
+        It is free again when the last state of its rollout is gone: an object may be dear, such as
+        a connection, so it is made once and reset often.
+        """
+        environment = self.free.pop() if self.free else self.make()
+        lease = _Lease()
+        weakref.finalize(lease, self.free.append, environment).atexit = False
+        return ToolState(environment, kind, lease)
+
+
+class _Lease:
+    """Held by the states of one rollout."""
 
 
 class ToolEnvironment(RowsTask, Environment):
@@ -178,8 +195,14 @@ class ToolEnvironment(RowsTask, Environment):
     def _reset(self, prompt: Prompt) -> tuple[ToolState, Any]:
         row = dict(prompt.data)
         kind = "" if "" in self._tools else row.pop("environment")
-        environment = self._tools[kind].make()
-        return ToolState(environment, kind), environment.reset(**row)
+        state = self._tools[kind].take(kind)
+        try:
+            return state, state.environment.reset(**row)
+        except Exception as error:
+            raise TaskError(
+                f"reset of {type(state.environment).__name__}, an environment of the task "
+                f"{self.name!r}, raised {type(error).__name__}: {error} for the row {brief(row)}."
+            ) from error
 
     def _with_observation(self, prompt: Prompt) -> Prompt:
         return prompt._replace(text=self._text(prompt, *self._reset(prompt)))
@@ -245,11 +268,11 @@ def from_environment(
 ) -> Environment:
     """Return the task of an environment by TRL's convention, `GRPOTrainer(environment_factory=)`.
 
-    The factory makes an object, one for each rollout. `reset(**row)` begins it, and may return a
-    text, which goes behind the row's prompt. Its other public methods are tools: a policy that
-    calls one reads what it returns, or the message of what it raised, and goes on; an answer
-    without a call is the last. `get_reward()` is the reward `environment`. The rewards `calls` and
-    `failed_calls` count and weigh nothing.
+    The factory makes an object for each rollout, which serves another one when that is gone.
+    `reset(**row)` begins a rollout, and may return a text, which goes behind the row's prompt. Its
+    other public methods are tools: a policy that calls one reads what it returns, or the message of
+    what it raised, and goes on; an answer without a call is the last. `get_reward()` is the reward
+    `environment`. The rewards `calls` and `failed_calls` count and weigh nothing.
 
     Unlike other environments' states the object changes when a method is called.
 
@@ -328,7 +351,7 @@ def _tools_of(make: Factory) -> _Tools:
             f"from_environment expects public methods of {kind.__name__} for a policy to call, got "
             f"none."
         )
-    return _Tools(make, names, "get_reward" in methods)
+    return _Tools(make, names, "get_reward" in methods, [example])
 
 
 def _check_rewards(
@@ -350,7 +373,7 @@ def _check_template(tokenizer: Any, tools: Mapping[str, _Tools]) -> None:
     """Raise if the chat template does not tell a policy of each tool."""
     question = [{"role": "user", "content": "?"}]
     for each in tools.values():
-        environment = each.make()
+        (environment,) = each.free
         for name in each.names:
             try:
                 shown = tokenizer.render(question, [getattr(environment, name)])

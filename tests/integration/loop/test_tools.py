@@ -218,6 +218,32 @@ def test_a_reward_may_be_async():
     assert rewards(task, completed)["environment"] == [0.5]
 
 
+def test_a_reset_that_raises_is_named():
+    class Gone(Guess):
+        def reset(self, **row):
+            raise ConnectionError("no server")
+
+    task = from_environment(Gone, ROWS, held_out=0)
+    with pytest.raises(ValueError, match="reset of Gone, an .* raised ConnectionError: no server"):
+        task.prompts(0, 0, 1)
+
+
+def test_an_object_is_made_once_and_reset_often():
+    made = []
+
+    class Counted(Guess):
+        def __init__(self):
+            made.append(self)
+
+    task = from_environment(Counted, ROWS, held_out=0)
+    for step in range(3):
+        states = [task.begin(prompt) for prompt in task.prompts(0, 4 * step, 4)]
+        states = [task.act(state, "guess(digit=1)") for state in states]
+        assert len({id(state.environment) for state in states}) == 4
+        del states  # the rollouts are gone
+    assert len(made) == 4
+
+
 def test_a_row_says_which_environment_is_meant():
     class Other:
         def reset(self, **row):
