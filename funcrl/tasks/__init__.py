@@ -36,7 +36,7 @@ from funcrl.tasks.load import (
 from funcrl.tasks.reward_calls import RewardLimits
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
-from funcrl.tasks.tools import ToolCall, from_environment, json_calls, python_calls
+from funcrl.tasks.tools import ToolCall, from_environment, json_calls, python_calls, renderer_calls
 from funcrl.tasks.verifiers import from_verifiers
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "matches",
     "number_of",
     "python_calls",
+    "renderer_calls",
     "same_number",
     "source_file",
     "tagged_answer",

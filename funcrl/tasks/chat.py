@@ -62,6 +62,11 @@ class ChatTokenizer(Tokenizer):
         self.ends: tuple[int, ...] = tuple(dict.fromkeys(found))
 
     @property
+    def inner(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @property
     def has_template(self) -> bool:
         """Whether there is a chat template."""
         return self._tokenizer.chat_template is not None

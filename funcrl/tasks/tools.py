@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from funcrl.core import checks
 from funcrl.core.arguments import Count, Fraction, checked
 from funcrl.core.files import brief
 from funcrl.tasks.adapt import TaskError, TokenizerStandIn, check_tokenizer, with_rewards
-from funcrl.tasks.chat import has_template
+from funcrl.tasks.chat import ChatTokenizer, has_template
 from funcrl.tasks.contracts import (
     Environment,
     Prompt,
@@ -96,6 +97,45 @@ def python_calls(text: str) -> list[ToolCall]:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return []
     return [ToolCall(call.func.id, arguments)]
+
+
+@checked
+def renderer_calls(tokenizer: TokenizerLike, renderer: Any) -> ReadCalls:
+    """Return a function that reads calls in the form of any model that the renderers package knows.
+
+    Args:
+        tokenizer: the model's, a `ChatTokenizer`.
+        renderer: the model's config in that package, such as `renderers.GLM5RendererConfig()`.
+
+    Example:
+        >>> from funcrl.tasks import ByteTokenizer, renderer_calls
+        >>> renderer_calls(ByteTokenizer(), None)
+        Traceback (most recent call last):
+        TypeError: renderer_calls expects a ChatTokenizer, got ByteTokenizer.
+    """
+    if not isinstance(tokenizer, ChatTokenizer):
+        raise TypeError(f"renderer_calls expects a ChatTokenizer, got {type(tokenizer).__name__}.")
+    package = checks.import_extra(
+        "renderer_calls", "renderers", "for its parsers", "'funcrl[verifiers]'"
+    )
+    if not isinstance(renderer, package.BaseRendererConfig):
+        raise TypeError(
+            f"renderer_calls expects renderer to be a config of the renderers package, got "
+            f"{type(renderer).__name__}."
+        )
+    parse = package.create_renderer(tokenizer.inner, renderer).parse_response
+
+    @checked
+    def read(text: str) -> list[ToolCall]:
+        calls = parse(tokenizer.encode_answer(text)).tool_calls
+        return [
+            ToolCall(each.name, each.arguments)
+            if each.name and isinstance(each.arguments, dict)
+            else ToolCall("", {})
+            for each in calls
+        ]
+
+    return read
 
 
 class _Tools(NamedTuple):
@@ -286,8 +326,8 @@ def from_environment(
         weights: name -> factor, 1 when left out.
         tokenizer: the model's; of bytes when left out. Its chat template tells a policy of the
             tools, by their names, types and docstrings.
-        read_calls: answer -> calls. When left out, `json_calls` where there is a chat template,
-            else `python_calls`.
+        read_calls: answer -> calls, such as `renderer_calls` returns. When left out, `json_calls`
+            where there is a chat template, else `python_calls`.
         stop: strings that end a call; what tools return follows right behind it, where it is else
             a message of its own.
         max_turns: of a policy in an episode, the answer included.

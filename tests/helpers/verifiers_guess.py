@@ -1,11 +1,24 @@
 """An environment of verifiers in several turns: guess a digit, and hear of more or less."""
 
 import httpx
+from cases import TEMPLATES, tiny_tokenizer
+from renderers import Qwen3RendererConfig
 from verifiers import v1 as vf
+
+import funcrl
 
 __all__ = ["GuessTaskset", "Player"]
 
 TURNS = 3
+RENDERER = Qwen3RendererConfig(enable_thinking=False)
+MARKS = ["<|endoftext|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+         "<think>", "</think>"]  # fmt: skip
+
+
+def qwen_tokenizer():
+    tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
+    tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    return funcrl.tasks.ChatTokenizer(tokenizer._tokenizer)
 
 
 class GuessData(vf.TaskData):

@@ -174,6 +174,8 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.from_verifiers": {
         "env": verifiers_guess.environment(), "tokenizer": tasks.CharTokenizer("ab"),
         "renderer": None},
+    "tasks.renderer_calls": {
+        "tokenizer": verifiers_guess.qwen_tokenizer(), "renderer": verifiers_guess.RENDERER},
     "tasks.json_calls": {"text": "5"},
     "tasks.python_calls": {"text": "5"},
     "tasks.from_rows": {"rows": [{"prompt": "a", "answer": "b"}]},

@@ -543,6 +543,10 @@ TABLE_OF_CALLS = {
                 verifiers_guess.environment(), tasks.CharTokenizer("ab")).prompts(0, 0, 2)],
         ()),
     "tasks.json_calls": (lambda: tasks.json_calls('<tool_call>{"name": "f"}</tool_call>'), ()),
+    "tasks.renderer_calls": (
+        lambda: tasks.renderer_calls(
+            verifiers_guess.qwen_tokenizer(), verifiers_guess.RENDERER)("<tool_call>{</tool_call>"),
+        ()),
     "tasks.python_calls": (lambda: tasks.python_calls("f(a=1)"), ()),
     "tasks.load_rewards": (lambda: list(tasks.load_rewards(["math:sqrt"])), ()),
     "tasks.load": (lambda: tasks.load("sum_digits").prompts(0, 0, 2), ()),

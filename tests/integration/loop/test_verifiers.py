@@ -5,25 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import verifiers_guess
-from cases import TEMPLATES, equal, tiny_tokenizer
-from renderers import Qwen3RendererConfig, create_renderer
+from cases import equal
+from renderers import create_renderer
 from test_episodes import Script
+from verifiers_guess import RENDERER, qwen_tokenizer
 
 import funcrl
 from funcrl.config import Sampling, TrainConfig, WarmStartConfig
 from funcrl.loop.rollouts.draw import complete, to_rollout
 from funcrl.loop.rollouts.grade import RewardError, grade
-from funcrl.tasks import from_verifiers
-
-RENDERER = Qwen3RendererConfig(enable_thinking=False)
-MARKS = ["<|endoftext|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-         "<think>", "</think>"]  # fmt: skip
-
-
-def qwen_tokenizer():
-    tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
-    tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    return funcrl.tasks.ChatTokenizer(tokenizer._tokenizer)
+from funcrl.tasks import ToolCall, from_verifiers, json_calls, renderer_calls
 
 
 def guess(**options):
@@ -158,6 +149,24 @@ def test_sampling_is_the_runs_own():
         RuntimeError, match="the run's own options to say how to sample.*temperature"
     ):
         play(task, ["7"])
+
+
+def test_calls_are_read_in_the_form_of_a_model_that_renderers_knows():
+    tokenizer = qwen_tokenizer()
+    read = renderer_calls(tokenizer, RENDERER)
+    calls = [{"name": "guess", "arguments": {"digit": 5}}, {"name": "hint", "arguments": {}}]
+    said = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "So:", "tool_calls": [{"function": c} for c in calls]},
+    ]
+    text = tokenizer.inner.decode(create_renderer(tokenizer.inner, RENDERER).render_ids(said))
+    answer = text.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+    assert read(answer) == [ToolCall("guess", {"digit": 5}), ToolCall("hint", {})]
+    assert json_calls(answer) == read(answer)
+    assert read("<tool_call>{</tool_call>") == [ToolCall("", {})]
+    assert read("It is 5.") == []
+    with pytest.raises(TypeError, match="renderer_calls expects renderer to be a config"):
+        renderer_calls(tokenizer, "qwen3")
 
 
 @pytest.mark.parametrize(
