@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.cli.help import overview, train_help
+from funcrl.cli.names import close, did_you_mean, understood
 from funcrl.cli.options import (
     CompileSwitch,
     ExportOptions,
@@ -20,14 +21,12 @@ from funcrl.cli.options import (
     StartConfig,
     TrustSwitch,
     UsageError,
-    close,
     describe,
-    did_you_mean,
     options_of,
     parse,
     with_compile_options,
 )
-from funcrl.cli.ranks import left_alone, rank_label, tell_torchrun
+from funcrl.cli.ranks import is_first_rank, left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
 from funcrl.config import EvalConfig, ServeConfig, TrainConfig
 from funcrl.core.files import brief
@@ -126,6 +125,7 @@ class Command(NamedTuple):
     about: str
     run: Callable[[Sequence[str]], None]  # of what follows on the line
     configs: tuple[Any, ...]  # whose fields are its options
+    first: str = ""  # the option whose value may come first, without its name
 
 
 def run_command(args: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ def run_command(args: Sequence[str]) -> None:
     if not wanted:
         if name != "train":
             refuse_ranks(name)
-        command.run(rest)
+        command.run(_in_own_words(command, rest))
         return
     if name == "train":
         base = TrainConfig()
@@ -159,7 +159,22 @@ def run_command(args: Sequence[str]) -> None:
             options = [each for config in configs for each in options_of(config)]
             print_safely(train_help(options))
             return
-    print_safely(describe(name, command.about, *configs))
+    short = (
+        f"\n\n`funcrl {name} X` is `funcrl {name} --{command.first} X`." if command.first else ""
+    )
+    print_safely(describe(name, command.about + short, *configs))
+
+
+def _in_own_words(command: Command, args: Sequence[str]) -> Sequence[str]:
+    """Return a line with the names of the command's options, and say which were others."""
+    if command.first and args and not args[0].startswith("-"):
+        args = [f"--{command.first}", *args]
+    options = [each.name for config in command.configs for each in options_of(config)]
+    line, others = understood(args, options)
+    if others and is_first_rank():
+        said = ", ".join(f"{flag} is {meant}" for flag, meant in others.items())
+        print_safely(f"{said}.", sys.stderr)
+    return line
 
 
 def read_train_config(args: Sequence[str]) -> TrainConfig:
@@ -241,6 +256,7 @@ COMMANDS = {
         "Print accuracy with its interval, pass@k and majority@k on held-out prompts.",
         _eval,
         (EvalConfig(), TrustSwitch()),
+        first="run",
     ),
     "report": Command(
         "Write a page about a run, or one that compares several.",
@@ -251,11 +267,13 @@ COMMANDS = {
         "Write what a run has trained as a Hugging Face folder, or a .gguf file; run no task.",
         _export,
         (ExportOptions(),),
+        first="run",
     ),
     "serve": Command(
         "Serve a model at an address of this machine, to train and to draw from.",
         _serve,
         (ServeConfig(), TrustSwitch()),
+        first="model",
     ),
     "models": Command(
         "List the shapes and the pretrained weights that have a name.",

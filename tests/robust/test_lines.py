@@ -5,11 +5,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from cases import run_command as run
 
 import funcrl
+from funcrl.cli.names import _KNOWN_AS, _SAME_AS
 from funcrl.cli.options import (
-    _KNOWN_AS,
     CompileSwitch,
     StartConfig,
     options_of,
@@ -19,7 +20,7 @@ from funcrl.cli.options import (
 from funcrl.config import TrainConfig
 
 MALFORMED = """
-train --lr 3
+train --epochs 3
 train --optimizer
 train --optimizer 3 4
 train --optimizer.nope 3
@@ -129,19 +130,8 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("train --lr 3", "--optimizer.learning-rate?"),
-        ("train --learning-rate 3", "--optimizer.learning-rate?"),
-        ("train --learning_rate=3", "--optimizer.learning-rate?"),
-        ("train --beta 0", "--algorithm.kl?"),
         ("train --kl 0", "--algorithm.kl?"),
         ("train --epochs 1", "--steps?"),
-        ("train --max-steps 1", "--steps?"),
-        ("train --batch-size 8", "--num-prompts?"),
-        ("train --max_new_tokens 8", "--sampling.max-tokens?"),
-        ("train --max-completion-length 8", "--sampling.max-tokens?"),
-        ("train --temperature 1", "--sampling.temperature?"),
-        ("train --output-dir x", "--run-dir?"),
-        ("train --group-size 4", "--num-generations?"),
         ("train --n 4", "--num-generations?"),
         ("train --stpes 4", "did you mean --steps "),
         ("train --rank 4", "--lora.rank?"),
@@ -149,7 +139,6 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("train --sampling.max-token 4", "--sampling.max-tokens"),
         ("train --device cdua", "did you mean cuda?"),
         ("train --algorithm drgrpo", "dr_grpo"),
-        ("eval --max-new-tokens 4", "--max-tokens?"),
         ("eval --n 4", "--num-samples?"),
         ("trian", "funcrl train?"),
         ("train --zzz 1", "funcrl train --help-all lists them."),
@@ -161,12 +150,50 @@ def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
     assert meant in err
 
 
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("--lr 3e-4", {"optimizer.learning_rate": 3e-4}),
+        ("--learning_rate=3e-4 --beta 0.5", {"optimizer.learning_rate": 3e-4, "algorithm.kl": 0.5}),
+        ("--max-completion-length 5 --temperature 0.5",
+         {"sampling.max_tokens": 5, "sampling.temperature": 0.5}),
+        ("--batch-size 6 --group-size 3", {"num_prompts": 6, "num_generations": 3}),
+        ("--max-steps 7 --save-steps 3", {"steps": 7, "checkpoint.every": 3}),
+        ("--loss_type dapo --lr-scheduler-type constant",
+         {"algorithm.name": "dapo", "optimizer.schedule": "constant"}),
+        ("--use-peft", {"lora.rank": 16}),
+        ("--lora-r 4 --use_peft", {"lora.rank": 4}),
+        ("--beta 0.5 --algorithm.kl 0.25", {"algorithm.kl": 0.25}),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_understood_and_said(capsys, line, own):
+    code, out, err = run(["train", "--dry-run", *line.split()], capsys)
+    assert code == 0, err
+    found = yaml.safe_load(out.partition("\n\n")[0])
+    for name, value in own.items():
+        group, _, field = name.rpartition(".")
+        assert (found[group] if group else found)[field] == value
+    (said,) = [each for each in err.splitlines() if " is --" in each]
+    theirs = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
+    assert all(f"{word} is --" in said for word in theirs if word != "--algorithm.kl")
+
+
+def test_a_run_needs_no_option_before_it(capsys, tmp_path):
+    for command in ("eval", "export"):
+        missing = tmp_path / "no-run"
+        line = [command, str(missing), *(["--out", str(tmp_path / "x")] * (command == "export"))]
+        assert run(line, capsys) == run([command, "--run", *line[1:]], capsys)
+        assert str(missing) in run(line, capsys)[2]
+
+
 def test_what_peers_call_an_option_leads_to_one_that_there_is():
     every = {option.name for each in (TrainConfig(), StartConfig(), CompileSwitch())
              for option in options_of(each)}  # fmt: skip
     of_train = {name for name, meant in _KNOWN_AS.items() if every & {*meant}}
     assert len(of_train) > len(_KNOWN_AS) - 3
-    assert not every & _KNOWN_AS.keys()
+    assert all(every & {*meant} for meant in _SAME_AS.values())
+    assert not every & (_KNOWN_AS.keys() | _SAME_AS.keys())
+    assert not _KNOWN_AS.keys() & _SAME_AS.keys()
 
 
 @pytest.mark.parametrize("given", [["--algorithm", "dapo"], ["--algorithm=dapo"]])

@@ -1,0 +1,142 @@
+"""What other libraries call an option, and what a name that is not there was meant to be."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+# Names of other libraries for the very same, by the option that a command has: they are accepted.
+_SAME_AS = {
+    "batch-size": ("num-prompts",),
+    "beta": ("algorithm.kl",),
+    "entropy-coef": ("algorithm.entropy",),
+    "eval-steps": ("evaluation.every",),
+    "group-size": ("num-generations", "num-samples"),
+    "kl-coef": ("algorithm.kl",),
+    "learning-rate": ("optimizer.learning-rate",),
+    "lora-alpha": ("lora.alpha",),
+    "lora-r": ("lora.rank",),
+    "lora-rank": ("lora.rank",),
+    "loss-type": ("algorithm.name",),
+    "lr": ("optimizer.learning-rate",),
+    "lr-scheduler-type": ("optimizer.schedule",),
+    "mask-truncated-completions": ("mask-truncated",),
+    "max-completion-length": ("sampling.max-tokens", "max-tokens"),
+    "max-new-tokens": ("sampling.max-tokens", "max-tokens"),
+    "max-response-length": ("sampling.max-tokens", "max-tokens"),
+    "max-steps": ("steps",),
+    "model-name": ("model",),
+    "model-name-or-path": ("model",),
+    "num-steps": ("steps",),
+    "output-dir": ("run-dir", "out"),
+    "save-steps": ("checkpoint.every",),
+    "save-total-limit": ("checkpoint.keep-last",),
+    "temperature": ("sampling.temperature",),
+    "top-k": ("sampling.top-k",),
+    "top-p": ("sampling.top-p",),
+}
+# What is meant by other names, whose values may mean something else: they are suggested.
+_KNOWN_AS = {
+    "alpha": ("lora.alpha",),
+    "bf16": ("dtype",),
+    "checkpoint": ("run", "checkpoint.every"),
+    "data": ("task",),
+    "dataset": ("task",),
+    "dataset-name": ("task",),
+    "epochs": ("steps",),
+    "epsilon": ("algorithm.clip",),
+    "epsilon-high": ("algorithm.clip",),
+    "fp16": ("dtype",),
+    "gpu": ("device",),
+    "gradient-accumulation-steps": ("microbatch",),
+    "gradient-checkpointing": ("compile.remat",),
+    "limit": ("tolerance", "num-prompts"),
+    "log-completions": ("log.completions-every",),
+    "logging-steps": ("log.completions-every",),
+    "lora-target-modules": ("lora.targets",),
+    "max-async-level": ("max-staleness",),
+    "max-len": ("sampling.max-tokens", "max-tokens"),
+    "max-length": ("sampling.max-tokens", "max-tokens"),
+    "max-model-len": ("vllm.context-length",),
+    "max-off-policy-steps": ("max-staleness",),
+    "max-seq-length": ("vllm.context-length",),
+    "n": ("num-generations", "num-samples"),
+    "num-epochs": ("steps",),
+    "num-train-epochs": ("steps",),
+    "num-workers": ("threads",),
+    "optim": ("optimizer.name", "optimizer.learning-rate"),
+    "out-dir": ("run-dir", "out"),
+    "output": ("run-dir", "out"),
+    "per-device-train-batch-size": ("microbatch",),
+    "precision": ("dtype",),
+    "report-to": ("log.trackers",),
+    "resume-from-checkpoint": ("resume",),
+    "reward-fn": ("reward",),
+    "reward-funcs": ("reward",),
+    "rollouts": ("num-generations", "num-samples"),
+    "run": ("resume", "model"),
+    "save-dir": ("run-dir", "out"),
+    "staleness-threshold": ("max-staleness",),
+    "scale-rewards": ("algorithm.scale-rewards",),
+    "scheduler": ("optimizer.schedule",),
+    "torch-compile": ("compile",),
+    "use-vllm": ("generator",),
+    "vllm-gpu-memory-utilization": ("vllm.cache-bytes",),
+    "vllm-max-model-length": ("vllm.context-length",),
+    "wandb": ("log.trackers",),
+    "warmup-ratio": ("optimizer.warmup",),
+    "warmup-steps": ("optimizer.warmup",),
+    "workers": ("threads",),
+}
+_MOST = 3  # suggestions
+
+
+def suggest(name: str, options: Sequence[str]) -> list[str]:
+    """Return the options that an unknown name may mean, the likeliest first."""
+    for meant in (*_SAME_AS.get(name, ()), *_KNOWN_AS.get(name, ())):
+        if meant in options:
+            return [meant]
+    inside = [each for each in options if each.startswith(f"{name}.")]
+    if inside:
+        return inside[:_MOST]
+    last = name.rpartition(".")[2]
+    same = [each for each in options if each.rpartition(".")[2] == last]
+    return same[:_MOST] or close(name, options)
+
+
+def close(name: str, names: Iterable[str]) -> list[str]:
+    """Return the names that are spelt like this one as a whole, or in their last component."""
+    lasts: dict[str, list[str]] = {}
+    for each in names:
+        lasts.setdefault(each, []).append(each)
+        lasts.setdefault(each.rpartition(".")[2], []).append(each)
+    found = difflib.get_close_matches(name, lasts, n=2, cutoff=0.7)
+    found += difflib.get_close_matches(name.rpartition(".")[2], lasts, n=1, cutoff=0.75)
+    return list(dict.fromkeys(each for key in found for each in lasts[key]))[:_MOST]
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return the end of an error about a wrong name: what was meant, if anything is known."""
+    return f"; did you mean {' or '.join(names)}?" if names else "."
+
+
+def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a line with the names of other libraries replaced, and which those were.
+
+    Args:
+        args: the line, without the command.
+        options: what the command has, without dashes.
+    """
+    line: list[str] = []
+    found: dict[str, str] = {}
+    for text in args:
+        flag, equals, value = text.partition("=")
+        name = flag.removeprefix("--").replace("_", "-")
+        meant = next((each for each in _SAME_AS.get(name, ()) if each in options), None)
+        if text in ("--use-peft", "--use_peft") and "lora.rank" in options:  # TRL's rank is 16
+            line = ["--lora.rank", "16", *line]  # before a rank that is given: the last one counts
+            found[flag] = "--lora.rank 16"
+        elif flag.startswith("--") and name not in options and meant is not None:
+            line.append(f"--{meant}{equals}{value}")
+            found[flag] = f"--{meant}"
+        else:
+            line.append(text)
+    return line, found
