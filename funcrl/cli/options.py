@@ -75,6 +75,14 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
+class PromptOptions:
+    """What a model is asked."""
+
+    prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The prompts; standard input is one where there are none."""
+
+
+@dataclass(frozen=True)
 class ReportOptions:
     """What a page is about, and where it goes."""
 
@@ -114,8 +122,13 @@ def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
         inner: Any = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
         if inner is not None:
             yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
-        elif tyro.conf.Positional not in getattr(each.type, "__metadata__", ()):
+        elif not _is_positional(each):
             yield Option(f"{prefix}{name}", kind, default, type(config))
+
+
+def _is_positional(each: Any) -> bool:
+    """Return whether a field of a configuration is given without a name."""
+    return tyro.conf.Positional in getattr(each.type, "__metadata__", ())
 
 
 def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
@@ -132,13 +145,15 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
     options = {
         flag: each for config in configs for each in options_of(config) for flag in each.flags
     }
+    takes_texts = any(_is_positional(each) for config in configs for each in fields(config))
     for text, follows in zip(args, [*args[1:], "--"], strict=False):
         flag, equals, value = text.partition("=")
         if not _is_option(text):
             continue
         if flag not in options:
             raise UsageError(_unknown(command, flag, [each.name for each in options.values()]))
-        if options[flag].kind is bool and (equals or not _is_option(follows)):
+        has_value = equals or not (_is_option(follows) or takes_texts)
+        if options[flag].kind is bool and has_value:
             got = brief(value if equals else follows)
             raise UsageError(f"{command} expects {flag} without a value, got {got}.")
         kinds = (options[flag].kind, *get_args(options[flag].kind))

@@ -17,6 +17,7 @@ from funcrl.cli.names import close, did_you_mean, understood
 from funcrl.cli.options import (
     CompileSwitch,
     ExportOptions,
+    PromptOptions,
     ReportOptions,
     StartConfig,
     TrustSwitch,
@@ -28,7 +29,7 @@ from funcrl.cli.options import (
 )
 from funcrl.cli.ranks import is_first_rank, left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
-from funcrl.config import EvalConfig, ServeConfig, TrainConfig
+from funcrl.config import EvalConfig, GenerateConfig, ServeConfig, TrainConfig
 from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
 from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks
@@ -39,6 +40,7 @@ from funcrl.loop.parity import ParityConfig, format_parity, parity
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run import report
 from funcrl.run.checkpoint import CheckpointError
+from funcrl.serve.generate import generate
 from funcrl.serve.serve import serve
 from funcrl.tasks.reward_calls import describe_error, is_of_user
 
@@ -228,6 +230,18 @@ def _serve(args: Sequence[str]) -> None:
     serve(config, partial(print_safely, file=sys.stderr), switch.trust)
 
 
+def _generate(args: Sequence[str]) -> None:
+    config, options, switch = parse(
+        "generate", args, GenerateConfig(), PromptOptions(), TrustSwitch()
+    )
+    prompts = options.prompts
+    if not prompts and not sys.stdin.isatty():
+        prompts = [sys.stdin.read().removesuffix("\n")]
+    answers = generate(config, prompts, partial(print_safely, file=sys.stderr), switch.trust)
+    for answer in answers:
+        print_safely(json.dumps(answer._asdict()) if config.json else answer.text)
+
+
 def _models(args: Sequence[str]) -> None:
     parse("models", args)
     print_safely(list_models())
@@ -268,6 +282,11 @@ COMMANDS = {
         _export,
         (ExportOptions(),),
         first="run",
+    ),
+    "generate": Command(
+        "Print a model's answers to prompts.",
+        _generate,
+        (GenerateConfig(), PromptOptions(), TrustSwitch()),
     ),
     "serve": Command(
         "Serve a model at an address of this machine, to train and to draw from.",

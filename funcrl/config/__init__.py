@@ -26,7 +26,7 @@ from funcrl.config.sections import (
     RanksConfig,
     WarmStartConfig,
 )
-from funcrl.config.serving import ServeConfig
+from funcrl.config.serving import GenerateConfig, ServeConfig
 from funcrl.config.training import PRETRAINED, TrainConfig
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "CompileConfig",
     "EvalConfig",
     "EvaluationConfig",
+    "GenerateConfig",
     "LogConfig",
     "LoraConfig",
     "OptimizerConfig",

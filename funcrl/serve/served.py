@@ -34,7 +34,12 @@ class Served(NamedTuple):
 
 
 def load_served(
-    function: str, name: str, device: Device, trust: bool, note: Callable[[str], None]
+    function: str,
+    name: str,
+    device: Device,
+    trust: bool,
+    note: Callable[[str], None],
+    system_prompt: str | None = None,
 ) -> Served:
     """Return a trained run's model, or pretrained weights.
 
@@ -44,13 +49,18 @@ def load_served(
         device: of the parameters.
         trust: run the code that a run names, even if this account has not run it before.
         note: is called with lines about the code that is run.
+        system_prompt: the system's message of pretrained weights; a run has its own.
     """
     if is_run(Path(name)):
+        if system_prompt is not None:
+            raise ValueError(
+                f"{function} expects --system-prompt with pretrained weights, got the run {name}."
+            )
         loaded = load_run(name, device=device, trust=trust, note=note)
         own = Path(name) / runs.TOKENIZER
         place = own if own.is_dir() else tokenizer_place(function, defaults(name))
         return Served(name, loaded.model, loaded.params, loaded.task.tokenizer, place)
-    options = replace(defaults(name), device=device)
+    options = replace(defaults(name), device=device, system_prompt=system_prompt)
     source = find_source(function, name)
     tokenizer = None if source.weights is None else tokenizer_of(function, options)
     if tokenizer is None:
