@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.core import checks
@@ -283,9 +284,15 @@ def _result(environment: Any, names: Sequence[str], call: ToolCall) -> _Result:
         return _Result(str({"error": f"{found}; there is {', '.join(names)}."}), failed=True)
     try:
         value = getattr(environment, call.name)(**call.arguments)
-        return _Result(str(asyncio.run(value) if inspect.iscoroutine(value) else value))
+        return _Result(str(_awaited(value) if inspect.iscoroutine(value) else value))
     except Exception as error:
         return _Result(str({"error": str(error)}), failed=True)
+
+
+def _awaited(value: Coroutine[Any, Any, Any]) -> Any:
+    """Return what an `async def` tool returns, also within an event loop, as a notebook is."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, value).result()
 
 
 async def _when_rewarded(value: Awaitable[float], counts: Mapping[str, float]) -> Reward:

@@ -117,7 +117,9 @@ class VerifiersTask(Task):
         if samples is None:
             why = _problem(traces[0])
             raise RuntimeError(f"No rollout of {self.name!r} asked for tokens, the first {why}.")
-        return [_played(trace, sampling.temperature) for trace in traces], samples
+        # What verifiers keeps is of the distribution that was drawn from.
+        is_policy = sampling.temperature == 1.0 and not sampling.truncates
+        return [_played(trace, is_policy) for trace in traces], samples
 
     async def _traces(self, server: "_Server", tasks: Sequence[Any]) -> list[Any]:
         """Play the tasks, and return the trace of each."""
@@ -147,7 +149,10 @@ class VerifiersTask(Task):
                 f"from_verifiers expects an environment of one agent, got {len(episode.traces)} "
                 f"traces in an episode of {self.name!r}: {errors or 'no error'}."
             )
-        return episode.traces[0]
+        (trace,) = episode.traces
+        if episode.errors:  # such as of what judges the finished episode
+            trace.ok, trace.errors = False, [*trace.errors, *episode.errors]
+        return trace
 
 
 @cache
@@ -186,7 +191,7 @@ class _Server:
     def answer(self, requests: Sequence[_Request], answers: Sequence[_Answer]) -> None:
         """Hand out what was drawn; called from another thread."""
         for request, found in zip(requests, answers, strict=True):
-            request.answer.get_loop().call_soon_threadsafe(request.answer.set_result, found)
+            request.answer.get_loop().call_soon_threadsafe(_set, request.answer, found)
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
@@ -229,6 +234,11 @@ class _Server:
         return web.json_response((await future).fields())
 
 
+def _set(future: "asyncio.Future[_Answer]", found: _Answer) -> None:
+    if not future.done():  # as it is where a rollout ran out of time meanwhile
+        future.set_result(found)
+
+
 def _draw(
     generator: Generator, requests: Sequence[_Request], sampling: Sampling, seed: int
 ) -> Samples:
@@ -266,7 +276,7 @@ def _problem(trace: Any) -> str:
     return ""
 
 
-def _played(trace: Any, temperature: float) -> Played:
+def _played(trace: Any, is_policy: bool) -> Played:
     """Return the tokens of a trace; of one that is not trained on, those of its last branch."""
     branches = _branches(trace) or trace.branches
     tokens, mask, logprobs = (
@@ -282,8 +292,7 @@ def _played(trace: Any, temperature: float) -> Played:
         tokens=tokens[start:],
         mask=mask[start:],
         logprobs=own,
-        # What verifiers keeps is of the distribution that was drawn from.
-        policy_logprobs=own if temperature == 1.0 else [math.nan] * len(own),
+        policy_logprobs=own if is_policy else [math.nan] * len(own),
         outcome=trace,
         turns=len(trace.calls),
         finish_reason="length" if reason == "length" else "stop",

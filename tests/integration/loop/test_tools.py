@@ -207,6 +207,18 @@ def test_reward_functions_get_what_trls_get():
                       "short": [-3], "one": [1]}  # fmt: skip
 
 
+def test_a_tool_may_be_async_within_an_event_loop():
+    """As in a notebook, whose cells run in one."""
+    task = from_environment(Guess, ROWS, held_out=0)
+
+    async def cell():
+        return task.act(task.begin(task.prompts(0, 0, 1)[0]), "hint()")
+
+    state = asyncio.run(cell())
+    assert state.results.texts[0].startswith("it is ")
+    assert state.failed_calls == 0
+
+
 def test_a_reward_may_be_async():
     class Judged(Guess):
         async def get_reward(self):

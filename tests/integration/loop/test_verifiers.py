@@ -69,25 +69,26 @@ def test_a_rollout_is_what_the_renderer_writes_and_the_policy_drew():
     assert rewards["tried"].tolist() == pytest.approx([0.3, 0.1])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rollouts_score_as_they_were_drawn_whoever_is_the_fastest(temperature):
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.0, 5)])
+def test_rollouts_score_as_they_were_drawn_whoever_is_the_fastest(temperature, top_k):
     """Teacher forcing gives every token the log-probability that verifiers' trace has for it."""
     task = guess(tokenizer=funcrl.tasks.CharTokenizer("0123456789Guesadigt! morl"), renderer=None)
     model = funcrl.models.Transformer(funcrl.models.shape("micro", task.tokenizer.vocab_size))
     params = funcrl.init_params(model, seed=0)
     sampler = funcrl.generators.Sampler(model, decode=task.tokenizer.decode)
     sampler.push(params)
-    sampling = Sampling(4, max_tokens=3, temperature=temperature)
+    sampling = Sampling(4, max_tokens=3, temperature=temperature, top_k=top_k)
     completed = complete(task, sampler, task.prompts(0, 0, 4), sampling, seed=1)
     assert completed.prompt_tokens == [task.tokenizer.encode("Guess a digit!")] * 16
     rollout = to_rollout(completed, torch.zeros(16))
     positions = torch.arange(rollout.tokens.shape[1]).expand_as(rollout.tokens)
     batch = funcrl.types.Sample(rollout.tokens, positions)
-    model_fn = funcrl.logprob_fn(model, temperature=temperature)
+    truncation = funcrl.ops.Truncation(top_k=top_k) if top_k else None
+    model_fn = funcrl.logprob_fn(model, temperature=temperature, truncation=truncation)
     scored = funcrl.models.logprobs.score(model_fn, params, batch).logprobs
     assert (scored - rollout.behavior_logprobs)[rollout.mask].abs().max() <= 1e-5
     policy = completed.samples.policy_logprobs[completed.samples.mask]
-    assert bool(policy.isnan().all()) is (temperature != 1.0)
+    assert bool(policy.isnan().all()) is (temperature != 1.0 or top_k > 0)
     again = complete(task, sampler, task.prompts(0, 0, 4), sampling, seed=1)
     assert equal(again.samples.tokens, completed.samples.tokens)
     assert equal(again.samples.logprobs, completed.samples.logprobs)
