@@ -324,10 +324,10 @@ def from_verifiers(
         held_out: share of the tasks that is not trained on: which, is a hash of a task.
 
     Example:
-        >>> from funcrl.tasks import from_verifiers
-        >>> from_verifiers(None, None)
+        >>> from funcrl.tasks import ByteTokenizer, from_verifiers
+        >>> from_verifiers("gsm8k-v1", ByteTokenizer())
         Traceback (most recent call last):
-        TypeError: from_verifiers expects tokenizer to be a tokenizer, got None.
+        TypeError: from_verifiers expects env to be a verifiers.v1.Env, got str.
     """
     own = check_tokenizer("from_verifiers", tokenizer)
     vf = checks.import_extra("from_verifiers", "verifiers.v1", "for env", "'funcrl[verifiers]'")
