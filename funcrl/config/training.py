@@ -57,7 +57,7 @@ class TrainConfig:
     """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
     """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR,
-    gymnasium:CartPole-v1; a file of rows (.jsonl, .csv or .parquet) with a column prompt or
+    gymnasium:CartPole-v1; a file of rows (.jsonl, .json, .csv or .parquet) with a column prompt or
     messages; or one's own as file.py:Name or module:Name."""
     model: str = "micro"
     """A shape to start from nothing (micro, lstm, tiny ...: `funcrl models`), pretrained weights

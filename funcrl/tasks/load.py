@@ -73,7 +73,7 @@ def load(
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
     `math:FOLDER` (or another source, as for a model), `countdown:4` (numbers),
     `reasoning_gym:GENERATOR`, `calculator:3` (digits), `gymnasium:CartPole-v1`; a file of rows,
-    `data.jsonl`, `data.csv` or `data.parquet`, as for `from_rows`; or one's own as `file.py:Name`
+    `data.jsonl`, `.json`, `.csv` or `.parquet`, as for `from_rows`; or one's own as `file.py:Name`
     or `module:Name`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Reads rows of data: .jsonl, .csv and .parquet files, or objects that hold mappings."""
+"""Reads rows of data: .jsonl, .json, .csv and .parquet files, or objects that hold mappings."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ from funcrl.core import checks
 from funcrl.core.files import brief, open_file
 
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class Table(NamedTuple):
@@ -49,13 +49,19 @@ def read_records(task: str, path: Path) -> list[Row]:
 
 
 def read_table(function: str, path: Path) -> Table:
-    """Return the rows of a .jsonl, .csv or .parquet file."""
+    """Return the rows of a file, whose suffix is one of `SUFFIXES`."""
     if path.suffix == ".parquet":
         return _parquet(function, path)
+    if path.suffix == ".json":
+        return _json(function, path)
     with open_file(function, path) as file:
         lines = _text_lines(function, path, file)
         read = _csv if path.suffix == ".csv" else _json_lines
-        found = list(read(function, path, lines))
+        return _numbered(path, read(function, path, lines))
+
+
+def _numbered(path: Path, rows: Iterable[tuple[int, Row]]) -> Table:
+    found = list(rows)
     return Table(str(path), [row for _, row in found], [n for n, _ in found], "line")
 
 
@@ -117,6 +123,20 @@ def _json_lines(function: str, path: Path, lines: Iterable[str]) -> Iterator[tup
                     f"{number} of {path}."
                 )
             yield number, row
+
+
+def _json(function: str, path: Path) -> Table:
+    """Return the rows of a file that is one list of objects, or has one object a line."""
+    with open_file(function, path) as file:
+        lines = list(_text_lines(function, path, file))
+    text = "".join(lines)
+    if text.lstrip()[:1] != "[":
+        return _numbered(path, _json_lines(function, path, lines))
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{function} expects JSON in {path}, got: {error}.") from error
+    return to_table(function, rows, str(path))
 
 
 def _csv(function: str, path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Row]]:

@@ -23,6 +23,16 @@ def jsonl(folder, rows, name="data.jsonl"):
     return path
 
 
+def as_list(folder, rows):
+    path = folder / "data.json"
+    path.write_text(json.dumps(rows, indent=1))
+    return path
+
+
+def lines_of_json(folder, rows):
+    return jsonl(folder, rows, "data.json")
+
+
 def csv(folder, rows):
     path = folder / "data.csv"
     quoted = (
@@ -58,7 +68,7 @@ def texts(task):
     return {prompt.text: prompt.data for prompt in task.prompts(0, 0, 3)}
 
 
-@pytest.mark.parametrize("write", [jsonl, csv, parquet])
+@pytest.mark.parametrize("write", [jsonl, as_list, lines_of_json, csv, parquet])
 def test_every_kind_of_file_has_the_same_prompts(tmp_path, write):
     task = load(str(write(tmp_path, ROWS)), held_out=0.0)
     assert task.name == "data"
@@ -137,8 +147,18 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path):
     (tmp_path / "data.parquet").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="^load expects parquet in "):
         load(str(tmp_path / "data.parquet"))
-    with pytest.raises(ValueError, match=r"--task to be .*\.jsonl, \.csv, \.parquet.*'data\.json'"):
-        load("data.json")
+    for text, message in (
+        ("[1]", r"each row to be a mapping .*, got 1 as rows\[0\]"),
+        ('[{"prompt": "a"', "JSON in "),
+        ("[" * 9000, "JSON in "),
+        ("[]", "expects rows in "),
+        ('"a"', "one JSON object a line"),
+    ):
+        (tmp_path / "data.json").write_text(text)
+        with pytest.raises((ValueError, TypeError), match=f"^load expects .*{message}|{message}"):
+            load(str(tmp_path / "data.json"))
+    with pytest.raises(ValueError, match=r"--task to be .*\.jsonl, \.json, \.csv.*'data\.tsv'"):
+        load("data.tsv")
     with pytest.raises(ValueError, match="--held-out 0.5 with a file of rows, got --task sum_dig"):
         load("sum_digits", held_out=0.5)
     for rows in ("abc", {"prompt": ["a"]}, 5, ["a"], [{1: 2}]):
