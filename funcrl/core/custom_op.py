@@ -47,7 +47,9 @@ def operator(
         op: Any = torch.library.custom_op(f"funcrl::{name}", kernel, mutates_args=())
         op.register_fake(fake)
 
-        def more_rows(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> Any:
+        def more_rows(info: Any, in_dims: Sequence[Any], *inputs: Any) -> Any:
+            # Of an argument that is a list of numbers it is a list: these have no rows.
+            in_dims = [None if isinstance(each, list | tuple) else each for each in in_dims]
             if summed or not only_rows(in_dims, rows):
                 return each_sample(op, info.batch_size, in_dims, inputs)
             found = op(*leading(info.batch_size, in_dims, inputs, rows))

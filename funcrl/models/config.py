@@ -49,6 +49,8 @@ class TransformerConfig:
         local_rope_theta: the base of the rotary embedding in sliding layers; `rope_theta` when left
             out.
         rope_factor: what positions are divided by in full layers.
+        rope_scaling: Llama 3's factor, low, high and first context, which scale the rotation of
+            full layers (`funcrl.models.rotary_angles`); none when left out.
         rotary_width: the numbers of a head, the first ones, that are rotated; all when left out.
         attention_gate: whether attention's result is multiplied by a sigmoid gate of the layer's
             input (Qwen3.5).
@@ -84,6 +86,7 @@ class TransformerConfig:
     window: Count | None = None
     local_rope_theta: Positive | None = None
     rope_factor: Positive = 1.0
+    rope_scaling: tuple[Positive, ...] = ()
     rotary_width: Count | None = None
     attention_gate: bool = False
     attention_scale: Positive | None = None
@@ -116,6 +119,13 @@ class TransformerConfig:
         if self.head_width % 2:
             raise ValueError(
                 f"TransformerConfig expects an even head_width, got {self.head_width}."
+            )
+        if self.rope_scaling and (
+            len(self.rope_scaling) != 4 or not self.rope_scaling[1] < self.rope_scaling[2]
+        ):
+            raise ValueError(
+                f"TransformerConfig expects rope_scaling to be a factor, low, high above it, and a "
+                f"context, got {self.rope_scaling}."
             )
         width = self.rotary_width
         if width is not None and (width % 2 or width > self.head_width):

@@ -158,10 +158,12 @@ class Transformer(nn.Module):
         if "full" in c.kinds:
             # A product, which every compiler rounds alike, unlike a quotient.
             places = positions if c.rope_factor == 1.0 else positions * (1.0 / c.rope_factor)
-            rotations["full"] = self.ops.rotation(places, c.rotated_width, c.rope_theta)
+            scaling = (c.rope_scaling,) if c.rope_scaling else ()
+            rotations["full"] = self.ops.rotation(places, c.rotated_width, c.rope_theta, *scaling)
         if "sliding" in c.kinds:
             theta = c.local_rope_theta or c.rope_theta
-            same = theta == c.rope_theta and c.rope_factor == 1.0 and "full" in rotations
+            scaled = c.rope_factor != 1.0 or bool(c.rope_scaling)
+            same = theta == c.rope_theta and not scaled and "full" in rotations
             rotations["sliding"] = (
                 rotations["full"] if same else self.ops.rotation(positions, c.rotated_width, theta)
             )

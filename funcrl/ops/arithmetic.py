@@ -111,8 +111,20 @@ def cap_gradient(grad: Tensor, capped: Tensor, cap: float | None) -> Tensor:
 
 
 @checked
-def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotary_angles(
+    positions: Tensor, head_width: int, theta: float, scaling: Sequence[float] = ()
+) -> Tensor:
     """Return `position * theta^(-2 i / C)` for each pair i, in float32: [..., T, C / 2].
+
+    Llama 3 divides the frequency f of a pair by a factor where its wavelength, 2 pi / f, is above
+    the context that it was trained on first over `low`, leaves it where that is below the context
+    over `high`, and goes evenly from one to the other between.
+
+    Args:
+        positions: [..., T].
+        head_width: C.
+        theta: the base.
+        scaling: Llama 3's factor, low, high and first context; none when left out.
 
     Example:
         >>> import torch, funcrl
@@ -122,6 +134,12 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Tensor:
     """
     pairs = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device)
     frequencies = torch.exp(pairs * (-math.log(theta) / head_width))
+    if scaling:
+        factor, low, high, context = scaling
+        # The number of turns in the first context, which is what the two bounds compare with.
+        turns = frequencies * (context / (2 * math.pi))
+        kept = ((turns - low) * (1 / (high - low))).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) * (1 / factor))
     return positions[..., None].to(torch.float32) * frequencies
 
 
@@ -162,9 +180,11 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 @checked
-def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation(
+    positions: Tensor, head_width: int, theta: float, scaling: Sequence[float] = ()
+) -> Tensor:
     """Return the factors [2, ..., 1, T, C] of positions [..., T]: the same for all heads."""
-    return rotary_factors(rotary_angles(positions, head_width, theta)).unsqueeze(-3)
+    return rotary_factors(rotary_angles(positions, head_width, theta, scaling)).unsqueeze(-3)
 
 
 @checked

@@ -44,8 +44,9 @@ class Ops(NamedTuple):
     swiglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> silu(gate) * up
     geglu: Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> gelu(gate) * up, by tanh
     sigmoid_gate: Callable[[Tensor, Tensor], Tensor]  # (gate, x) -> sigmoid(gate) * x
-    # (positions [..., T], head width, theta) -> the factors that `rotate` takes
-    rotation: Callable[[Tensor, int, float], Tensor]
+    # (positions [..., T], head width, theta), and a scaling where there is one -> the factors that
+    # `rotate` takes
+    rotation: Callable[..., Tensor]
     rotate: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]  # each part [..., heads, T, C]
     # (q, k, weights of their norms or None, eps, factors): both normed where there are weights, and
     # rotated, at once, from [..., T, heads, C] to [..., heads, T, C]; None for these one by one

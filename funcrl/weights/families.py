@@ -18,12 +18,21 @@ PLAIN_ROPE: dict[str, tuple[Any, ...]] = {
     "factor": (1, None),
     "partial_rotary_factor": (1, None),
 }
+LLAMA3_ROPE: dict[str, tuple[Any, ...]] = {
+    "rope_type": ("llama3",),
+    "type": ("llama3",),
+    "partial_rotary_factor": (1, None),
+}
 # The same of a rotation whose positions are divided by a factor.
 LINEAR_ROPE: dict[str, tuple[Any, ...]] = {
     "rope_type": ("linear",),
     "type": ("linear",),
     "partial_rotary_factor": (1, None),
 }
+
+
+# What Llama 3 says of its rotation, in the order of `TransformerConfig.rope_scaling`.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def rope_objects(fields: Metadata) -> tuple[Metadata, Metadata]:
@@ -123,14 +132,32 @@ def _read_plain(fields: Metadata) -> dict[str, Any]:
     num_layers = fields.size("num_hidden_layers", "num_layers")
     fields.check({"layer_types": (None, ["full_attention"] * num_layers)})
     ropes = rope_objects(fields)
+    scaled = [rope for rope in ropes if "llama3" in (rope.value("rope_type"), rope.value("type"))]
     for rope in ropes:
-        check_rope(rope, PLAIN_ROPE, "rope_theta")
+        if rope in scaled:
+            check_rope(rope, LLAMA3_ROPE, "rope_theta", *_LLAMA3)
+        else:
+            # Beside Llama 3's there may be nothing else: versions differ in which of them wins.
+            check_rope(rope, {} if scaled else PLAIN_ROPE, "rope_theta")
+    for rope in scaled:
+        for name in _LLAMA3:
+            rope.get(name, float)  # none may be missing
     places = [(fields, "rope_theta"), *((rope, "rope_theta") for rope in ropes)]
-    return {"rope_theta": agreed(places, 10_000.0)}
+    return {
+        "rope_theta": agreed(places, 10_000.0),
+        "rope_scaling": tuple(
+            agreed([(rope, name) for rope in scaled], 0.0) for name in (_LLAMA3 if scaled else ())
+        ),
+    }
 
 
 def _write_plain(config: TransformerConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", "rope_theta": config.rope_theta}
+    plain = {"hidden_act": "silu", "rope_theta": config.rope_theta}
+    if not config.rope_scaling:
+        return plain
+    *factors, context = config.rope_scaling
+    numbers = dict(zip(_LLAMA3, [*factors, int(context)], strict=True))
+    return {**plain, "rope_scaling": {"rope_type": "llama3", **numbers}}
 
 
 def _read_qwen3_5(fields: Metadata) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from funcrl.weights import gguf as gguf_module
 from funcrl.weights.families import PLAIN_ROPE
 
 THETA = {"rope_type": "default", "rope_theta": 5000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
 # config.json: what is changed, and what the error says.
 CONFIGS = {
     "hidden_act": ({"hidden_act": "gelu"}, "hidden_act .*'gelu'"),
@@ -30,8 +32,16 @@ CONFIGS = {
     "layer_types": ({"layer_types": ["sliding_attention"] * 2}, "layer_types .*sliding"),
     "model_type": ({"model_type": "mistral"}, "model_type .*'mistral'"),
     "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type .*'yarn'"),
-    "both": ({"rope_parameters": THETA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-             "rope_scaling.rope_type .*'llama3'"),
+    "both": ({"rope_parameters": THETA, "rope_scaling": LLAMA3},
+             "rope_parameters.rope_type None, got 'default'"),
+    "two factors": ({"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
+                    r"one factor .*\[8.0, 4.0\]"),
+    "no factor": ({"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": None},
+                  "rope_scaling.factor .*None"),
+    "low above high": ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}, "rope_parameters": None},
+                       "config.json.*rope_scaling to be a factor, low, high above it"),
+    "another": ({"rope_scaling": LLAMA3 | {"beta_fast": 32}, "rope_parameters": None},
+                "rope_scaling.beta_fast None, got 32"),
     "type": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type .*'linear'"),
     "factor": ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor .*4.0"),
     "partial inside": ({"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},

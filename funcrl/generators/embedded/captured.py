@@ -23,7 +23,8 @@ from funcrl.ops.exact import EXACT_FORWARD
 # uses any other, so a new option belongs here once `program` has it.
 _KNOWN = {
     "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width",
-    "qk_norm", "qkv_bias", "rope_theta", "norm_eps", "tied", "context_length", "numerics",
+    "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps", "tied", "context_length",
+    "numerics",
     # Sizes of layers of other kinds, which it does not have.
     "layers", "delta_heads", "delta_key_heads", "delta_key_width", "delta_value_width",
     "delta_conv",

@@ -13,26 +13,32 @@ from funcrl.ops.arithmetic import rotary_angles, rotary_factors
 from funcrl.ops.exact.norm import rms_norm_gradients_impl, rms_norm_impl
 
 
-def rotation_forward(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation_forward(
+    positions: Tensor, head_width: int, theta: float, scaling: Sequence[float] = ()
+) -> Tensor:
     """Return the factors [..., T, 2, C]: cosines, and sines with their signs."""
     # Each position's cosines are elementwise; flat, so that their place in a vector is alike.
-    factors = rotary_factors(rotary_angles(positions.reshape(-1), head_width, theta))
+    factors = rotary_factors(rotary_angles(positions.reshape(-1), head_width, theta, scaling))
     return factors.transpose(0, 1).reshape(*positions.shape, 2, head_width)
 
 
-def _like_factors(positions: Tensor, head_width: int, _theta: float) -> Tensor:
+def _like_factors(positions: Tensor, head_width: int, *_: Any) -> Tensor:
     return positions.new_empty(*positions.shape, 2, head_width, dtype=torch.float32)
 
 
 @operator("rotation", _like_factors, rows=(0,))
-def rotation_op(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation_op(
+    positions: Tensor, head_width: int, theta: float, scaling: Sequence[float]
+) -> Tensor:
     """Return `rotation_forward` as an operator."""
-    return rotation_forward(positions, head_width, theta).contiguous()
+    return rotation_forward(positions, head_width, theta, scaling).contiguous()
 
 
-def rotation(positions: Tensor, head_width: int, theta: float) -> Tensor:
+def rotation(
+    positions: Tensor, head_width: int, theta: float, scaling: Sequence[float] = ()
+) -> Tensor:
     """Return the factors [..., T, 2, C] of positions [..., T]."""
-    factors: Tensor = rotation_op(positions, head_width, theta)
+    factors: Tensor = rotation_op(positions, head_width, theta, list(scaling))
     return factors
 
 

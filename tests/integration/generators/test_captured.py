@@ -129,8 +129,9 @@ def test_captured_samples_are_the_ordinary_ones(captured, steps, name, slots):
     [
         {"qkv_bias": True, "qk_norm": False}, {"tied": False, "num_kv_heads": 4},
         {"num_kv_heads": 1, "head_width": 6, "num_layers": 1},
+        {"qk_norm": False, "rope_scaling": (8.0, 1.0, 4.0, 16.0)},
     ],
-    ids=["qwen2", "untied", "one-head"],
+    ids=["qwen2", "untied", "one-head", "llama3"],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_captured_samples_are_equal_for_each_kind_of_model_and_dtype(captured, dtype, options):
