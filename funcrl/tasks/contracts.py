@@ -88,7 +88,7 @@ class Task:
     A subclass has `tokenizer`, `prompts` and `reward`. The other members have defaults; `name` is
     that of the class. Any object with the three members will do as well.
 
-    A task that plays episodes in its own way has `play(generator, prompts, sampling, seed)`, which
+    A task that plays in its own way has `play_episodes(generator, prompts, sampling, seed)`, which
     returns a `Played` of each prompt, and the last `Samples` that the generator drew.
 
     Example:

@@ -90,7 +90,7 @@ class VerifiersTask(Task):
             raise RuntimeError(f"the rollout in verifiers {problem}")
         return {name: float(each.value) for name, each in trace.rewards.items()}
 
-    def play(
+    def play_episodes(
         self, generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[list[Played], Samples]:
         """Return an episode of each prompt, as the environment plays it, and the last samples.

@@ -80,8 +80,8 @@ def complete(
     if forget is not None:
         forget()
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    if hasattr(task, "play"):
-        episodes, last = task.play(generator, rows, sampling, seed)
+    if hasattr(task, "play_episodes"):
+        episodes, last = task.play_episodes(generator, rows, sampling, seed)
         return _completed(rows, episodes, last, tokenizer, group_size)
     encoded = [tokenizer.encode(prompt.text) for prompt in prompts]
     samples = generator.generate(encoded, sampling, seed)

@@ -87,7 +87,7 @@ def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolle
         lengths = completed.samples.mask.sum(dim=1).cpu()
         graded = punish_overlong(graded, lengths, most, config.overlong)
     rollout, numbers = _compared(config, parts, completed, graded)
-    if isinstance(parts.task, Environment) or hasattr(parts.task, "play"):
+    if isinstance(parts.task, Environment) or hasattr(parts.task, "play_episodes"):
         numbers["completions/mean_turns"] = sum(completed.turns) / len(completed.turns)
     if graded.errors:
         numbers["num_reward_errors"] = len(graded.errors)
