@@ -120,8 +120,9 @@ class Body(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         hf_config = vllm_config.model_config.hf_config
-        described = hf_config.funcrl_shape  # whose tuple a server gets as a list
-        c = TransformerConfig(**described | {"layers": tuple(described["layers"])})
+        described = hf_config.funcrl_shape  # whose tuples a server gets as lists
+        lists = {name: tuple(each) for name, each in described.items() if isinstance(each, list)}
+        c = TransformerConfig(**described | lists)
         is_exact = c.numerics == "exact"
         self.skeleton = Transformer(c, EXACT_FORWARD if is_exact else None)
         own = ExactBackend if is_exact else FuncrlBackend
