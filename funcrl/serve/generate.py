@@ -10,7 +10,7 @@ from funcrl.config import GenerateConfig, Sampling
 from funcrl.loop.episodes import read_turns
 from funcrl.loop.from_config import embedded
 from funcrl.serve.served import load_served
-from funcrl.tasks.contracts import end_tokens
+from funcrl.tasks.contracts import all_ends
 
 
 class Answer(NamedTuple):
@@ -42,10 +42,9 @@ def generate(
         torch.set_num_threads(config.threads)
     served = load_served("generate", config.model, config.device, trust, note, config.system_prompt)
     tokenizer = served.tokenizer
-    ends = dict.fromkeys((*end_tokens(tokenizer), *tokenizer.ends))
     sampling = Sampling(
         config.num_samples, max_tokens=config.max_tokens, temperature=config.temperature,
-        top_p=config.top_p, top_k=config.top_k, stop_tokens=tuple(ends),
+        top_p=config.top_p, top_k=config.top_k, stop_tokens=tuple(all_ends(tokenizer)),
     )  # fmt: skip
     generator = embedded(served.model)(
         served.model, decode=tokenizer.decode, dtype=getattr(torch, config.dtype)

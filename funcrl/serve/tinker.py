@@ -19,7 +19,7 @@ from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
 from funcrl.serve.jobs import Failure, Jobs
 from funcrl.serve.served import Served
 from funcrl.serve.training import Kind, Trained
-from funcrl.tasks.contracts import end_tokens
+from funcrl.tasks.contracts import all_ends
 
 _WAIT = 20.0  # seconds that a client is kept waiting for a result before it is told to ask again
 _SCHEME = "tinker://"
@@ -331,7 +331,7 @@ class Tinker:
     def _sampling(self, options: Mapping[str, Any], count: int, length: int) -> Sampling:
         """Return how to draw, by the fields that the protocol has."""
         tokenizer, stop = self._served.tokenizer, options.get("stop")
-        ends = (*end_tokens(tokenizer), *tokenizer.ends)
+        ends = tuple(all_ends(tokenizer))
         texts: tuple[str, ...] = ()
         if stop is not None:
             stop = [stop] if isinstance(stop, str) else list(stop)

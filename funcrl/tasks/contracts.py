@@ -69,6 +69,11 @@ def end_tokens(tokenizer: "TokenizerLike") -> list[int]:
     return [] if tokenizer.end is None else [tokenizer.end]
 
 
+def all_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return every token that ends a completion, each once."""
+    return list(dict.fromkeys([*end_tokens(tokenizer), *tokenizer.ends]))
+
+
 class Played(NamedTuple):
     """An episode that a task has played by itself, with what a generator drew for it."""
 

@@ -37,10 +37,9 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
     """Return how a reward function is called, which its parameters say.
 
     One that takes `prompts`, `completions`, `environments` or `solution_strs` is called once for a
-    batch.
-    Parameters that are called prompt, completion, answer, data, or like a column get these, and so
-    do verl's solution_str and ground_truth. Of two others the names must say that they are the
-    prompt and the completion, as (p, c) and (_, text) do.
+    batch. Parameters that are called prompt, completion, answer, data, or like a column get these,
+    and so do verl's solution_str and ground_truth. Of two others the names must say that they are
+    the prompt and the completion, as (p, c) and (_, text) do.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -164,6 +164,15 @@ def answer_of(function: str, row: Mapping[str, Any], place: str) -> str:
 
 
 Item = TypeVar("Item")
+Sides: TypeAlias = tuple[list[Prompt], list[Prompt]]  # to train on, and held out
+
+
+def divided(prompts: Sequence[Prompt], contents: Sequence[str], share: float) -> Sides:
+    """Return prompts to train on, and those that are held out; see `hold_out`."""
+    sides: Sides = ([], [])
+    for prompt, is_test in zip(prompts, hold_out(contents, share), strict=True):
+        sides[is_test].append(prompt)
+    return sides
 
 
 def hold_out(contents: Sequence[str], share: float) -> list[bool]:
@@ -314,9 +323,7 @@ def rows_task(
     found = read_prompts(function, table, tokenizer, template)
     if not rewards:
         _check_answers(function, table)
-    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
-    for prompt, is_test in zip(found.prompts, hold_out(found.contents, share), strict=True):
-        sides[is_test].append(prompt)
+    sides = divided(found.prompts, found.contents, share)
     made = RowsTask if rewards else AnsweredRows
     return made(name, *sides, found.tokenizer, found.finish)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcrl.core import checks
-from funcrl.tasks.contracts import Tokenizer, end_tokens
+from funcrl.tasks.contracts import Tokenizer, all_ends
 
 
 class CharTokenizer(Tokenizer):
@@ -134,7 +134,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
     A tokenizer that has no files of its own (`Tokenizer.files`) has that one alone.
     """
-    ends = list(dict.fromkeys([*end_tokens(tokenizer), *tokenizer.ends]))
+    ends = all_ends(tokenizer)
     ids = {
         "bos_token_id": None,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

@@ -30,8 +30,9 @@ from funcrl.tasks.rows import (
     HELD_OUT,
     Rewards,
     RowsTask,
+    Sides,
     answer_of,
-    hold_out,
+    divided,
     messages_of,
     reward_functions,
 )
@@ -116,14 +117,7 @@ def renderer_calls(tokenizer: TokenizerLike, renderer: Any) -> ReadCalls:
     """
     if not isinstance(tokenizer, ChatTokenizer):
         raise TypeError(f"renderer_calls expects a ChatTokenizer, got {type(tokenizer).__name__}.")
-    package = checks.import_extra(
-        "renderer_calls", "renderers", "for its parsers", "'funcrl[verifiers]'"
-    )
-    if not isinstance(renderer, package.BaseRendererConfig):
-        raise TypeError(
-            f"renderer_calls expects renderer to be a config of the renderers package, got "
-            f"{type(renderer).__name__}."
-        )
+    package = renderers_for("renderer_calls", renderer)
     parse = package.create_renderer(tokenizer.inner, renderer).parse_response
 
     @checked
@@ -137,6 +131,17 @@ def renderer_calls(tokenizer: TokenizerLike, renderer: Any) -> ReadCalls:
         ]
 
     return read
+
+
+def renderers_for(function: str, renderer: Any) -> Any:
+    """Return the renderers package; raise unless it is there, and `renderer` one of its configs."""
+    package = checks.import_extra(function, "renderers", "for its parsers", "'funcrl[verifiers]'")
+    if not isinstance(renderer, package.BaseRendererConfig):
+        raise TypeError(
+            f"{function} expects renderer to be a config of the renderers package, got "
+            f"{type(renderer).__name__}."
+        )
+    return package
 
 
 class _Tools(NamedTuple):
@@ -172,7 +177,7 @@ class ToolEnvironment(RowsTask, Environment):
     def __init__(
         self,
         name: str,
-        parts: tuple[list[Prompt], list[Prompt]],
+        sides: Sides,
         tokenizer: Tokenizer,
         tools: Mapping[str, _Tools],
         read_calls: ReadCalls,
@@ -180,7 +185,7 @@ class ToolEnvironment(RowsTask, Environment):
         self._chat = tokenizer if has_template(tokenizer) else None
         # The template's marks are in the texts already.
         whole = TokenizerStandIn(tokenizer, encode=tokenizer.encode_answer)
-        super().__init__(name, *parts, whole, self._with_observation)
+        super().__init__(name, *sides, whole, self._with_observation)
         self._tools, self._read_calls = tools, read_calls
         self.reward_weights = {"calls": 0.0, "failed_calls": 0.0}
 
@@ -370,12 +375,11 @@ def from_environment(
     table = to_table(function, rows, name).checked(function)
     for each, called in functions.items():
         form_of(each, called, table.rows[0])
-    parts: tuple[list[Prompt], list[Prompt]] = ([], [])
+    prompts = [_prompt(row, table.place(index), tools) for index, row in enumerate(table.rows)]
     contents = [json.dumps(row, sort_keys=True, default=str) for row in table.rows]
-    for index, is_test in enumerate(hold_out(contents, held_out)):
-        parts[is_test].append(_prompt(table.rows[index], table.place(index), tools))
+    sides = divided(prompts, contents, held_out)
     default = json_calls if has_template(own) else python_calls
-    task = ToolEnvironment(name, parts, own, tools, read_calls or default)
+    task = ToolEnvironment(name, sides, own, tools, read_calls or default)
     task.stop, task.max_turns = tuple(stop), max_turns
     found = with_rewards(task, functions, weights) if functions else task
     assert isinstance(found, Environment)

@@ -22,7 +22,8 @@ from funcrl.generators import Generator
 from funcrl.tasks.adapt import check_tokenizer
 from funcrl.tasks.chat import has_template
 from funcrl.tasks.contracts import Played, Prompt, Task, Tokenizer, TokenizerLike
-from funcrl.tasks.rows import HELD_OUT, epochs, hold_out, spread
+from funcrl.tasks.rows import HELD_OUT, RowsTask, Sides, divided
+from funcrl.tasks.tools import renderers_for
 
 _MODEL = "policy"  # what the rollouts call it
 _SESSION = "X-Session-ID"  # the header that says whose request it is
@@ -54,33 +55,31 @@ class _Answer(NamedTuple):
         return {"choices": [{**choice, "logprobs": {"content": content}}]}
 
 
-class VerifiersTask(Task):
-    """The tasks of an environment of verifiers. `from_verifiers` makes it."""
+class VerifiersTask(RowsTask):
+    """The tasks of an environment of verifiers. `from_verifiers` makes it.
 
-    accuracy = ""  # the first reward
+    Args:
+        env: the environment.
+        sides: its tasks, as the data of prompts.
+        tokenizer: the model's.
+        files: of the tokenizer, by which transformers reads it.
+        renderer: the config of the renderer, if one is given.
+    """
 
     def __init__(
         self,
         env: Any,
-        parts: tuple[list[Prompt], list[Prompt]],
+        sides: Sides,
         tokenizer: Tokenizer,
+        files: Mapping[str, bytes],
         renderer: Any,
     ) -> None:
-        self.name, self.tokenizer = env.config.taskset.id, tokenizer
+        super().__init__(env.config.taskset.id, *sides, tokenizer, lambda prompt: prompt)
         self._env, self._renderer = env, renderer
-        self._train, self._test = parts
         self._folder = Path(tempfile.mkdtemp(prefix="funcrl-tokenizer-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        for name, content in tokenizer.files().items():
+        for name, content in files.items():
             (self._folder / name).write_bytes(content)
-
-    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
-        """Return tasks to train on: every epoch is a permutation of them."""
-        return epochs(self._train, seed, start, count)
-
-    def eval_prompts(self, count: int) -> Sequence[Prompt]:
-        """Return held-out tasks, spread over them."""
-        return spread(self._test, count)
 
     def reward(self, prompt: Prompt, trace: Any) -> Mapping[str, float]:
         """Return the rewards that the environment gave, each times its weight."""
@@ -335,16 +334,12 @@ def from_verifiers(
         raise TypeError(
             f"from_verifiers expects env to be a verifiers.v1.Env, got {type(env).__name__}."
         )
-    import renderers  # a part of verifiers
-
-    if renderer is not None and not isinstance(renderer, renderers.BaseRendererConfig):
-        raise TypeError(
-            f"from_verifiers expects renderer to be a config of the renderers package, got "
-            f"{type(renderer).__name__}."
-        )
+    if renderer is not None:
+        renderers_for("from_verifiers", renderer)
     if not env.taskset.bounded:
         raise ValueError("from_verifiers expects a taskset that ends, got one without end.")
-    if "tokenizer.json" not in own.files():
+    files = own.files()
+    if "tokenizer.json" not in files:
         raise ValueError(
             f"from_verifiers expects a tokenizer with files for transformers, got "
             f"{type(own).__name__} without."
@@ -352,10 +347,11 @@ def from_verifiers(
     tasks = list(env.taskset)
     if not tasks:
         raise ValueError("from_verifiers expects tasks in the taskset, got none.")
-    parts: tuple[list[Prompt], list[Prompt]] = ([], [])
-    for task, is_test in zip(tasks, hold_out([each.hash for each in tasks], held_out), strict=True):
-        parts[is_test].append(Prompt(task.data.prompt_text, data=task))
+    prompts = [Prompt(task.data.prompt_text, data=task) for task in tasks]
+    sides = divided(prompts, [task.hash for task in tasks], held_out)
     if renderer is None and not has_template(own):
+        from renderers import CustomRendererConfig  # a part of verifiers
+
         plain = "funcrl.tasks.plain_renderer:PlainRenderer"
-        renderer = renderers.CustomRendererConfig(import_path=plain)
-    return VerifiersTask(env, parts, own, renderer)
+        renderer = CustomRendererConfig(import_path=plain)
+    return VerifiersTask(env, sides, own, files, renderer)

@@ -18,19 +18,11 @@ PLAIN_ROPE: dict[str, tuple[Any, ...]] = {
     "factor": (1, None),
     "partial_rotary_factor": (1, None),
 }
-LLAMA3_ROPE: dict[str, tuple[Any, ...]] = {
-    "rope_type": ("llama3",),
-    "type": ("llama3",),
-    "partial_rotary_factor": (1, None),
+# The same of scaled rotations, by their type: by a factor of the positions, and Llama 3's.
+SCALED_ROPE: dict[str, dict[str, tuple[Any, ...]]] = {
+    kind: {"rope_type": (kind,), "type": (kind,), "partial_rotary_factor": (1, None)}
+    for kind in ("linear", "llama3")
 }
-# The same of a rotation whose positions are divided by a factor.
-LINEAR_ROPE: dict[str, tuple[Any, ...]] = {
-    "rope_type": ("linear",),
-    "type": ("linear",),
-    "partial_rotary_factor": (1, None),
-}
-
-
 # What Llama 3 says of its rotation, in the order of `TransformerConfig.rope_scaling`.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -135,7 +127,7 @@ def _read_plain(fields: Metadata) -> dict[str, Any]:
     scaled = [rope for rope in ropes if "llama3" in (rope.value("rope_type"), rope.value("type"))]
     for rope in ropes:
         if rope in scaled:
-            check_rope(rope, LLAMA3_ROPE, "rope_theta", *_LLAMA3)
+            check_rope(rope, SCALED_ROPE["llama3"], "rope_theta", *_LLAMA3)
         else:
             # Beside Llama 3's there may be nothing else: versions differ in which of them wins.
             check_rope(rope, {} if scaled else PLAIN_ROPE, "rope_theta")
@@ -207,7 +199,8 @@ def _read_gemma3(fields: Metadata) -> dict[str, Any]:
     check_rope(local, PLAIN_ROPE, "rope_theta")
     for rope in (scaled, full):
         is_linear = "linear" in (rope.value("rope_type"), rope.value("type"))
-        check_rope(rope, LINEAR_ROPE if is_linear else PLAIN_ROPE, "rope_theta", "factor")
+        plain = SCALED_ROPE["linear"] if is_linear else PLAIN_ROPE
+        check_rope(rope, plain, "rope_theta", "factor")
     scalar = fields.get("query_pre_attn_scalar", float)
     has_cap = fields.value("final_logit_softcapping") is not None
     found = {

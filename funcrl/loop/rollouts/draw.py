@@ -21,7 +21,7 @@ from funcrl.tasks.contracts import (
     Prompt,
     TaskLike,
     Tokenizer,
-    end_tokens,
+    all_ends,
 )
 
 
@@ -68,7 +68,7 @@ def complete(
     if not prompts:
         raise ValueError(f"complete expects prompts, got none from the task {task.name!r}.")
     tokenizer, group_size = task.tokenizer, sampling.num_samples
-    ends = (*sampling.stop_tokens, *end_tokens(tokenizer), *tokenizer.ends)
+    ends = (*sampling.stop_tokens, *all_ends(tokenizer))
     sampling = replace(
         sampling,
         stop_tokens=tuple(dict.fromkeys(ends)),
