@@ -23,6 +23,7 @@ _SAME_AS = {
     "max-new-tokens": ("sampling.max-tokens", "max-tokens"),
     "max-response-length": ("sampling.max-tokens", "max-tokens"),
     "max-steps": ("steps",),
+    "max-tokens": ("sampling.max-tokens",),
     "model-name": ("model",),
     "model-name-or-path": ("model",),
     "num-steps": ("steps",),

@@ -88,6 +88,8 @@ def plain_model_fn(
 ) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     _check_packing(function, config, model)
+    if critic:
+        check_critic(function, model)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
@@ -115,12 +117,17 @@ def with_its_critic(config: TrainConfig, model: nn.Module, params: Params) -> Pa
     """Return what a configuration trains: parameters, and those of a critic if it has one."""
     if not has_critic(config) or CRITIC[0] in params:
         return params
+    return with_critic(params, check_critic("train", model).config.width)
+
+
+def check_critic(function: str, model: nn.Module) -> Transformer | Recurrent:
+    """Return a network that a critic can read; raise if it cannot."""
     if not isinstance(model, Transformer | Recurrent):
         raise ValueError(
-            f"train expects a network of funcrl's own with ppo, whose critic reads its last "
+            f"{function} expects a network of funcrl's own with ppo, whose critic reads its last "
             f"layer's output, got {type(model).__name__}; a model_fn of one's own can have one."
         )
-    return with_critic(params, model.config.width)
+    return model
 
 
 def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None:

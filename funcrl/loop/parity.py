@@ -27,7 +27,7 @@ from funcrl.loop.sources import find_weights
 from funcrl.models import SHAPES, Transformer, init_params, shape
 from funcrl.models.initial import is_shape
 from funcrl.models.logprobs import logprob_fn, score
-from funcrl.weights import load_params
+from funcrl.weights.load import load_transformer
 
 # Far above rounding, far below what any mistake does to a model with structure.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -215,7 +215,7 @@ def _model(config: ParityConfig, dtype: torch.dtype) -> tuple[Transformer, Param
         return model, init_params(model, config.seed, dtype, config.device)
     if is_shape(config.model):
         raise ValueError(f"parity expects --model to be a Transformer, got {config.model}.")
-    loaded, params = load_params(find_weights("parity", config.model), dtype, config.device)
+    loaded, params = load_transformer(find_weights("parity", config.model), dtype, config.device)
     return Transformer(replace(loaded.config, numerics=config.numerics)), params
 
 

@@ -32,7 +32,7 @@ from funcrl.tasks import is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import TaskLike, Tokenizer
 from funcrl.tasks.named import call_with_known, import_named, needed_arguments
 from funcrl.tasks.tokenizers import tokenizer_files
-from funcrl.weights import find_model, load_config, load_params
+from funcrl.weights import find_model, load_network, load_params
 from funcrl.weights.sources import find
 
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
@@ -170,7 +170,10 @@ def network_of(
             return _recurrent(function, config, found.config)
         return _of_native_numerics(function, config, found)
     if source.weights is not None:
-        return Transformer(replace(load_config(source.weights), numerics=config.numerics))
+        loaded = load_network(source.weights)
+        if isinstance(loaded, Transformer):
+            return Transformer(replace(loaded.config, numerics=config.numerics))
+        return _of_native_numerics(function, config, loaded)
     if vocab_size is None:
         raise ValueError(
             f"{function} expects a vocabulary for --model {config.model}, the task's, got none."
@@ -195,11 +198,11 @@ def _recurrent(function: str, config: TrainConfig, chosen: RecurrentConfig) -> R
 
 
 def _of_native_numerics(function: str, config: TrainConfig, network: nn.Module) -> nn.Module:
-    """Return a network of one's own; raise if its numerics should be others."""
+    """Return a network with operations of its own; raise if they should be funcrl's exact ones."""
     if config.numerics == "exact" and not ops_of(network).exact:
         raise ValueError(
-            f"{function} expects --numerics native for a network of one's own, whose operations "
-            f"are its own, got exact for {type(network).__name__}."
+            f"{function} expects --numerics native for a network whose operations are not "
+            f"funcrl's, got exact for {type(network).__name__}."
         )
     return network
 

@@ -45,6 +45,7 @@ from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.supervised import answers_of
 from funcrl.loop.update import scored, update
 from funcrl.loop.warm_start import beyond, warm_start
+from funcrl.models.functional import is_of_transformers
 from funcrl.ops.exact.linear import slow_products
 from funcrl.parallel import Mesh, broadcast_tree
 from funcrl.parallel.mesh import ALONE
@@ -139,6 +140,11 @@ def train(
     own_generator = parts is None and "generator" not in given
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
+    if parts.source.weights is not None and is_of_transformers(parts.model):
+        view.note(
+            f"{type(parts.model).__name__} runs as its class in transformers: without exact "
+            f"numerics, packing, vLLM and .gguf files, and slower to draw from."
+        )
     check_packing(config, parts)
     check_teacher(config, parts)
     facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.all.size)}

@@ -297,8 +297,8 @@ def logits_fn(model: nn.Module) -> LogitsFn:
         >>> funcrl.models.logits_fn(network)(params, sample).shape
         torch.Size([3, 7])
     """
-    apply = functional(model)
     if is_of_transformers(model):
+        apply = functional(_without_padding(model))
         takes_positions = forward_takes(model, "position_ids")
         takes_cache = forward_takes(model, "use_cache")
 
@@ -314,6 +314,7 @@ def logits_fn(model: nn.Module) -> LogitsFn:
             return logits
 
         return logits_of_transformers
+    apply = functional(model)
     by_name, takes_two = forward_takes(model, "positions"), _takes_two(model)
 
     @checked
@@ -324,6 +325,18 @@ def logits_fn(model: nn.Module) -> LogitsFn:
         return apply(params, *given, **options)
 
     return logits
+
+
+def _without_padding(model: nn.Module) -> nn.Module:
+    """Return a model of transformers that does not look for padding, as GPT-2 does to warn of it.
+
+    Rows are padded at their ends, so that no token sees it.
+    """
+    if getattr(model.config, "pad_token_id", None) is None:
+        return model
+    quiet: Any = bind(model, dict(model.named_parameters()))
+    quiet.config.pad_token_id = None  # of a copy, which all of the copy's modules share
+    return quiet
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Weights in files: Hugging Face folders and GGUF."""
 
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
-from funcrl.weights.load import find_model, load_config, load_params
+from funcrl.weights.load import find_model, load_config, load_network, load_params
 from funcrl.weights.names import Name, translate
 from funcrl.weights.save import save_params
 from funcrl.weights.sources import find
@@ -12,6 +12,7 @@ __all__ = [
     "find_model",
     "from_hugging_face",
     "load_config",
+    "load_network",
     "load_params",
     "save_params",
     "to_hugging_face",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,8 +24,9 @@ SCALED_ROPE: dict[str, dict[str, tuple[Any, ...]]] = {
     kind: {"rope_type": (kind,), "type": (kind,), "partial_rotary_factor": (1, None)}
     for kind in ("linear", "llama3")
 }
-# What Llama 3 says of its rotation, in the order of `TransformerConfig.rope_scaling`.
+# The numbers of each, Llama 3's in the order of `TransformerConfig.rope_scaling`.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NUMBERS = {"linear": ("factor",), "llama3": _LLAMA3}
 
 
 def rope_objects(fields: Metadata) -> tuple[Metadata, Metadata]:
@@ -83,6 +85,8 @@ class Family(NamedTuple):
     plain: Mapping[str, tuple[Any, ...]]  # options, with the values under which nothing changes
     read: Callable[[Metadata], dict[str, Any]]  # the fields besides these and the sizes
     write: Callable[[TransformerConfig], dict[str, Any]]  # the same under the names of config.json
+    # Options under which the class of transformers is another network, not a `Transformer`.
+    others_there: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = MappingProxyType({})  # what a config.json may leave out
     outer: str = ""  # the class that has such a network in its text_config, beside others
     others: tuple[str, ...] = ()  # what names of parameters begin with that are no part of it
@@ -122,34 +126,53 @@ def _layer_types(config: TransformerConfig) -> list[str]:
 
 def _read_plain(fields: Metadata) -> dict[str, Any]:
     num_layers = fields.size("num_hidden_layers", "num_layers")
-    fields.check({"layer_types": (None, ["full_attention"] * num_layers)})
+    fields.check({"layer_types": (["full_attention"] * num_layers, None)})
     ropes = rope_objects(fields)
-    scaled = [rope for rope in ropes if "llama3" in (rope.value("rope_type"), rope.value("type"))]
+    kinds = [rope.value("rope_type") or rope.value("type") for rope in ropes]
+    kind = next((each for each in kinds if each in _NUMBERS), "")
+    scaled = [rope for rope, each in zip(ropes, kinds, strict=True) if kind and each == kind]
     for rope in ropes:
         if rope in scaled:
-            check_rope(rope, SCALED_ROPE["llama3"], "rope_theta", *_LLAMA3)
+            check_rope(rope, SCALED_ROPE[kind], "rope_theta", *_NUMBERS[kind])
         else:
-            # Beside Llama 3's there may be nothing else: versions differ in which of them wins.
+            # Beside a scaled one there may be nothing else: versions differ in which of them wins.
             check_rope(rope, {} if scaled else PLAIN_ROPE, "rope_theta")
     for rope in scaled:
-        for name in _LLAMA3:
+        for name in _NUMBERS[kind]:
             rope.get(name, float)  # none may be missing
     places = [(fields, "rope_theta"), *((rope, "rope_theta") for rope in ropes)]
+    numbers = [agreed([(rope, name) for rope in scaled], 0.0) for name in _NUMBERS.get(kind, ())]
     return {
         "rope_theta": agreed(places, 10_000.0),
-        "rope_scaling": tuple(
-            agreed([(rope, name) for rope in scaled], 0.0) for name in (_LLAMA3 if scaled else ())
-        ),
+        "rope_factor": numbers[0] if kind == "linear" else 1.0,
+        "rope_scaling": tuple(numbers) if kind == "llama3" else (),
     }
 
 
 def _write_plain(config: TransformerConfig) -> dict[str, Any]:
     plain = {"hidden_act": "silu", "rope_theta": config.rope_theta}
     if not config.rope_scaling:
-        return plain
+        scaling = {"rope_type": "linear", "factor": config.rope_factor}
+        return plain if config.rope_factor == 1 else {**plain, "rope_scaling": scaling}
     *factors, context = config.rope_scaling
     numbers = dict(zip(_LLAMA3, [*factors, int(context)], strict=True))
     return {**plain, "rope_scaling": {"rope_type": "llama3", **numbers}}
+
+
+def _read_mistral(fields: Metadata) -> dict[str, Any]:
+    plain = _read_plain(fields)
+    if fields.value("sliding_window") is None:
+        return plain
+    window = fields.get("sliding_window", int)
+    if plain["rope_factor"] != 1 or plain["rope_scaling"]:  # of full layers alone in a Transformer
+        fields.check({"sliding_window": ("null beside a scaled rotation", None)})
+    return {**plain, "layers": ("sliding",), "window": window}
+
+
+def _write_mistral(config: TransformerConfig) -> dict[str, Any]:
+    # Only full layers have a scaled rotation, and there are none here.
+    plain = replace(config, rope_factor=1.0, rope_scaling=())
+    return {**_write_plain(plain), "sliding_window": config.window}
 
 
 def _read_qwen3_5(fields: Metadata) -> dict[str, Any]:
@@ -256,6 +279,7 @@ _GEMMA3_SIZES = {
     "head_dim": 256, "max_position_embeddings": 131_072, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }  # fmt: skip
+_OTHERS_THERE = ("hidden_act", "rope_type", "type")
 _LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
@@ -264,6 +288,7 @@ _LLAMA = Family(
     plain=_PLAIN,
     read=_read_plain,
     write=_write_plain,
+    others_there=(*_OTHERS_THERE, "attention_bias", "mlp_bias"),
 )
 _QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
@@ -306,8 +331,23 @@ FAMILIES = (
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         options={"qk_norm": False, "qkv_bias": True},
+        others_there=(*_OTHERS_THERE, "use_sliding_window", "layer_types"),
     ),
-    _LLAMA._replace(architecture="Qwen3ForCausalLM", model_type="qwen3", options={"qk_norm": True}),
+    _LLAMA._replace(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        options={"qk_norm": True},
+        others_there=(*_OTHERS_THERE, "attention_bias", "use_sliding_window", "layer_types"),
+    ),
+    _LLAMA._replace(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        kinds=("sliding",),
+        read=_read_mistral,
+        write=_write_mistral,
+        others_there=(*_OTHERS_THERE, "sliding_window"),
+        defaults={"sliding_window": 4096},
+    ),
     _QWEN3_5,
     _GEMMA3,
 )

@@ -11,7 +11,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import brief
 from funcrl.models import TransformerConfig
 from funcrl.weights.families import FAMILIES, Family
-from funcrl.weights.tensors import Metadata
+from funcrl.weights.tensors import Metadata, UnsupportedNetwork, UnsupportedOption
 
 # Fields of `TransformerConfig` and their names.
 _SIZES = {
@@ -46,17 +46,22 @@ def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfi
         >>> from_hugging_face({"architectures": ["GPT2LMHeadModel"]}, "gpt2")
         Traceback (most recent call last):
         ValueError: load_params supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, \
-Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
-Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2; funcrl.functional takes any module \
-of transformers.
+MistralForCausalLM, Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
+Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2.
     """
     family, is_outer = family_in(values, place)
-    described = _text_part(family, Metadata(values, place), is_outer)
-    described.check({**_PLAIN, **family.plain, "model_type": (family.model_type,)})
+    try:
+        described = _text_part(family, Metadata(values, place), is_outer)
+        described.check({**_PLAIN, **family.plain, "model_type": (family.model_type,)})
+        read = family.read(described)
+    except UnsupportedOption as error:
+        if error.name in family.others_there and not values.get("quantization_config"):
+            raise UnsupportedNetwork(str(error)) from error
+        raise
     return described.shape(
         _SIZES,
         **family.options,
-        **family.read(described),
+        **read,
         norm_eps=float(described.get("rms_norm_eps", float, 1e-6)),
         tied=described.get("tie_word_embeddings", bool, False),
         context_length=described.size("max_position_embeddings", "context_length", 2048),
@@ -161,9 +166,8 @@ def family_in(values: Mapping[str, Any], place: str) -> tuple[Family, bool]:
             return family, is_outer
     known = [family.architecture for family in FAMILIES]
     known += [family.outer for family in FAMILIES if family.outer]
-    raise ValueError(
-        f"load_params supports {', '.join(known)}, got {brief(name)} in {place}; "
-        f"funcrl.functional takes any module of transformers."
+    raise (UnsupportedNetwork if name and isinstance(name, str) else ValueError)(
+        f"load_params supports {', '.join(known)}, got {brief(name)} in {place}."
     )
 
 

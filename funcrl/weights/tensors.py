@@ -24,6 +24,18 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+class UnsupportedNetwork(ValueError):
+    """A file describes a network that is not funcrl's, but may be one of transformers."""
+
+
+class UnsupportedOption(ValueError):
+    """A description has an option under which the network is another."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class Metadata(NamedTuple):
     """Values by name, which are checked as they are read."""
 
@@ -78,9 +90,10 @@ class Metadata(NamedTuple):
         for name, allowed in plain.items():
             found = self.values.get(self.prefix + name, allowed[0])
             if found not in allowed:
-                raise ValueError(
+                raise UnsupportedOption(
+                    name if allowed[0] is not None else "",
                     f"load_params supports {self.prefix}{name} {allowed[0]!r}, got "
-                    f"{brief(found)} in {self.place}."
+                    f"{brief(found)} in {self.place}.",
                 )
 
     def shape(self, sizes: Mapping[str, str], **others: Any) -> TransformerConfig:

@@ -24,6 +24,7 @@ _GEMMA3 = {
 SHAPES = {
     "llama": {"qk_norm": False},
     "llama3": {"qk_norm": False, "rope_scaling": (8.0, 1.0, 4.0, 16.0)},
+    "mistral": {"qk_norm": False, "layers": ("sliding",), "window": 7},
     "qwen2": {"qk_norm": False, "qkv_bias": True, "tied": False, "width": 128},
     "qwen3": {"qk_norm": True},
     "narrow": {"qk_norm": True, "head_width": 16},  # vLLM has no CPU kernel for such heads

@@ -257,7 +257,8 @@ def place(fn: Callable[..., Any]) -> tuple[str, str]:
 SLOW = {
     "build", "compile_step", "config.read_config", "evaluate", "export", "graph.compile_at_first",
     "graph.step_graph", "load_params", "load_run", "parity", "restore", "save", "save_params",
-    "tasks.load_tokenizer", "train", "warm_start", "weights.load_config", "weights.find_model",
+    "tasks.load_tokenizer", "train", "warm_start", "weights.load_config",
+    "weights.load_network", "weights.find_model",
 }  # fmt: skip
 
 

@@ -192,6 +192,7 @@ def save_and_load(params):
     with tempfile.TemporaryDirectory() as folder:
         funcrl.save_params(Path(folder) / "model", MICRO, params)
         config = weights.load_config(Path(folder) / "model")
+        assert weights.load_network(Path(folder) / "model").config == config
         return config.width, funcrl.load_params(Path(folder) / "model")[1]
 
 
@@ -566,6 +567,7 @@ TABLE_OF_CALLS = {
     "weights.from_hugging_face": (
         lambda: weights.from_hugging_face(weights.to_hugging_face(MICRO.config, "x"), ""), ()),
     "weights.load_config": (save_and_load, (MICRO_PARAMS,)),
+    "weights.load_network": (save_and_load, (MICRO_PARAMS,)),
     "weights.to_hugging_face": (lambda: weights.to_hugging_face(MICRO.config, "float32"), ()),
     "weights.translate": (lambda: weights.translate("norm.weight"), ()),
     "trace": traced(lambda graph: graph, MODEL_FN, PARAMS),

@@ -21,9 +21,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 16}  # fmt: skip
 # config.json: what is changed, and what the error says.
 CONFIGS = {
-    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act .*'gelu'"),
-    "attention_bias": ({"attention_bias": True}, "attention_bias .*True"),
-    "mlp_bias": ({"mlp_bias": True}, "mlp_bias .*True"),
+    # transformers' class has these, if the weights fit.
+    "hidden_act": ({"hidden_act": "nothing"}, "transformers .* loads, got KeyError: .*nothing"),
+    "attention_bias": ({"attention_bias": True}, "missing .*k_proj.bias"),
+    "mlp_bias": ({"mlp_bias": True}, "missing .*down_proj.bias"),
     "use_sliding_window": ({"use_sliding_window": True}, "use_sliding_window .*True"),
     "partial_rotary_factor": ({"partial_rotary_factor": 0.5}, " partial_rotary_factor .*0.5"),
     "pretraining_tp": ({"pretraining_tp": 2}, "pretraining_tp .*2"),
@@ -31,7 +32,11 @@ CONFIGS = {
     "quantization_config": ({"quantization_config": {"bits": 4}}, "quantization_config .*4"),
     "layer_types": ({"layer_types": ["sliding_attention"] * 2}, "layer_types .*sliding"),
     "model_type": ({"model_type": "mistral"}, "model_type .*'mistral'"),
-    "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type .*'yarn'"),
+    "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "got KeyError: .*'yarn'"),
+    "of length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+                  "position, got .*'dynamic'"),
+    "biases quantised": ({"attention_bias": True, "quantization_config": {"bits": 4}},
+                         "attention_bias .*True"),
     "both": ({"rope_parameters": THETA, "rope_scaling": LLAMA3},
              "rope_parameters.rope_type None, got 'default'"),
     "two factors": ({"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
@@ -42,7 +47,8 @@ CONFIGS = {
                        "config.json.*rope_scaling to be a factor, low, high above it"),
     "another": ({"rope_scaling": LLAMA3 | {"beta_fast": 32}, "rope_parameters": None},
                 "rope_scaling.beta_fast None, got 32"),
-    "type": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type .*'linear'"),
+    "type": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None},
+             "rope_scaling.factor .*None"),
     "factor": ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor .*4.0"),
     "partial inside": ({"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
                        "rope_parameters.partial_rotary_factor .*0.5"),

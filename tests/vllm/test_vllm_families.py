@@ -15,6 +15,7 @@ from funcrl.weights.names import as_stored
 
 VARIANTS = [
     ("native", "llama3", "float32"), ("unified", "llama3", "float32"),
+    ("native", "mistral", "float32"), ("unified", "mistral", "float32"),
     ("native", "gemma3", "float32"), ("unified", "gemma3", "float32"),
     ("unified", "options", "float32"), ("native", "qwen3.5", "bfloat16"),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from funcrl.generators.vllm.settings import (
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
 from funcrl.rl.batching import pad_rows
-from funcrl.weights import load_params
+from funcrl.weights.load import load_transformer
 
 
 class Completion(NamedTuple):
@@ -128,7 +128,7 @@ class VLLM:
         sleep_arguments(config)
         loaded: Params | None = None
         if not isinstance(model, Transformer):
-            model, loaded = load_params(model, dtype)
+            model, loaded = load_transformer(model, dtype)
         self.context_length = min(config.context_length, model.config.context_length)
         if self.context_length < _LEAST_CONTEXT:
             raise ValueError(

@@ -297,12 +297,11 @@ def test_a_tensor_of_another_shape_is_named(folders, tmp_path):
 @pytest.mark.parametrize(("reason", "changes"), [
     ("logit_cap=3.0", {"logit_cap": 3.0}),
     ("attention_gate=False", {"layers": ("delta", "full"), "norm_offset": 1.0}),
-    ("layers=", {"layers": ("sliding",), "window": 3}),
+    ("qk_norm=True", {"layers": ("sliding",), "window": 3}),
     ("layers=", {"layers": ("sliding", "delta"), "window": 3}),
     ("attention_scale=0.3", {"attention_scale": 0.3}),
     ("rotary_width=4", {"rotary_width": 4}),
     ("embed_scale=2.0", {"embed_scale": 2.0}),
-    ("rope_factor=2.0", {"rope_factor": 2.0}),
 ])  # fmt: skip
 def test_a_network_that_no_family_has_is_not_saved(tmp_path, reason, changes):
     model = funcrl.models.Transformer(TransformerConfig(**changes))

@@ -1,0 +1,84 @@
+"""Models that funcrl's own network cannot describe, run by their class in transformers."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcrl.core import checks
+from funcrl.core.files import brief, read_json
+from funcrl.core.types import Params
+from funcrl.models.functional import bind
+from funcrl.weights.tensors import LONGEST_HEADER
+
+# Rotations whose angles depend on how long the longest text of a call is.
+_OF_LENGTH = ("dynamic", "longrope")
+
+
+def load_with_transformers(
+    folder: Path, dtype: torch.dtype, device: str
+) -> tuple[nn.Module, Params]:
+    """Return a causal language model of transformers, without its weights, and its parameters.
+
+    Attention is "eager", one product for all rows under `torch.vmap`, where "sdpa" is a call each.
+    """
+    described = read_json("load_params", folder / "config.json", LONGEST_HEADER)
+    _check_described(described, folder)
+    why = f"for {brief(described.get('architectures'))} in {folder}"
+    transformers = checks.import_extra("load_params", "transformers", why, "'funcrl[models]'")
+    with no_progress_bar():
+        try:
+            module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager", use_safetensors=True,
+                local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+        except Exception as error:
+            raise ValueError(
+                f"load_params expects a causal language model in {folder} that transformers "
+                f"{transformers.__version__} loads, got {type(error).__name__}: {error}"
+            ) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loaded[kind]:
+            names = ", ".join(sorted(map(str, loaded[kind]))[:3])
+            raise ValueError(
+                f"load_params expects the parameters of {type(module).__name__} in {folder}, all "
+                f"and no others, got {kind.replace('_keys', '')} {names}."
+            )
+    params = {name: leaf.detach().to(device) for name, leaf in sorted(module.named_parameters())}
+    on_meta = {name: torch.empty_like(leaf, device="meta") for name, leaf in params.items()}
+    return bind(module.eval(), on_meta), params
+
+
+def _check_described(described: dict[str, Any], folder: Path) -> None:
+    if described.get("quantization_config") is not None:
+        raise ValueError(
+            f"load_params expects weights that are not quantised, got a quantization_config in "
+            f"{folder / 'config.json'}."
+        )
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = described.get(name)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind in _OF_LENGTH:
+            raise ValueError(
+                f"load_params expects a rotation that is a function of a token's position, got "
+                f"{name} of type {kind!r} in {folder / 'config.json'}, which depends on the "
+                f"longest text of a call; of type 'default' it is the same network for texts "
+                f"within the length that it was trained with."
+            )
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Silence transformers' bars over a load from a local disk, or a save to it."""
+    logging = importlib.import_module("transformers").utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

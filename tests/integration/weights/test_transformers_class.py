@@ -1,0 +1,198 @@
+"""Models that funcrl's own network is not: loaded, trained, resumed and exported by name alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from cases import tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from saved_models import rewrite
+
+import funcrl
+from funcrl.config import EvaluationConfig, LoraConfig, Sampling, TrainConfig
+from funcrl.core.types import Sample
+from funcrl.weights import load_network
+
+SIZES = {
+    "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+OF_TWO = SIZES | {"num_key_value_heads": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+        "original_max_position_embeddings": 16}  # fmt: skip
+# The class, its configuration, and whether funcrl's own Transformer is that network.
+NETWORKS = {
+    "mistral": ("MistralForCausalLM", OF_TWO | {"sliding_window": None}, True),
+    "mistral window": ("MistralForCausalLM", OF_TWO | {"sliding_window": 5}, True),
+    "mistral yarn": ("MistralForCausalLM", OF_TWO | {
+        "sliding_window": None, "rope_parameters": YARN}, False),
+    "mistral window linear": ("MistralForCausalLM", OF_TWO | {
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, False),
+    "llama linear": ("LlamaForCausalLM", OF_TWO | {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, True),
+    "llama yarn": ("LlamaForCausalLM", OF_TWO | {"rope_parameters": YARN}, False),
+    "llama biases": ("LlamaForCausalLM", OF_TWO | {
+        "attention_bias": True, "mlp_bias": True}, False),
+    "llama gelu": ("LlamaForCausalLM", OF_TWO | {"hidden_act": "gelu"}, False),
+    "qwen2 window": ("Qwen2ForCausalLM", OF_TWO | {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}, False),
+    "qwen3 biases": ("Qwen3ForCausalLM", OF_TWO | {"attention_bias": True}, False),
+    "gpt2": ("GPT2LMHeadModel", {
+        "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}, False),
+    "gpt-neox": ("GPTNeoXForCausalLM", SIZES, False),
+    "phi": ("PhiForCausalLM", SIZES | {"hidden_size": 32}, False),
+    "phi3": ("Phi3ForCausalLM", SIZES, False),
+    "olmo2": ("Olmo2ForCausalLM", SIZES, False),
+    "smollm3": ("SmolLM3ForCausalLM", OF_TWO, False),
+    "falcon": ("FalconForCausalLM", {
+        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}, False),
+}  # fmt: skip
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+TOKENS = torch.randint(0, 48, (3, 40), generator=torch.Generator().manual_seed(0))
+ROWS = Sample(TOKENS, torch.arange(40).expand(3, 40))
+
+
+def peer(name, vocab_size=48):
+    """A network of transformers with random parameters, biases and norms among them."""
+    kind, options, _ = NETWORKS[name]
+    network = getattr(transformers, kind)
+    torch.manual_seed(0)
+    made = network(network.config_class(vocab_size=vocab_size, **SPECIAL, **options)).eval()
+    with torch.no_grad():
+        for leaf in made.parameters():
+            leaf.add_(0.2 * torch.randn_like(leaf))
+    return made
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_logits_are_transformers(tmp_path, name):
+    network = peer(name)
+    network.save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    assert isinstance(model, funcrl.models.Transformer) == NETWORKS[name][2]
+    assert type(load_network(tmp_path)) is type(model)
+    assert all(leaf.is_meta for leaf in model.parameters())
+    with torch.no_grad():
+        wanted = network(TOKENS).logits
+    found = torch.vmap(funcrl.models.logits_fn(model), (None, 0))(params, ROWS)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    funcrl.save_params(tmp_path / "again", model, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(theirs(TOKENS).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["mistral window", "llama linear"])
+@pytest.mark.parametrize("numerics", ["native", "exact"])
+def test_what_a_transformer_draws_is_scored_alike(tmp_path, name, numerics):
+    peer(name).save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    model = funcrl.models.Transformer(replace(model.config, numerics=numerics))
+    sampler = funcrl.generators.Sampler(model)
+    sampler.push(params)
+    samples = sampler.generate([[1, 2, 3]], Sampling(4, max_tokens=20), seed=0)
+    tokens = torch.cat([torch.tensor([[1, 2, 3]] * 4), samples.tokens], dim=1)
+    rows = Sample(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+    scored = funcrl.models.logprobs.score(funcrl.logprob_fn(model), params, rows).logprobs[:, 3:]
+    if numerics == "exact":
+        assert torch.equal(scored, samples.logprobs)
+    else:
+        assert (scored - samples.logprobs).abs().max() <= 1e-5
+
+
+def folder_of(tmp_path, name):
+    """A folder with a network and a tokenizer of bytes, as a hub has it."""
+    tokenizer = tiny_tokenizer()
+    peer(name, tokenizer.vocab_size).save_pretrained(tmp_path / "model")
+    tokenizer._tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def config_of(folder, run_dir, **options):
+    return TrainConfig(
+        model=str(folder), task="sum_digits", run_dir=run_dir, num_prompts=4, num_generations=4,
+        sampling=Sampling(max_tokens=4), evaluation=EvaluationConfig(every=2, num_prompts=4),
+        warm_start=funcrl.config.WarmStartConfig(steps=0), **options,
+    )  # fmt: skip
+
+
+def longest(prompt, completion):
+    """A reward that differs between samples of random weights."""
+    return float(len(set(completion)))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_goes_on_and_is_exported(tmp_path, rank):
+    folder, lines = folder_of(tmp_path, "gpt2"), []
+    task = funcrl.tasks.from_rows(
+        [{"prompt": text} for text in "abcdefghijklmnop"], reward=longest,
+        tokenizer=funcrl.tasks.load_tokenizer(folder),
+    )  # fmt: skip
+
+    class Noting(funcrl.run.views.SilentView):
+        def note(self, line):
+            lines.append(line)
+
+    def run(name, steps, **options):
+        config = config_of(folder, tmp_path / name, steps=steps, lora=LoraConfig(rank=rank))
+        return funcrl.train(config, task=task, view=Noting(), **options)
+
+    whole = run("whole", 3)
+    assert any("GPT2LMHeadModel runs as its class in transformers" in line for line in lines)
+    run("parts", 2)
+    parts = run("parts", 3, resume=True)
+    for name, leaf in whole.state.params.items():
+        assert torch.equal(leaf, parts.state.params[name])
+    assert any(row.get("grad_norm") for row in whole.history)
+    out = funcrl.export(tmp_path / "whole", tmp_path / "out", task=task)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    trained = funcrl.load_run(tmp_path / "whole", task=task)
+    row = Sample(*(each[0] for each in ROWS))
+    with torch.no_grad():
+        wanted = exported(TOKENS[:1]).logits[0]
+    found = funcrl.models.logits_fn(trained.model)(trained.params, row)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"numerics": "exact"}, "--numerics native .*GPT2LMHeadModel"),
+    ({"packing": "samples"}, "--packing none .*GPT2LMHeadModel"),
+    ({"generator": "vllm"}, "--generator sampler .*GPT2LMHeadModel"),
+    ({"attend": "flash"}, "--attend native .*GPT2LMHeadModel"),
+    ({"algorithm": funcrl.config.AlgorithmConfig("ppo", kl=0.0)}, "own with ppo.*GPT2LMHeadModel"),
+])  # fmt: skip
+def test_what_only_a_transformer_has_is_refused(tmp_path, options, message):
+    folder = folder_of(tmp_path, "gpt2")
+    with pytest.raises(ValueError, match=f"^train expects .*{message}"):
+        funcrl.train(config_of(folder, tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    peer("gpt2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    name = next(iter(sorted(whole)))
+    for tensors, message in (
+        ({key: leaf for key, leaf in whole.items() if key != name}, "missing .*h.0"),
+        (whole | {"something.else": torch.zeros(2)}, "unexpected something.else"),
+    ):
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"^load_params .*GPT2LMHeadModel .*{message}"):
+            funcrl.load_params(tmp_path)
+    save_file(whole, file, metadata={"format": "pt"})
+    rewrite(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ValueError, match="^load_params expects weights that are not quantised"):
+        funcrl.load_params(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_depends_on_the_length_is_refused(tmp_path, kind):
+    peer("phi3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rewrite(tmp_path, rope_parameters=values["rope_parameters"] | {"rope_type": kind})
+    with pytest.raises(ValueError, match=f"^load_params .*position, got rope_parameters .*{kind}"):
+        funcrl.load_params(tmp_path)
