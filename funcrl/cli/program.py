@@ -1,5 +1,6 @@
 """The program `funcrl`: runs the command that its arguments name, and exits as programs do."""
 
+import importlib
 import json
 import os
 import select
@@ -29,7 +30,7 @@ from funcrl.cli.options import (
 )
 from funcrl.cli.ranks import is_first_rank, left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
-from funcrl.config import EvalConfig, GenerateConfig, ServeConfig, TrainConfig
+from funcrl.config import ChatConfig, EvalConfig, GenerateConfig, ServeConfig, TrainConfig
 from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
 from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks
@@ -40,6 +41,7 @@ from funcrl.loop.parity import ParityConfig, format_parity, parity
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.run import report
 from funcrl.run.checkpoint import CheckpointError
+from funcrl.serve.chat import NEW, chat
 from funcrl.serve.generate import generate
 from funcrl.serve.serve import serve
 from funcrl.tasks.reward_calls import describe_error, is_of_user
@@ -242,6 +244,20 @@ def _generate(args: Sequence[str]) -> None:
         print_safely(json.dumps(answer._asdict()) if config.json else answer.text)
 
 
+def _chat(args: Sequence[str]) -> None:
+    config, switch = parse("chat", args, ChatConfig(), TrustSwitch())
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        importlib.import_module("readline")  # by which `input` edits lines, and recalls them
+        print_safely(f"{NEW} begins a new conversation, Ctrl-D ends.", file=sys.stderr)
+    lines = iter(partial(input, "> "), None) if is_terminal else sys.stdin
+    write = partial(print_safely, end="")
+    try:
+        chat(config, lines, write, partial(print_safely, file=sys.stderr), switch.trust)
+    except EOFError:  # Ctrl-D
+        print_safely("")
+
+
 def _models(args: Sequence[str]) -> None:
     parse("models", args)
     print_safely(list_models())
@@ -288,8 +304,14 @@ COMMANDS = {
         _generate,
         (GenerateConfig(), PromptOptions(), TrustSwitch()),
     ),
+    "chat": Command(
+        "Talk to a model: its answers appear while they are drawn.",
+        _chat,
+        (ChatConfig(), TrustSwitch()),
+        first="model",
+    ),
     "serve": Command(
-        "Serve a model at an address of this machine, to train and to draw from.",
+        "Serve a model at an address of this machine, to OpenAI's clients and to Tinker's.",
         _serve,
         (ServeConfig(), TrustSwitch()),
         first="model",

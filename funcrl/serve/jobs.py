@@ -73,6 +73,11 @@ class Jobs(Generic[Result]):
             self._changed.wait_for(lambda: number in self._results or self._closed, timeout)
             return self._results.get(number)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other job begins."""
+        return self._closed
+
     def close(self) -> None:
         """Begin no other job, and wait for the one that is under way."""
         with self._changed:

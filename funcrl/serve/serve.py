@@ -4,13 +4,16 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import torch
 
 from funcrl.config import ServeConfig
 from funcrl.loop.from_config import embedded
 from funcrl.serve.http import listening
+from funcrl.serve.openai import OpenAI, error_fields
 from funcrl.serve.served import load_served
+from funcrl.serve.shared import SharedGenerator
 
 Note = Callable[[str], None]
 
@@ -26,13 +29,6 @@ def serving(config: ServeConfig, note: Note, trust: bool = False) -> Iterator[st
     """
     if config.model is None:
         raise ValueError("serve expects --model, the folder of a run or weights, got none.")
-    try:
-        from funcrl.serve.tinker import Tinker, error_fields  # needs the package of that name
-    except ImportError as error:
-        raise ImportError(
-            f"serve expects the package tinker, whose messages it reads: pip install "
-            f"'funcrl[tinker]' ({error})."
-        ) from error
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     served = load_served("serve", config.model, config.device, trust, note)
@@ -41,12 +37,27 @@ def serving(config: ServeConfig, note: Note, trust: bool = False) -> Iterator[st
     generator = embedded(served.model)(
         served.model, decode=served.tokenizer.decode, slots=config.slots, dtype=dtype
     )
-    service = Tinker(served, generator, config.folder, config.microbatch, dtype)
-    listens = listening(service.routes(), error_fields, config.host, config.port, key)
-    with closing(generator), closing(service), listens as server:
+    shared = SharedGenerator(generator)
+    routes, without = dict(OpenAI(served, shared).routes()), ""
+    try:
+        from funcrl.serve.tinker import Tinker  # needs the package of that name
+
+        tinker = Tinker(served, shared, config.folder, config.microbatch, dtype)
+        routes |= tinker.routes()
+    except ImportError:
+        without = "; for Tinker's routes, pip install 'funcrl[tinker]'"
+    listens = listening(routes, _error_fields, config.host, config.port, key)
+    with closing(shared), listens as server:
         address = f"http://{config.host}:{server.server_address[1]}"
-        note(f"{config.model} at {address}, key {key}")
+        note(f"{config.model} at {address}, key {key}{without}")
         yield address
+
+
+def _error_fields(path: str, message: str) -> dict[str, Any]:
+    """Return an error as the clients of a path read it: Tinker's, or OpenAI's."""
+    if path.startswith("/api/"):
+        return {"error": message, "detail": message}
+    return error_fields(message)
 
 
 def serve(config: ServeConfig, note: Note, trust: bool = False) -> None:

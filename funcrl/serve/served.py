@@ -1,14 +1,18 @@
 """The model that a server has: its network, parameters and tokenizer, by the name of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
+from funcrl.config import ChatConfig, GenerateConfig
 from funcrl.core.types import Params
+from funcrl.generators.embedded.engine import EmbeddedGenerator
 from funcrl.loop.export import load_run
+from funcrl.loop.from_config import embedded
 from funcrl.loop.sources import (
     Device,
     base_params,
@@ -19,7 +23,9 @@ from funcrl.loop.sources import (
     tokenizer_of,
     tokenizer_place,
 )
+from funcrl.models.functional import vocab_size_of
 from funcrl.run import runs
+from funcrl.serve.http import RequestError
 from funcrl.tasks.contracts import Tokenizer
 
 
@@ -31,6 +37,20 @@ class Served(NamedTuple):
     params: Params
     tokenizer: Tokenizer
     place: Path | None  # the folder or file by which transformers reads the tokenizer
+
+
+def check_tokens(
+    served: Served, sequences: Sequence[Sequence[int]], context_length: int, status: int
+) -> None:
+    """Raise, with the status of a response, unless the model can read these tokens and answer."""
+    size = vocab_size_of(served.model) or served.tokenizer.vocab_size
+    for tokens in sequences:
+        wrong = [token for token in tokens if not 0 <= token < size]
+        if wrong or not 0 < len(tokens) < context_length:
+            got = f"the token {wrong[0]}" if wrong else f"{len(tokens)} tokens"
+            raise RequestError(
+                status, f"expected 1 to {context_length - 1} tokens below {size}, got {got}"
+            )
 
 
 def load_served(
@@ -71,3 +91,19 @@ def load_served(
     model = network_of(function, options, source, None)
     params = base_params(options, source, model)
     return Served(name, model, params, tokenizer, source.weights)
+
+
+def drawing(
+    function: str, config: GenerateConfig | ChatConfig, trust: bool, note: Callable[[str], None]
+) -> tuple[Served, EmbeddedGenerator]:
+    """Return the model that a configuration names, and a generator with its parameters."""
+    if config.model is None:
+        raise ValueError(f"{function} expects --model, the folder of a run or weights, got none.")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    served = load_served(function, config.model, config.device, trust, note, config.system_prompt)
+    generator: EmbeddedGenerator = embedded(served.model)(
+        served.model, decode=served.tokenizer.decode, dtype=getattr(torch, config.dtype)
+    )
+    generator.push(served.params)
+    return served, generator

@@ -11,13 +11,13 @@ import torch
 from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.types import Params
-from funcrl.generators.contract import Generator
-from funcrl.models.functional import vocab_size_of
+from funcrl.models import Recurrent, Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.serve import training, wire
 from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
-from funcrl.serve.jobs import Failure, Jobs
-from funcrl.serve.served import Served
+from funcrl.serve.jobs import Failure
+from funcrl.serve.served import Served, check_tokens
+from funcrl.serve.shared import SharedGenerator
 from funcrl.serve.training import Kind, Trained
 from funcrl.tasks.contracts import all_ends
 
@@ -56,24 +56,20 @@ class Tinker:
     def __init__(
         self,
         served: Served,
-        generator: Generator,
+        shared: SharedGenerator,
         folder: Path,
         microbatch: int | None,
         dtype: torch.dtype,
     ) -> None:
-        self._served, self._generator, self._folder = served, generator, folder
+        self._served, self._folder = served, folder
+        self._shared, self._generator, self._jobs = shared, shared.generator, shared.jobs
         self._microbatch = microbatch
-        self._model_fn = logprob_fn(served.model, chunk=1024, dtype=dtype)
-        self._jobs: Jobs[Found] = Jobs()
+        chunk = 1024 if isinstance(served.model, Transformer | Recurrent) else None
+        self._model_fn = logprob_fn(served.model, chunk=chunk, dtype=dtype)
         self._models: dict[str, Trained] = {}
         self._samplers: dict[str, Sampled] = {}
-        self._pushed = ""  # the sampler whose parameters the generator has
         self._num_sessions = self._num_draws = 0
         self._seed = secrets.randbits(32)
-
-    def close(self) -> None:
-        """Stop working."""
-        self._jobs.close()
 
     def routes(self) -> Routes:
         """Return what answers each path."""
@@ -355,7 +351,7 @@ class Tinker:
     def _draw(self, draws: Sequence[Draw]) -> list[Found]:
         """Draw for several requests in one call: they are of one sampler, and alike."""
         first = draws[0]
-        self._push(first.sampler)
+        self._shared.push(first.sampler, lambda: self._merged(first.sampler))
         samples = self._generator.generate(
             [draw.prompt for draw in draws], first.sampling, first.seed
         )
@@ -369,12 +365,9 @@ class Tinker:
             found.append(wire.write_samples(samples, rows, scores))
         return found
 
-    def _push(self, sampler: str) -> None:
-        if self._pushed == sampler:
-            return
+    def _merged(self, sampler: str) -> Params:
         merged = self._samplers[sampler].merged
-        self._generator.push(self._served.params if merged is None else merged())
-        self._pushed = sampler
+        return self._served.params if merged is None else merged()
 
     # Results
 
@@ -411,21 +404,7 @@ class Tinker:
             )
 
     def _check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
-        size = vocab_size_of(self._served.model) or self._served.tokenizer.vocab_size
-        length = self._generator.context_length
-        for tokens in sequences:
-            wrong = [token for token in tokens if not 0 <= token < size]
-            if wrong or not 0 < len(tokens) < length:
-                got = f"the token {wrong[0]}" if wrong else f"{len(tokens)} tokens"
-                raise RequestError(
-                    422,
-                    f"expected 1 to {length - 1} tokens below {size}, got {got}",
-                )
-
-
-def error_fields(message: str) -> dict[str, Any]:
-    """Return an error as the SDK reads it."""
-    return {"error": message, "detail": message}
+        check_tokens(self._served, sequences, self._generator.context_length, 422)
 
 
 def _answered(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable[[Request], Response]:

@@ -40,7 +40,7 @@ def copy_to_host(samples: list[int], numbers: Tensor) -> HostCopy:
     return HostCopy(samples, host, event)
 
 
-class StopStrings:
+class HostTokens:
     """The tokens of samples as the host knows them, and where a stop string ends one."""
 
     def __init__(self, request: Request) -> None:
@@ -56,6 +56,8 @@ class StopStrings:
             if sample in self.ends:
                 break
             tokens.append(token)
+            if self._request.listen is not None:
+                self._request.listen(sample, token)
             if has_stop_string(tokens, self._request.sampling, self._request.decode):
                 self.ends[sample] = len(tokens)
         return sample in self.ends
@@ -83,7 +85,8 @@ class CapturedBatch:
         self.seeds = sample_seeds(request.prompts, self.sampling.num_samples, request.seed)
         self.schedule = Schedule(request, self._start)
         self.pages = Pages(program.sizes.pages)
-        self.stop_strings = StopStrings(request) if self.sampling.stop else None
+        is_read = self.sampling.stop or request.listen is not None
+        self.host_tokens = HostTokens(request) if is_read else None
         self._copies: deque[HostCopy] = deque()
         self._shared: list[int] = []  # the samples of which the program knows the groups
 
@@ -98,7 +101,7 @@ class CapturedBatch:
             self._evict(ended)
         for copy in self._copies:
             self._ended(copy)
-        return {} if self.stop_strings is None else self.stop_strings.ends
+        return {} if self.host_tokens is None else self.host_tokens.ends
 
     def _start(self, prompt: int) -> list[Running] | None:
         """Return the samples of a prompt with their pages; None if there are not enough pages."""
@@ -146,7 +149,7 @@ class CapturedBatch:
             self.program.decode(len(running), self.sampling)
         for each in running:
             each.left -= steps
-        window = 0 if self.stop_strings is None else _BURST + 1
+        window = 0 if self.host_tokens is None else _BURST + 1
         numbers = self.program.numbers(len(running), window)
         self._copies.append(copy_to_host([each.sample for each in running], numbers))
 
@@ -165,8 +168,8 @@ class CapturedBatch:
         """Return the samples that had ended when their numbers were copied."""
         ended = set()
         for sample, (position, count, *tokens) in zip(copy.samples, copy.wait(), strict=True):
-            strings = self.stop_strings
-            stopped = strings is not None and strings.read(sample, count, tokens)
+            host = self.host_tokens
+            stopped = host is not None and host.read(sample, count, tokens)
             if position < 0 or stopped:
                 ended.add(sample)
         return ended

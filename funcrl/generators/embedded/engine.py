@@ -9,7 +9,7 @@ from funcrl.config import Sampling
 from funcrl.core import checks, tree
 from funcrl.core.types import ModelFn, Params, Sample, Samples
 from funcrl.generators.contract import Lifecycle, Prompts, Pushed, State, check_prompts, pushed
-from funcrl.generators.embedded.schedule import Completions, Request
+from funcrl.generators.embedded.schedule import Completions, ListenFn, Request
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.logprobs import score
 
@@ -74,12 +74,20 @@ class EmbeddedGenerator:
         self.pushed, self._draw = pushed(params, version), None
         self._lifecycle.state = State.READY
 
-    def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
-        """Return `sampling.num_samples` completions of each prompt, as `sample` does."""
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, seed: int, listen: ListenFn | None = None
+    ) -> Samples:
+        """Return `sampling.num_samples` completions of each prompt, as `sample` does.
+
+        `listen` is called with the number of a sample and its next token, one by one while they
+        are drawn; an error that it raises ends the call.
+        """
         held = self._held("generate")
         vocab_size, context_length = self._network.vocab_size, self.context_length
         check_prompts(prompts, sampling, vocab_size, self._decode, context_length)
-        request = Request(prompts, sampling, seed, self._decode, self._slots, context_length)
+        request = Request(
+            prompts, sampling, seed, self._decode, self._slots, context_length, listen
+        )
         with torch.inference_mode():
             if self._draw is None or held.is_written():
                 self._draw = self._network.lay_out(held.params, self._dtype)

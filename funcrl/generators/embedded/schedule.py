@@ -3,7 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from funcrl.core import numerics
 from funcrl.generators.contract import Prompts
 from funcrl.generators.stops import DecodeFn, has_stop_string
 from funcrl.rl.batching import pad_rows
+
+ListenFn: TypeAlias = Callable[[int, int], None]  # (number of a sample, its next token)
 
 
 class Request(NamedTuple):
@@ -24,6 +27,7 @@ class Request(NamedTuple):
     decode: DecodeFn | None
     slots: int  # samples drawn at a time
     context_length: int
+    listen: ListenFn | None = None  # is called with each token once it is known
 
     @property
     def max_tokens(self) -> int:
@@ -50,8 +54,8 @@ class Completions(NamedTuple):
 class Drawn:
     """One sample, growing while it is drawn."""
 
-    def __init__(self, prompt: int) -> None:
-        self.prompt = prompt  # its index
+    def __init__(self, prompt: int, listen: Callable[[int], None] | None = None) -> None:
+        self.prompt, self._listen = prompt, listen  # the prompt's index, what hears of tokens
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.policy_logprobs: list[float] = []
@@ -64,6 +68,8 @@ class Drawn:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.policy_logprobs.append(policy_logprob)
+        if self._listen is not None:
+            self._listen(token)
 
     def length(self, request: Request) -> int:
         """Return the number of tokens of the prompt and the sample together."""
@@ -85,8 +91,11 @@ class Drawn:
 
 def new_samples(request: Request) -> list[Drawn]:
     """Return the samples of a request, group-major, with no tokens yet."""
-    group = request.sampling.num_samples
-    return [Drawn(row // group) for row in range(group * len(request.prompts))]
+    group, listen = request.sampling.num_samples, request.listen
+    return [
+        Drawn(row // group, None if listen is None else partial(listen, row))
+        for row in range(group * len(request.prompts))
+    ]
 
 
 def append_tokens(samples: list[Drawn], drawn: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -139,6 +139,39 @@ def test_captured_samples_are_equal_for_each_kind_of_model_and_dtype(captured, d
     both(captured, model, params, SAMPLINGS["min tokens"], slots=8)
 
 
+@pytest.mark.parametrize("slots", [256, 5])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tokens_are_heard_as_they_are_drawn(captured, wanted, name, slots):
+    captured(wanted)
+    model, params = make()
+    sampler = funcrl.generators.Sampler(model, decode=letters, slots=slots)
+    sampler.push(params)
+    heard = {}
+    samples = sampler.generate(
+        PROMPTS, SAMPLINGS[name], 3, lambda row, token: heard.setdefault(row, []).append(token)
+    )
+    drawn = [row[kept].tolist() for row, kept in zip(samples.tokens, samples.mask, strict=True)]
+    assert [heard[row] for row in range(len(drawn))] == drawn
+    assert_equal(samples, sampler.generate(PROMPTS, SAMPLINGS[name], 3))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_an_error_of_the_listener_ends_the_call_alone(captured, wanted):
+    captured(wanted)
+    model, params = make()
+    sampler = funcrl.generators.Sampler(model, decode=letters)
+    sampler.push(params)
+    before = sampler.generate(PROMPTS, Sampling(2), 3)
+
+    def refuse(row, token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sampler.generate(PROMPTS, Sampling(2), 3, refuse)
+    assert_equal(before, sampler.generate(PROMPTS, Sampling(2), 3))
+
+
 def test_the_seed_decides(captured):
     model, params = make()
     one, other = (both(captured, model, params, Sampling(2), seed=seed) for seed in (0, 1))
