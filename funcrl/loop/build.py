@@ -33,7 +33,7 @@ from funcrl.parallel.mesh import ALONE
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
 from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import guard
-from funcrl.tasks.contracts import Task, TaskLike
+from funcrl.tasks.contracts import Task, TaskOrRows, is_task
 
 REPLACEABLE = (
     "task", "model", "params", "teacher", "model_fn", "algorithm", "optimizer", "per_sample",
@@ -147,7 +147,7 @@ class Parts(_Fields):
 @checked
 def build(
     config: TrainConfig,
-    task: TaskLike | None = None,
+    task: TaskOrRows | None = None,
     *,
     function: str = "train",
     trust: bool = False,
@@ -267,17 +267,18 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
             f"{function} expects --lora.rank 0 with a model_fn of one's own, for which funcrl.lora "
             f"makes adapters, got {config.lora.rank}."
         )
-    of_rows = config.prompt_template is not None or config.held_out != TrainConfig.held_out
-    if of_rows and "task" in given:
+    has_task = "task" in given and is_task(given["task"])
+    of_rows = data.rows_options(config) != data.rows_options(TrainConfig())
+    if of_rows and has_task:
         raise ValueError(
-            f"{function} expects --prompt-template and --held-out with a --task that is a file of "
-            f"rows, got a task of its own prompts."
+            f"{function} expects --prompt-template, --prompt-column, --answer-column, --held-out "
+            f"and splits with rows of data, got a task of its own prompts."
         )
-    if config.system_prompt is not None and (is_shape(config.model) or "task" in given):
+    if config.system_prompt is not None and (is_shape(config.model) or has_task):
         raise ValueError(
             f"{function} expects --system-prompt with pretrained weights and a --task, whose "
             f"tokenizer writes it, got {config.system_prompt!r} with "
-            f"{'a task of its own tokenizer' if 'task' in given else f'--model {config.model}'}."
+            f"{'a task of its own tokenizer' if has_task else f'--model {config.model}'}."
         )
 
 
@@ -293,7 +294,8 @@ def _check_vocabulary(function: str, config: TrainConfig, model: nn.Module, task
 
 def _task(making: _Making) -> Task:
     config, given = making.config, making.given.get("task")
-    tokenizer = None if given is not None else sources.tokenizer_of(making.function, config)
+    brings_its_own = given is not None and is_task(given)
+    tokenizer = None if brings_its_own else sources.tokenizer_of(making.function, config)
     return guard(data.task_of(making.function, config, tokenizer, given))
 
 

@@ -1,43 +1,63 @@
 """The task of a configuration, with its file of rows and its rewards."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from funcrl.config import TrainConfig
+from funcrl.core.arguments import check_value
 from funcrl.core.files import open_file
 from funcrl.run import runs
-from funcrl.tasks import RewardLimits, check_task, data_file, load, load_rewards, with_rewards
+from funcrl.tasks import (
+    RewardLimits,
+    check_task,
+    data_file,
+    load,
+    load_rewards,
+    with_rewards,
+)
 from funcrl.tasks.adapt import guard
-from funcrl.tasks.contracts import Prompt, Task, TaskLike, Tokenizer
+from funcrl.tasks.contracts import Prompt, Task, TaskLike, TaskOrRows, Tokenizer, is_task
+from funcrl.tasks.load import is_rows, read_tables
 from funcrl.tasks.rewards import columns_of, form_of
+from funcrl.tasks.rows import RowsOptions, task_of_rows
 
 # The key in a run's environment.json of the checksum of its file of rows.
 RECORDED = "data_sha256"
 
 
 def task_of(
-    function: str, config: TrainConfig, tokenizer: Tokenizer | None, task: TaskLike | None
+    function: str, config: TrainConfig, tokenizer: Tokenizer | None, task: TaskOrRows | None
 ) -> Task:
     """Return the task of a configuration, or the one that is given, with the rewards of both."""
     rewards = load_rewards(config.reward)
     if task is None:
         return _checked(config, _load(config, tokenizer, rewards), rewards)
+    if not is_task(task):
+        options = RowsOptions(**rows_options(config))
+        if (options.split, options.test_split) != (RowsOptions.split, None):
+            raise ValueError(
+                f"{function} expects --split and --test-split with the name of a data set as "
+                f"--task, got rows."
+            )
+        return _checked(config, task_of_rows(function, task, rewards, tokenizer, options), rewards)
+    check_value(function, "task", TaskLike, task)
     given = check_task(function, task)
     return _checked(config, with_rewards(given, rewards), rewards) if rewards else given
+
+
+def rows_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of a configuration that say how rows are read."""
+    return {each.name: getattr(config, each.name) for each in fields(RowsOptions)}
 
 
 def _load(
     config: TrainConfig, tokenizer: Tokenizer | None, rewards: Mapping[str, Callable[..., Any]]
 ) -> Task:
-    return load(
-        config.task,
-        tokenizer,
-        rewards=rewards,
-        prompt_template=config.prompt_template,
-        held_out=config.held_out,
-    )
+    return load(config.task, tokenizer, rewards=rewards, **rows_options(config))
 
 
 def plain_task(config: TrainConfig, tokenizer: Tokenizer | None) -> Task:
@@ -68,21 +88,19 @@ def limits_of(config: TrainConfig) -> RewardLimits:
     return RewardLimits(config.reward_concurrency, config.reward_timeout)
 
 
-def data_facts(task: str) -> dict[str, str]:
-    """Return what a run records of its file of rows; nothing of another task."""
-    file = data_file(task)
-    return {} if file is None else {RECORDED: _digest(file)}
+def data_facts(config: TrainConfig) -> dict[str, str]:
+    """Return what a run records of its rows of data; nothing of another task."""
+    return {RECORDED: _digest(config)} if is_rows(config.task) else {}
 
 
-def check_data(function: str, task: str, run: Path) -> None:
+def check_data(function: str, config: TrainConfig, run: Path) -> None:
     """Raise unless the rows of a run's task are those that it began with.
 
     Rows are no code, so they need no `--trust`; but with others a run would not be the same.
     """
-    file = data_file(task)
-    if file is None:
+    if not is_rows(config.task):
         return
-    began, found = runs.read_facts(run, function).get(RECORDED), _digest(file)
+    began, found = runs.read_facts(run, function).get(RECORDED), _digest(config)
     if began is None:
         raise ValueError(
             f"{function} expects {runs.ENVIRONMENT} in {run} to say which rows the run began "
@@ -90,17 +108,27 @@ def check_data(function: str, task: str, run: Path) -> None:
         )
     if began != found:
         raise ValueError(
-            f"{function} expects {file} to be as it was when {run} began (SHA-256 {began[:12]}), "
-            f"got other rows (SHA-256 {found[:12]}). Put the file back, or start a new run."
+            f"{function} expects {config.task} to be as it was when {run} began (SHA-256 "
+            f"{began[:12]}), got other rows (SHA-256 {found[:12]}). Put them back, or start a new "
+            f"run."
         )
 
 
-def is_data_of(task: str, run: Path, function: str) -> bool:
-    """Return whether a task is the very file of rows that a run was trained on."""
+def is_data_of(config: TrainConfig, run: Path, function: str) -> bool:
+    """Return whether a configuration's rows are the very ones that a run was trained on."""
     facts = runs.read_facts(run, function)
-    return data_file(task) is not None and facts.get(RECORDED) == data_facts(task)[RECORDED]
+    return is_rows(config.task) and facts.get(RECORDED) == data_facts(config)[RECORDED]
 
 
-def _digest(file: Path) -> str:
-    with open_file("load", file) as opened:
-        return hashlib.sha256(opened.read()).hexdigest()
+def _digest(config: TrainConfig) -> str:
+    """Return the checksum of a file, or of the rows of a data set."""
+    file = data_file(config.task)
+    if file is not None:
+        with open_file("load", file) as opened:
+            return hashlib.sha256(opened.read()).hexdigest()
+    tables = read_tables("load", config.task, RowsOptions(**rows_options(config)))
+    digest = hashlib.sha256()
+    for table in tables:
+        for row in table.rows if table else ():
+            digest.update(json.dumps(row, default=str).encode())
+    return digest.hexdigest()

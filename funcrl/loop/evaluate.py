@@ -27,8 +27,8 @@ from funcrl.loop.sources import defaults, is_run, options_of_run, parts_of_netwo
 from funcrl.run import runs
 from funcrl.run.accuracy import wilson
 from funcrl.run.trust import check_run
-from funcrl.tasks import data_file
-from funcrl.tasks.contracts import Task, TaskLike
+from funcrl.tasks.contracts import Task, TaskOrRows, is_task
+from funcrl.tasks.load import data_set, is_rows
 
 
 def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     config: EvalConfig,
     *,
-    task: TaskLike | None = None,
+    task: TaskOrRows | None = None,
     parts: Parts | None = None,
     trust: bool = False,
     note: Note = warn_safely,
@@ -157,7 +157,7 @@ def evaluate(
         for line in check_run("evaluate", named, config.run, given, trust):
             note(line)
         if "task" not in given:
-            check_data("evaluate", options.task, config.run)
+            check_data("evaluate", options, config.run)
         runs.check_given("evaluate", config.run, {"task", *parts_of_network(options)} - given)
     own_generator = parts is None
     if parts is None:
@@ -179,7 +179,8 @@ def evaluate(
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
     trained_on = facts.get("task", facts.get("task_object", parts.task.name))
     own = config.run is not None and parts.task.name == trained_on
-    own = own and data_file(config.task or "") is None  # a file may have the name of the run's
+    # A file may have the name of the run's.
+    own = own and not (config.task is not None and is_rows(config.task))
     weights = options.reward_weights if own else None  # they are of the run's rewards
     graded = _grade(out, step, parts.task, completed, weights, options)
     result = _summarise(config, parts.task, completed, graded)
@@ -208,38 +209,46 @@ def format_evaluation(result: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _options(config: EvalConfig, task: TaskLike | None) -> TrainConfig:
+def _options(config: EvalConfig, task: TaskOrRows | None) -> TrainConfig:
     """Return the options of the run that is evaluated, or those of a new run with its model."""
     if config.run is None:
         options = defaults(config.model or TrainConfig.model)
     else:
         options = options_of_run("evaluate", "--run", config.run)
-    system_prompt = config.system_prompt
-    if system_prompt is None and task is None:  # a task that is given brings its own
-        system_prompt = options.system_prompt
-    template, share = config.prompt_template, config.held_out
-    if task is None and data_file(config.task or options.task):
-        template = options.prompt_template if template is None else template
-        share = _held_out(config, options) if share is None else share
+    system_prompt, thinking = config.system_prompt, config.enable_thinking
+    if task is None or not is_task(task):  # which brings its own
+        system_prompt = options.system_prompt if system_prompt is None else system_prompt
+        thinking = options.enable_thinking if thinking is None else thinking
+    name = config.task or options.task
+    has_rows = is_rows(name) if task is None else not is_task(task)
+    inherited = ["prompt_template", "prompt_column", "answer_column"] if has_rows else []
+    inherited += ["split", "test_split"] if data_set(name) else []
+    rows = {
+        each: getattr(config, each) or getattr(options if each in inherited else TrainConfig, each)
+        for each in ("prompt_template", "prompt_column", "answer_column", "split", "test_split")
+    }
+    chosen = replace(options, task=name, **rows)
+    share = TrainConfig.held_out if config.held_out is None else config.held_out
+    if config.held_out is None and has_rows:
+        share = options.held_out if task is not None else _held_out(config, options, chosen)
     return replace(
-        options, task=config.task or options.task, system_prompt=system_prompt,
+        chosen, system_prompt=system_prompt, enable_thinking=thinking, held_out=share,
         reward=config.reward or (options.reward if config.task is None else ()),
-        prompt_template=template, held_out=TrainConfig.held_out if share is None else share,
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,
     )  # fmt: skip
 
 
-def _held_out(config: EvalConfig, options: TrainConfig) -> float:
-    """Return the share of a file's rows to ask; all of one that the run was not trained on."""
+def _held_out(config: EvalConfig, options: TrainConfig, chosen: TrainConfig) -> float:
+    """Return the share of the rows to ask; all of those that the run was not trained on."""
     run = config.run
     if run is None and is_run(Path(config.model or "")):
         run = Path(str(config.model))
         options = options_of_run("evaluate", "--model", run)
-    task = config.task
-    trained_on = run is not None and task is not None and is_data_of(task, run, "evaluate")
-    return 1.0 if task is not None and not trained_on else options.held_out
+    given = config.task is not None
+    trained_on = run is not None and given and is_data_of(chosen, run, "evaluate")
+    return 1.0 if given and not trained_on else options.held_out
 
 
 def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
@@ -254,7 +263,7 @@ def _sampling(config: EvalConfig, options: TrainConfig) -> Sampling:
     )
 
 
-def _facts(config: EvalConfig, task: Task, given: TaskLike | None) -> dict[str, str]:
+def _facts(config: EvalConfig, task: Task, given: TaskOrRows | None) -> dict[str, str]:
     """Return the facts that the run has recorded, after checking that the task is the run's."""
     if config.run is None:
         return {}
@@ -309,7 +318,8 @@ def _summarise(config: EvalConfig, task: Task, completed: Completed, graded: Gra
     judged = graded.rewards[name].view(-1, n)
     whole = judged.isfinite().all(dim=1)
     if not whole.any():
-        raise RewardError(f"evaluate expects a prompt without errors, got none: {graded.errors[0]}")
+        found = graded.errors[0] if graded.errors else f"{name!r} judges none"
+        raise RewardError(f"evaluate expects a prompt without errors, got none: {found}")
     judges = is_accuracy(task, name, judged)
     right = (judged[whole] >= 1.0).tolist()
     answers = _answers(task, completed)

@@ -106,7 +106,7 @@ def load_run(
         note(line)
     tokenizer = None
     if task is None:
-        check_data("load_run", options.task, run)
+        check_data("load_run", options, run)
         tokenizer = sources.tokenizer_of("load_run", options)
     loaded = task_of("load_run", options, tokenizer, task)
     model = sources.network_of_run("load_run", run, task, trust, loaded.tokenizer)

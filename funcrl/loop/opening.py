@@ -25,8 +25,8 @@ from funcrl.run.folder import (
     remove_empty,
 )
 from funcrl.run.trust import check_run, named_code, remember
-from funcrl.tasks import data_file
-from funcrl.tasks.contracts import TaskLike
+from funcrl.tasks.contracts import TaskOrRows
+from funcrl.tasks.load import is_rows, rows_name
 
 # Options that change no part of a run, so that given parts may be of another value of these.
 _OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
@@ -51,7 +51,7 @@ class Start(NamedTuple):
 @contextmanager
 def with_folder(
     config: TrainConfig,
-    task: TaskLike | None = None,
+    task: TaskOrRows | None = None,
     parts: Parts | None = None,
     mesh: Mesh = ALONE,
 ) -> Iterator[TrainConfig]:
@@ -63,10 +63,10 @@ def with_folder(
     if config.run_dir is not None:
         yield config
         return
-    given, file = parts.task if parts else task, data_file(config.task)
-    name = Path(config.task.rpartition(":")[2]).name if file is None else file.stem
+    given = parts.task if parts else task
+    name = rows_name(config.task if is_rows(config.task) else config.task.rpartition(":")[2])
     if given is not None:
-        name = Path(str(getattr(given, "name", type(given).__name__))).name or "run"
+        name = Path(str(getattr(given, "name", "rows"))).name or "run"
     if mesh.host.rank:  # the first rank makes it
         yield replace(config, run_dir=of_first_rank(None, mesh.host))
         return
@@ -102,7 +102,7 @@ def open_run(
         runs.check_given("train", folder, {*REPLACEABLE} - given)
         check_options_kept("train", config, folder)
         if "task" not in given:
-            check_data("train", config.task, folder)
+            check_data("train", config, folder)
     if parent is not None:
         needed = {"task", *parts_of_network(options_of_run("train", "--fork", parent))}
         runs.check_given("train", parent, needed - given)
@@ -168,7 +168,7 @@ def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[
         facts[runs.OBJECTS] = " ".join(objects)
     facts |= {code.fact: code.digest for code in named_code(config, given)}
     if "task" not in given:
-        facts |= data_facts(config.task)
+        facts |= data_facts(config)
     if config.teacher is not None and "teacher" not in given:
         facts |= teacher_facts(config.teacher)
     return facts

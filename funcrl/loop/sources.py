@@ -141,7 +141,16 @@ def check_tokenizer(
 def tokenizer_of(function: str, config: TrainConfig) -> Tokenizer | None:
     """Return the tokenizer of the model, None where the task brings its own."""
     place = tokenizer_place(function, config)
-    return None if place is None else load_tokenizer(place, config.system_prompt)
+    thinking = config.enable_thinking
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    if place is None:
+        if options:
+            raise ValueError(
+                f"{function} expects --enable-thinking with a pretrained model, whose chat "
+                f"template reads it, got --model {config.model}."
+            )
+        return None
+    return load_tokenizer(place, config.system_prompt, options)
 
 
 def network_of(

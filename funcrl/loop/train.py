@@ -57,7 +57,7 @@ from funcrl.run.record import Record, reference_policy
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.views import SilentView, View, view_for
-from funcrl.tasks.contracts import Prompt, TaskLike
+from funcrl.tasks.contracts import Prompt, TaskOrRows
 from funcrl.tasks.tokenizers import tokenizer_files
 
 _TELL_EVERY = 10.0  # seconds between two lines about a warm start
@@ -68,7 +68,7 @@ _SKIPPED_STEPS = (5, 50, 500, 5000)  # how many in a row are told of
 def train(
     config: TrainConfig,
     *,
-    task: TaskLike | None = None,
+    task: TaskOrRows | None = None,
     parts: Parts | None = None,
     view: View | Literal["live"] | None = None,
     resume: bool = False,

@@ -174,7 +174,8 @@ def describe_rollout(
 
     Args:
         rollout: of B rows.
-        rewards: each reward function's own [B], reported as `rewards/<name>/mean` and `/std`.
+        rewards: each reward function's own [B], NaN where it does not judge, reported as
+            `rewards/<name>/mean` and `/std`.
         truncated: [B] bool, True where the completion was cut off; gives
             `completions/clipped_ratio`.
 
@@ -219,8 +220,10 @@ def describe_rollout(
         "num_nonfinite_logprobs": left_out.sum(),
     }
     for name, named in (rewards or {}).items():
-        values[f"rewards/{name}/mean"] = _mean(_wide(named))
-        values[f"rewards/{name}/std"] = _deviation(_wide(named))
+        judged = _wide(named)[~named.isnan()]
+        if len(judged):
+            values[f"rewards/{name}/mean"] = _mean(judged)
+            values[f"rewards/{name}/std"] = _deviation(judged)
     if truncated is not None:
         values["completions/clipped_ratio"] = truncated.to(torch.float32).mean()
     return {name: value.item() for name, value in values.items()}

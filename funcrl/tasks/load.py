@@ -1,6 +1,7 @@
 """Loads a task by the name that a user types."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from funcrl.tasks.builtin.gymnasium import Gymnasium
 from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.named import arguments_taken, import_named, named_file
-from funcrl.tasks.read_rows import SUFFIXES, read_table
-from funcrl.tasks.rows import HELD_OUT, rows_task
+from funcrl.tasks.read_rows import SUFFIXES, Table, read_dataset, read_table
+from funcrl.tasks.rows import HELD_OUT, RowsOptions, rows_task
 from funcrl.tasks.tokenizers import ByteTokenizer
 from funcrl.weights import sources
 
@@ -66,22 +67,31 @@ def load(
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     prompt_template: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
     held_out: Fraction = HELD_OUT,
+    split: str = "train",
+    test_split: str | None = None,
 ) -> Task:
     """Return the task of a name.
 
     A built-in one, with what it takes after a colon: `sum_digits:5` (digits), `gsm8k:FOLDER` or
     `math:FOLDER` (or another source, as for a model), `countdown:4` (numbers),
     `reasoning_gym:GENERATOR`, `calculator:3` (digits), `gymnasium:CartPole-v1`; a file of rows,
-    `data.jsonl`, `.json`, `.csv` or `.parquet`, as for `from_rows`; or one's own as `file.py:Name`
-    or `module:Name`.
+    `data.jsonl`, `.json`, `.csv` or `.parquet`, as for `from_rows`; a data set of the hub, or a
+    folder in its form, `ORG/NAME` or `ORG/NAME:CONFIG`; or one's own as `file.py:Name` or
+    `module:Name`.
 
     Args:
         name: as above.
         tokenizer: the model's own; one's own task must take it as the argument `tokenizer`.
         rewards: name -> function, which the task gives besides; see `with_rewards`.
-        prompt_template: of the prompts from a file of rows; see `from_rows`.
-        held_out: share of the rows of a file that is not trained on.
+        prompt_template: of the prompts from rows; see `from_rows`, as for the two columns.
+        prompt_column: has the prompts.
+        answer_column: has the answers.
+        held_out: share of the rows that is not trained on.
+        split: of a data set that is trained on.
+        test_split: of a data set that is held out, in place of a share.
 
     Example:
         >>> import funcrl
@@ -89,15 +99,25 @@ def load(
         '='
     """
     own = None if tokenizer is None else check_tokenizer("load", tokenizer)
-    file = data_file(name)
-    if file is not None:
-        table, rows_tokenizer = read_table("load", file), own or ByteTokenizer()
+    options = RowsOptions(
+        prompt_template, prompt_column, answer_column, held_out, split, test_split
+    )
+    if is_rows(name):
+        table, test = read_tables("load", name, options)
+        rows_tokenizer = own or ByteTokenizer()
         task = rows_task(
-            "load", table, rewards or {}, rows_tokenizer, file.stem, prompt_template, held_out
+            "load", table, rewards or {}, rows_tokenizer, rows_name(name), options, test
         )
-    elif prompt_template is not None or held_out != HELD_OUT:
-        given = f"--held-out {held_out}" if prompt_template is None else "--prompt-template"
-        raise ValueError(f"load expects {given} with a file of rows, got --task {name}.")
+    elif options != RowsOptions():
+        plain = RowsOptions()
+        given = next(
+            f"--{each.name.replace('_', '-')} {getattr(options, each.name)}"
+            for each in fields(options)
+            if getattr(options, each.name) != getattr(plain, each.name)
+        )
+        raise ValueError(
+            f"load expects {given} with a file of rows or a data set, got --task {name}."
+        )
     elif is_built_in(name):
         family, _, argument = name.partition(":")
         task = check_task("load", TASKS[family](argument, own))
@@ -144,6 +164,43 @@ def data_file(name: str) -> Path | None:
     return None if ":" in name or not name.endswith(SUFFIXES) else Path(name)
 
 
+def data_set(name: str) -> tuple[str, str | None] | None:
+    """Return the data set that a task's name is, and its configuration; None for another task."""
+    place, _, config = name.partition(":")
+    is_other = data_file(name) is not None or place.endswith(".py") or place in TASKS
+    return None if is_other or "/" not in place else (place, config or None)
+
+
+def is_rows(name: str) -> bool:
+    """Return whether a task's name is a file of rows, or a data set."""
+    return data_file(name) is not None or data_set(name) is not None
+
+
+def rows_name(name: str) -> str:
+    """Return what to call the task of rows with a name."""
+    file, found = data_file(name), data_set(name)
+    return file.stem if file is not None else Path(found[0] if found else name).name
+
+
+def read_tables(function: str, name: str, options: RowsOptions) -> tuple[Table, Table | None]:
+    """Return the rows of a name to train on, and those that are held out, if they are others."""
+    file, found = data_file(name), data_set(name)
+    if file is not None:
+        if options.split != "train" or options.test_split is not None:
+            raise ValueError(
+                f"{function} expects --split and --test-split with a data set, got --task {name}, "
+                f"a file."
+            )
+        return read_table(function, file), None
+    assert found is not None
+    train, test = (
+        None if split is None else read_dataset(function, *found, split)
+        for split in (options.split, options.test_split)
+    )
+    assert train is not None
+    return train, test
+
+
 @checked
 def is_built_in(name: str) -> bool:
     """Return whether the task of a name runs no code but funcrl's own, as a file of rows does not.
@@ -153,14 +210,14 @@ def is_built_in(name: str) -> bool:
         >>> is_built_in("sum_digits:4"), is_built_in("data.jsonl"), is_built_in("mine.py:Task")
         (True, True, False)
     """
-    if data_file(name) is not None or name.partition(":")[0] in TASKS:
+    if is_rows(name) or name.partition(":")[0] in TASKS:
         return True
     if ":" in name:
         return False
     names, suffixes = ", ".join(TASKS), ", ".join(SUFFIXES)
     raise ValueError(
-        f"load expects --task to be one of {names}, a file of rows ({suffixes}), or your own as "
-        f"file.py:Name, got {name!r}."
+        f"load expects --task to be one of {names}, a file of rows ({suffixes}), a data set "
+        f"ORG/NAME, or your own as file.py:Name, got {name!r}."
     )
 
 

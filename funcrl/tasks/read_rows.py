@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,23 @@ def read_table(function: str, path: Path) -> Table:
         lines = _text_lines(function, path, file)
         read = _csv if path.suffix == ".csv" else _json_lines
         return _numbered(path, read(function, path, lines))
+
+
+def read_dataset(function: str, name: str, config: str | None, split: str) -> Table:
+    """Return the rows of a split of a data set: of a hub, or of a folder in its form."""
+    datasets = checks.import_extra(function, "datasets", f"for {name}", "'funcrl[models]'")
+    # Its cache takes folders of one name for one, and would give another's rows.
+    own_cache = tempfile.TemporaryDirectory() if Path(name).is_dir() else nullcontext()
+    try:
+        with own_cache as cache:
+            rows = datasets.load_dataset(name, config, split=split, cache_dir=cache)
+            return to_table(function, rows, f"{split} of {name}")
+    except Exception as error:  # of many kinds: of the network, the hub, the files
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{function} expects a folder, or a data set of the hub, that can be read: ORG/NAME or "
+            f"ORG/NAME:CONFIG with a split {split!r}, got {name!r} with {config!r}: {reason}"
+        ) from error
 
 
 def _numbered(path: Path, rows: Iterable[tuple[int, Row]]) -> Table:

@@ -97,10 +97,18 @@ def rewards_of_calls(
     if form.kind == "batch":
         (result,) = results
         results = as_list(result, count)
+    is_verls = not _OF_VERL.isdisjoint(form.names)
     return [
-        function_error(name, each) if isinstance(each, BaseException) else named(name, each)
+        function_error(name, each)
+        if isinstance(each, BaseException)
+        # Beside the score, verl's functions may return numbers to look at.
+        else named(name, each["score"] if is_verls and _has_score(each) else each)
         for each in results
     ]
+
+
+def _has_score(value: Any) -> bool:
+    return isinstance(value, Mapping) and "score" in value
 
 
 def named(name: str, value: Any) -> Mapping[str, Any]:
@@ -126,6 +134,7 @@ _ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
 _PLURALS = {f"{each}s" for each in _VERL}
 _BATCH = {"prompts", "completions", "environments", "states", "answers", "data", *_PLURALS}
 _OF_BATCH = {"prompts", "completions", "environments", "solution_strs"}
+_OF_VERL = {"solution_str", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
 _RESERVED = {"prompt", "completion", "solution_str", *_OF_BATCH}
 

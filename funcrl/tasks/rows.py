@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from string import Formatter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from funcrl.core import checks, rng
-from funcrl.core.arguments import Fraction, checked
+from funcrl.core.arguments import CheckedFields, Fraction, checked
 from funcrl.core.files import brief
 from funcrl.tasks.adapt import TokenizerStandIn, check_tokenizer, with_rewards
 from funcrl.tasks.answers import number_of
@@ -214,6 +215,43 @@ def _hash(content: str) -> int:
 
 
 HELD_OUT = 0.1  # the share of rows that is held out, if nothing else is said
+
+
+@dataclass(frozen=True)
+class RowsOptions(CheckedFields):
+    """How rows are made prompts; the arguments of `from_rows` say what each is."""
+
+    prompt_template: str | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    held_out: Fraction = HELD_OUT
+    split: str = "train"  # of a data set
+    test_split: str | None = None  # what is held out in place of a share
+
+    def named(self, function: str, table: Table) -> Table:
+        """Return a table whose columns prompt and answer are those that the options name."""
+        if self.prompt_column is not None and self.prompt_template is not None:
+            raise ValueError(
+                f"{function} expects --prompt-column or --prompt-template, got both: "
+                f"{self.prompt_column!r} and {brief(self.prompt_template)}."
+            )
+        columns = {"prompt": self.prompt_column, "answer": self.answer_column}
+        wanted = {name: column for name, column in columns.items() if column is not None}
+        for name, column in wanted.items():
+            if column not in table.rows[0]:
+                raise ValueError(
+                    f"{function} expects --{name}-column to be a column of {table.name}, got "
+                    f"{column!r} among {', '.join(table.rows[0])[:300]}."
+                )
+        replaced = {"prompt", "messages"} if "prompt" in wanted else set()
+        rows = [
+            {name: value for name, value in row.items() if name not in replaced}
+            | {name: row[column] for name, column in wanted.items()}
+            for row in table.rows
+        ]
+        return table._replace(rows=rows) if wanted else table
+
+
 Rewards: TypeAlias = Mapping[str, Callable[..., Any]]
 
 
@@ -268,6 +306,8 @@ def from_rows(
     weights: Mapping[str, float] | None = None,
     tokenizer: TokenizerLike | None = None,
     prompt_template: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
     held_out: Fraction = HELD_OUT,
     name: str = "rows",
 ) -> Task:
@@ -285,6 +325,8 @@ def from_rows(
         weights: name -> factor, 1 when left out.
         tokenizer: the model's; of bytes when left out.
         prompt_template: such as "Question: {question}", of any columns; braces are doubled.
+        prompt_column: has the prompts, in place of `prompt` and `messages`.
+        answer_column: has the answers, in place of `answer`.
         held_out: share of the rows that is not trained on: which, is a hash of their prompts.
         name: of the task.
 
@@ -296,15 +338,27 @@ def from_rows(
         >>> task.reward(prompt, prompt.answer), len(task.eval_prompts(100)) < 20
         ({'correct': 1.0}, True)
     """
-    own = ByteTokenizer() if tokenizer is None else check_tokenizer("from_rows", tokenizer)
-    table = to_table("from_rows", rows, name)
+    own = None if tokenizer is None else check_tokenizer("from_rows", tokenizer)
     functions = reward_functions("from_rows", reward)
-    task = rows_task("from_rows", table, functions, own, name, prompt_template, held_out)
-    if functions:
-        return with_rewards(task, functions, weights)
-    if weights:
+    options = RowsOptions(prompt_template, prompt_column, answer_column, held_out)
+    if weights and not functions:
         raise ValueError(f"from_rows expects weights with rewards, got {min(weights)!r} alone.")
-    return task
+    return task_of_rows("from_rows", rows, functions, own, options, name, weights)
+
+
+def task_of_rows(
+    function: str,
+    rows: Any,
+    rewards: Rewards,
+    tokenizer: Tokenizer | None,
+    options: RowsOptions,
+    name: str = "rows",
+    weights: Mapping[str, float] | None = None,
+) -> Task:
+    """Return what `from_rows` does; errors name the public function that was given the rows."""
+    table, own = to_table(function, rows, name), tokenizer or ByteTokenizer()
+    task = rows_task(function, table, rewards, own, name, options)
+    return with_rewards(task, rewards, weights) if rewards else task
 
 
 def rows_task(
@@ -313,19 +367,36 @@ def rows_task(
     rewards: Rewards,
     tokenizer: Tokenizer,
     name: str,
-    template: str | None,
-    share: float,
+    options: RowsOptions,
+    test: Table | None = None,
 ) -> Task:
-    """Return the task of a table, without the rewards that it gets besides."""
-    table = _with_answers(table.checked(function))
-    for each, called in rewards.items():
-        form_of(each, called, table.rows[0])
-    found = read_prompts(function, table, tokenizer, template)
-    if not rewards:
-        _check_answers(function, table)
-    sides = divided(found.prompts, found.contents, share)
+    """Return the task of a table, without the rewards that it gets besides.
+
+    A table `test` is held out, if there is one, and nothing of the other.
+    """
+    found, *of_test = (
+        _read(function, each, rewards, tokenizer, options)
+        for each in (table, test)
+        if each is not None
+    )
+    if of_test:
+        sides = found.prompts, of_test[0].prompts
+    else:
+        sides = divided(found.prompts, found.contents, options.held_out)
     made = RowsTask if rewards else AnsweredRows
     return made(name, *sides, found.tokenizer, found.finish)
+
+
+def _read(
+    function: str, table: Table, rewards: Rewards, tokenizer: Tokenizer, options: RowsOptions
+) -> Prompts:
+    table = _with_answers(options.named(function, table.checked(function)))
+    for each, called in rewards.items():
+        form_of(each, called, table.rows[0])
+    found = read_prompts(function, table, tokenizer, options.prompt_template)
+    if not rewards:
+        _check_answers(function, table)
+    return found
 
 
 def _with_answers(table: Table) -> Table:

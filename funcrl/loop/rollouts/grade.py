@@ -1,5 +1,6 @@
 """Grades completions: named rewards, their weighted sum, or what went wrong."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -64,7 +65,8 @@ def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded
         return Rewarded({}, f"{what} {_place(prompt, outcome)}.", result)
     if not result:
         return Rewarded({}, f"The reward of {task.name!r} is empty {_place(prompt, outcome)}.")
-    for name, value in result.items():
+    judged = {name: value for name, value in result.items() if value is not None}
+    for name, value in (judged or result).items():
         try:
             is_finite = _is_finite(value)
         except NOT_CAUGHT:
@@ -79,7 +81,8 @@ def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded
                 return Rewarded({}, f"{what} {place}.")
             missing = " (is a return missing?)" if value is None else ""
             return Rewarded({}, f"{what}, expected a number{missing}, {place}.", is_number=False)
-    return Rewarded(dict(result))
+    # A function that returns None does not judge this completion; another one does.
+    return Rewarded({name: judged.get(name, math.nan) for name in result})
 
 
 def _place(prompt: Prompt, outcome: Any) -> str:
@@ -100,7 +103,7 @@ def _is_finite(value: Any) -> bool:
 class Graded(NamedTuple):
     """Rewards of completions."""
 
-    rewards: dict[str, Tensor]  # name -> [B], each reward function's own
+    rewards: dict[str, Tensor]  # name -> [B], each function's own; NaN where it does not judge
     total: Tensor  # [B], weighted; NaN where there is none
     errors: list[str]  # what went wrong, one for each NaN of `total`
 
@@ -171,7 +174,7 @@ def graded_of(
             )
     parts = {name: _float32([float(row.get(name, torch.nan)) for row in rows]) for name in names}
     failed = torch.tensor([not row for row in rows], device="cpu")
-    kept = {name: values[~failed] for name, values in parts.items()}
+    kept = {name: values[~failed].nan_to_num() for name, values in parts.items()}
     total = _float32([torch.nan] * len(rows))
     given = {**task.reward_weights, **(weights or {})}
     # `weighted_sum` refuses the names that are none.

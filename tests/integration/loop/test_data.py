@@ -151,7 +151,7 @@ def test_no_name_gets_around_the_question_of_trust(place, capsys, option, name):
     [
         (["--task", "no.jsonl"], "load expects no.jsonl, got no such file"),
         (["--task", "data.jsonl"], "column prompt or a column messages in data.jsonl"),
-        (["--prompt-template", "{text}"], "--prompt-template with a file of rows"),
+        (["--prompt-template", "{text}"], "--prompt-template {text} with a file of rows"),
         (["--held-out", "0.5"], "--held-out 0.5 with a file of rows"),
         (["--reward", "mine.py:score", "./mine.py:score"], "'score' twice"),
         (["--reward", "mine.py:nothing"], "--reward mine.py:nothing to name an object"),
@@ -184,7 +184,7 @@ def test_a_data_set_and_its_rewards_are_a_task_in_python(place):
     assert {"rewards/right/mean", "rewards/short/mean"} < trained.history[1].keys()
     result = funcrl.evaluate(EvalConfig(run=place / "run", max_tokens=2), task=task, note=print)
     assert result.num_prompts == len(task.eval_prompts(100))
-    with pytest.raises(ValueError, match="--held-out with a --task that is a file of rows"):
+    with pytest.raises(ValueError, match="--held-out and splits with rows of data"):
         funcrl.build(TrainConfig(held_out=0.2), task=task)
 
 

@@ -86,5 +86,5 @@ def test_what_cannot_be_answered_is_named(line, message, capsys):
 
 @pytest.mark.slow
 def test_a_run_keeps_its_own_system_prompt(run):
-    with pytest.raises(ValueError, match="generate expects --system-prompt with pretrained"):
+    with pytest.raises(ValueError, match="--system-prompt and --enable-thinking with"):
         generate(GenerateConfig(model=str(run), system_prompt="x"), ["1+1="], print)

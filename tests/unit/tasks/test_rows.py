@@ -159,7 +159,9 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path):
             load(str(tmp_path / "data.json"))
     with pytest.raises(ValueError, match=r"--task to be .*\.jsonl, \.json, \.csv.*'data\.tsv'"):
         load("data.tsv")
-    with pytest.raises(ValueError, match="--held-out 0.5 with a file of rows, got --task sum_dig"):
+    with pytest.raises(
+        ValueError, match="--held-out 0.5 with a file of rows or a data set, got --task sum_dig"
+    ):
         load("sum_digits", held_out=0.5)
     for rows in ("abc", {"prompt": ["a"]}, 5, ["a"], [{1: 2}]):
         with pytest.raises(TypeError, match="^from_rows expects .*mapping"):
