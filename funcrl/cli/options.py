@@ -15,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from funcrl.cli.names import close, did_you_mean, suggest
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.plain import read_integer, read_number
+from funcrl.core.arguments import FinitePositive
 from funcrl.core.files import brief
 
 # Groups that are named by one of their options: `--algorithm dapo` is `--algorithm.name dapo`.
@@ -39,6 +40,11 @@ class StartConfig:
     checkpoint, with any options."""
     config: Path | None = None
     """Read options from a YAML file, such as a run's config.yaml; those given here come first."""
+    num_train_epochs: FinitePositive | None = None
+    """In place of steps: how often each training row of a file or a data set is asked."""
+    seeds: tuple[int, ...] = ()
+    """Train once with each of these seeds, one after another, in folders seed-N of the run's
+    folder, which gets a page with their means. The same line goes on with what is left."""
     dry_run: bool = False
     """Print the resolved configuration and the memory that it needs, and stop."""
     trust: bool = False

@@ -1,7 +1,9 @@
 """`funcrl train`: which run a line means, what a dry run prints, and how a signal stops a run."""
 
+import math
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from funcrl.cli.options import (
 from funcrl.cli.ranks import is_first_rank, is_restarted, joined_ranks
 from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.config.sections import BY_ITSELF
+from funcrl.core.arguments import FinitePositive, check_value
 from funcrl.core.printing import print_safely
 from funcrl.core.process import num_ranks
 from funcrl.loop import memory, sources
@@ -38,11 +41,12 @@ from funcrl.loop.teachers import network_of_teacher
 from funcrl.loop.train import train as run_training
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.initial import is_shape
-from funcrl.run import runs
+from funcrl.run import report, runs
 from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.folder import check_options_kept
 from funcrl.run.trust import CODE_OPTIONS, check_file, named_code
 from funcrl.run.views import view_for
+from funcrl.tasks.load import is_rows
 from funcrl.weights.sources import PACKAGES, cached
 
 
@@ -95,8 +99,51 @@ def run_train(args: Sequence[str]) -> None:
     if file is not None:
         for note in check_file("train", options, file, start.resume, trust=chosen):
             print_safely(note, sys.stderr)
+    command = ["funcrl", "train", *args]
     # What is checked here needs no second look; what a run in --model names does.
-    _run(options, resume, parent, ["funcrl", "train", *args], start.trust or CODE_OPTIONS)
+    trust = start.trust or CODE_OPTIONS
+    if start.seeds:
+        _check_seeds(args, start)
+        _run_seeds(options, start.seeds, command, trust)
+    else:
+        _run(options, resume, parent, command, trust)
+
+
+def _check_seeds(args: Sequence[str], start: StartConfig) -> None:
+    others = [name for name in ("seed", "resume") if value_of(args, name) is not None]
+    if others or num_ranks() > 1:
+        got = f"--{others[0]}" if others else f"{num_ranks()} ranks"
+        raise ValueError(f"train expects --seeds alone, in one process, got {got} too.")
+    if len({*start.seeds}) < len(start.seeds) or len(start.seeds) < 2:
+        raise ValueError(
+            f"train expects several --seeds, each once, got {' '.join(map(str, start.seeds))}."
+        )
+
+
+def _run_seeds(
+    config: TrainConfig, seeds: Sequence[int], command: Sequence[str], trust: bool | Sequence[str]
+) -> None:
+    """Train with one seed after another, and write a page about all."""
+    with with_folder(config) as config:
+        parent = Path(str(config.run_dir))
+        if (parent / runs.CONFIG).exists():
+            raise FileExistsError(
+                f"train expects --run-dir without a run with --seeds, got {parent}."
+            )
+        folders, reached = [parent / f"seed-{seed}" for seed in seeds], []
+        for number, (seed, folder) in enumerate(zip(seeds, folders, strict=True), start=1):
+            one = replace(config, seed=seed, run_dir=folder)
+            goes_on = (folder / runs.CONFIG).exists()
+            if goes_on:
+                check_options_kept("train", one, folder)
+            print_safely(f"Seed {seed}, {number} of {len(seeds)}:")
+            reached.append(_run(one, goes_on, None, command, trust))
+        known = [each for each in reached if each is not None]
+        if len(known) == len(seeds):
+            values = [value for _, value in known]
+            mean, spread = statistics.fmean(values), statistics.stdev(values)
+            print_safely(f"{known[0][0]} of {len(seeds)} seeds: {mean:.3f} ± {spread:.3f}")
+        print_safely(str(report.write_comparison(folders, parent)))
 
 
 def _say_of_other_gpus(options: TrainConfig) -> None:
@@ -119,7 +166,24 @@ def read_line(args: Sequence[str]) -> tuple[StartConfig, TrainConfig]:
     start, _, options = parse(
         "train", args, StartConfig(), CompileSwitch(), with_compile_options(base)
     )
-    return start, options if compiled else replace(options, compile=None)
+    options = options if compiled else replace(options, compile=None)
+    if start.num_train_epochs is not None:
+        options = replace(options, steps=_steps_of(args, options, start.num_train_epochs))
+    return start, options
+
+
+def _steps_of(args: Sequence[str], config: TrainConfig, epochs: float) -> int:
+    """Return the steps in which each training row is asked so many times."""
+    check_value("train", "--num-train-epochs", FinitePositive, epochs)
+    if value_of(args, "steps") is not None:
+        raise ValueError("train expects --steps or --num-train-epochs, got both.")
+    if not is_rows(config.task):
+        raise ValueError(
+            f"train expects --num-train-epochs with rows of data, a file or a data set as --task, "
+            f"got {config.task}; --steps says how many rollouts."
+        )
+    task: Any = plain_task(config, sources.tokenizer_of("train", config))
+    return math.ceil(epochs * task.num_train / config.num_prompts)
 
 
 def base_config(args: Sequence[str]) -> TrainConfig:
@@ -162,7 +226,8 @@ def _run(
     fork: Path | None,
     command: Sequence[str],
     trust: bool | Sequence[str],
-) -> None:
+) -> tuple[str, float] | None:
+    """Run it, say how it went, and return what the last policy was evaluated by, and its value."""
     stop = _Stop(patience=2.0 if num_ranks() > 1 else 0.0)
     before = {each: signal.signal(each, stop.handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -179,13 +244,14 @@ def _run(
         for number, handler in before.items():
             signal.signal(number, handler)
     if mesh.all.rank:  # the first one says how it went
-        return
+        return None
     first, last = trained.history[0], trained.history[-1]
     began, ended = held_out(first), held_out(last)
     if began is not None and ended is not None:
         (_, value), (name, reached) = began, ended
         print_safely(f"{name} {_evaluated(first, value)} -> {_evaluated(last, reached)}")
     print_safely(f"funcrl report {config.run_dir} makes a page of it.")
+    return ended
 
 
 def _exit(code: int) -> NoReturn:

@@ -156,7 +156,7 @@ def _number(text: str, path: str) -> float:
 # What a resumed run may change: an option, or a group of them. All others say what is trained, and
 # with what; a run keeps them, so that its configuration is true of every step.
 MAY_CHANGE = (
-    "steps",  # how long; a schedule that ends with the run is stretched
+    "steps", "stop-at",  # how long; a schedule that ends with the run is stretched
     "evaluation", "checkpoint", "log",  # what is measured, kept and written down
     "on-reward-error", "reward-timeout",  # what a reward that fails does to the run
     # How it is computed: the same mathematics at another speed, rounded otherwise.

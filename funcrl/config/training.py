@@ -1,5 +1,6 @@
 """The options of `funcrl train`."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,9 @@ class TrainConfig:
     runs/TASK-2 ... that is free."""
     steps: Count = 900
     """The number of rollouts to train on."""
+    stop_at: str | None = None
+    """End the run at the first step that has a metric of at least a value, such as accuracy=0.95
+    (of held-out prompts) or reward=0.9."""
     seed: Natural = 0
     """The seed of the weights, the prompts and every draw."""
     task: str = "sum_digits"
@@ -180,6 +184,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_names(self)
         check_fields(self, "train")
+        _check_stop_at(self.stop_at)
         if self.attend == "flash" and (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(
                 "train expects --dtype bfloat16 with --attend flash on cuda, got float32."
@@ -341,6 +346,20 @@ class TrainConfig:
     def num_updates(self) -> int:
         """How often the parameters change in the whole run, if every rollout teaches something."""
         return self.steps * self.num_iterations * self.num_minibatches
+
+
+def _check_stop_at(stop_at: str | None) -> None:
+    if stop_at is None:
+        return
+    name, _, value = stop_at.partition("=")
+    try:
+        is_number = math.isfinite(float(value))
+    except ValueError:
+        is_number = False
+    if not name or not is_number:
+        raise ValueError(
+            f"train expects --stop-at METRIC=NUMBER, such as accuracy=0.95, got {stop_at!r}."
+        )
 
 
 # What `funcrl train` starts from when the model has been trained before: it needs no warm start,

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from funcrl.config import TrainConfig
-from funcrl.core import rng, tree
+from funcrl.core import checks, rng, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
+from funcrl.loop.ending import Callback, EndFn, ends_with
 from funcrl.loop.export import Trained
 from funcrl.loop.from_config import has_critic, plain_model_fn
 from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
@@ -77,6 +78,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     trust: bool | Sequence[str] = False,
     mesh: Mesh = ALONE,
+    callbacks: Sequence[Callback] = (),
     **given: Any,
 ) -> Trained:
     """Return the state and the metrics of a run, which the folder `config.run_dir` holds as well.
@@ -104,6 +106,8 @@ def train(
         mesh: of the ranks that train this run together, from `funcrl.parallel.make_mesh()`: each
             calls `train` with the same arguments. The first one writes the folder and shows the
             run, and the others need only read it.
+        callbacks: functions that are called with each step's row of metrics.jsonl, that of step 0
+            too, after it is written; one that returns True ends the run there.
         given: other parts in place of those that the configuration names, as `funcrl.build` takes
             them: model, params, teacher, model_fn, algorithm, optimizer, per_sample, prepare, step,
             generator. The run is resumed with the same ones, and a generator that is given is not
@@ -124,12 +128,14 @@ def train(
         with with_folder(config, task, parts, mesh) as config:
             return train(
                 config, task=task, parts=parts, view=view, fork=fork, command=command, stop=stop,
-                trust=trust, mesh=mesh, **given,
+                trust=trust, mesh=mesh, callbacks=callbacks, **given,
             )  # fmt: skip
     started = time.perf_counter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_trackers(config.log.trackers)
+    for each in callbacks:
+        checks.check_callable("train", "callbacks", each, "functions of a step's row")
     is_first, stop = mesh.host.rank == 0, agreed(stop, mesh)
     view = view_for(sys.stdout) if view == "live" else view or SilentView()
     view = view if is_first else SilentView()
@@ -167,7 +173,7 @@ def train(
             go_on_together(record, parts)
         rollouts = rollouts_of(config, parts, record)
         at_end.callback(rollouts.close)
-        _loop(config, parts, record, rollouts, stop)
+        _loop(config, parts, record, rollouts, stop, ends_with(config, callbacks, mesh))
         record.wait()
         _check_updated(record)
         # Before the generator is closed: vLLM's engine takes all process groups along.
@@ -281,9 +287,12 @@ def _loop(
     record: Follower,
     rollouts: Rollouts,
     stop: Callable[[], bool],
+    why_it_ends: EndFn,
 ) -> None:
     """Run the remaining steps."""
     done, state = record.progress.step, record.progress.state
+    if not done and _ends(record, why_it_ends):
+        return
     reference = None
     if parts.kl:
         reference = whole_params(parts, state.params)
@@ -311,9 +320,20 @@ def _loop(
         record.advance(state, row, seen, rollouts.older)
         for line in skipped.lines(row, state):
             record.note(line)
+        if _ends(record, why_it_ends):
+            return
         if stop() and index < config.steps:
             record.save_together()  # while all ranks are here
             raise KeyboardInterrupt
+
+
+def _ends(record: Follower, why_it_ends: EndFn) -> bool:
+    """Return whether a run ends with its last finished step, which is then saved."""
+    why = why_it_ends(record.progress.row)
+    if why:
+        record.note(f"Step {record.progress.step} is the last: {why}.")
+        record.save_last()
+    return bool(why)
 
 
 class _Skipped:

@@ -79,11 +79,15 @@ class Follower:
     def _write(self, whole: Progress) -> None:
         """Write nothing."""
 
+    def save_last(self) -> None:
+        """Save the last finished step, if it has not been saved."""
+        if self._began_to_save != self.progress.step and self._config.checkpoint.every:
+            self.save()
+
     def save_together(self) -> None:
         """Save the last finished step if all ranks share it, and it has not been saved."""
-        is_new = self._began_to_save != self.progress.step
-        if is_new and self._whole is not None and self._config.checkpoint.every:
-            self.save()
+        if self._whole is not None:
+            self.save_last()
 
     def give_up_state(self) -> None:
         """Do nothing: no checkpoint reads the state."""

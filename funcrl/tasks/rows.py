@@ -271,6 +271,11 @@ class RowsTask(Task):
         self.name, self.tokenizer = name, tokenizer
         self._train, self._test, self._finish = train, test, finish
 
+    @property
+    def num_train(self) -> int:
+        """The number of rows that are trained on."""
+        return len(self._train)
+
     def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """Return rows to train on: every epoch is a permutation of them."""
         found = epochs(self._train, seed, start, count) if self._train else []

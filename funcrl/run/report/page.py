@@ -43,6 +43,7 @@ from funcrl.run.report.run import (
     table,
     text,
 )
+from funcrl.run.report.seeds import of_seeds, spread_of
 from funcrl.run.runs import CONFIG, ENVIRONMENT
 
 _MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
@@ -109,6 +110,9 @@ def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[
     if still := constants(runs):
         listed = [f"{shown(name)} {plain(value)}" for name, value in still.items()][:MOST_LINES]
         lines.append(f"Never changed: {text(', '.join(listed))}.")
+    if any(run.bands for run in runs):
+        lines.append("Curves of several seeds are their mean, and the band is one standard "
+                     "deviation to both sides.")  # fmt: skip
     if any(map(intervals, runs)) and "Learning curve" in found:
         lines.append("The band around the accuracy is its 95% interval (Wilson's).")
     lines.append("Faint lines are the steps; strong ones their exponential moving average over "
@@ -146,11 +150,12 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
     if len(runs) < 2:
         raise ValueError(f"write_comparison expects at least two runs, got {len(runs)}.")
     read = _uniquely_named([read_run(Path(run)) for run in runs])
-    out = Path(out)
-    numbers = [headline(run) for run in read]
+    out, shown = Path(out), of_seeds(read)
+    listed = [*(run for run in shown if run not in read), *read]
+    numbers = [headline(run) for run in listed]
     columns = list(dict.fromkeys(name for row in numbers for name in row))
     cells = [[run.name, *(row.get(name, "") for name in columns)]
-             for run, row in zip(read, numbers, strict=True)]  # fmt: skip
+             for run, row in zip(listed, numbers, strict=True)]  # fmt: skip
     options = [flat(run.config) for run in read]
     names = dict.fromkeys(name for option in options for name in option)
     different = [
@@ -161,7 +166,7 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
     parts = [
         f"<h1>{len(read)} runs compared</h1>",
         "<h2>Numbers</h2>", table(["run", *columns], cells),
-        section(read, _saver(out / "plots")),
+        section(shown, _saver(out / "plots")),
         "<h2>Options that differ</h2>",
         table(["option", *(run.name for run in read)], different) if different
         else "<p>None: the configurations are equal.</p>",
@@ -179,7 +184,7 @@ def headline(run: Run) -> dict[str, str]:
     ):  # fmt: skip
         _, values = series(run, name)
         if values:
-            numbers[label] = f"{plain(values[0])} → {plain(values[-1])}"
+            numbers[label] = f"{plain(values[0])} → {plain(values[-1])}{spread_of(run, name)}"
             if name == "eval/accuracy":
                 if ends := [*intervals(run).values()]:
                     numbers["95% intervals"] = f"{_range(ends[0])} → {_range(ends[-1])}"

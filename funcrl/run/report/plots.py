@@ -3,8 +3,9 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from funcrl.core.printing import escaped
@@ -35,6 +36,8 @@ class Run(NamedTuple):
     num_completions: int  # in completions.jsonl, listed or not
     config: dict[str, Any]
     environment: dict[str, Any]
+    # Of a mean over seeds: lower and upper ends at the steps of each metric.
+    bands: Mapping[str, tuple[list[float], list[float]]] = MappingProxyType({})
 
 
 class Panel(NamedTuple):
@@ -268,6 +271,14 @@ def _of_powers() -> Any:
 def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color: str) -> Any:
     """Draw a metric and return its line; a noisy one has its average drawn over faint points."""
     steps, values = series(run, name)
+    noisy = len(values) > 20 and panel.smooth
+    if name in run.bands:
+        ends = [smooth(each) if noisy else each for each in run.bands[name]]
+        few = slice(None, None, math.ceil(len(steps) / _MOST_POINTS))
+        lows, highs = (each[few] for each in ends)
+        axes.fill_between(steps[few], lows, highs, color=color, alpha=0.13, linewidth=0)
+        values = smooth(values) if noisy else values
+        return axes.plot(*thin(steps, values), dashes, color=color, linewidth=1.6)[0]
     if name == "eval/accuracy":
         steps, values = thin(steps, values)
         found = intervals(run)
@@ -275,7 +286,7 @@ def _draw_line(axes: Any, panel: Panel, run: Run, name: str, dashes: str, color:
         lows, highs = ([found[step][end] for step in banded] for end in (0, 1))
         axes.fill_between(banded, lows, highs, color=color, alpha=0.13, linewidth=0)
         return axes.plot(steps, values, dashes, color=color, marker="o", markersize=3.5)[0]
-    if len(values) <= 20 or not panel.smooth:
+    if not noisy:
         return axes.plot(*thin(steps, values), dashes, color=color)[0]
     axes.plot(*thin(steps, values), color=color, alpha=0.2, linewidth=0.8)
     return axes.plot(*thin(steps, smooth(values)), dashes, color=color, linewidth=1.6)[0]

@@ -106,6 +106,21 @@ def test_what_is_not_there_is_said_before_any_work(place, capsys, args, message)
     assert not (place / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["--num-train-epochs", "--epochs"])
+def test_epochs_are_steps_of_rows(place, capsys, name):
+    line = ["train", "--task", "org/sums:main", "--test-split", "test", *COLUMNS, "--dry-run"]
+    ended = run_command([*line, name, "1.5", "--num-prompts", "7"], capsys)
+    assert "\nsteps: 5\n" in ended.out  # 1.5 * 20 / 7 = 4.3
+    for args, message in (
+        ([*line, name, "0"], "--num-train-epochs to be a finite number above 0"),
+        ([*line, name, "1", "--steps", "3"], "--steps or --num-train-epochs, got both"),
+        (["train", name, "1"], "with rows of data, a file or a data set as --task"),
+    ):
+        ended = run_command(args, capsys)
+        assert ended.code == 1
+        assert message in " ".join(ended.err.split())
+
+
 def test_columns_of_messages_and_of_files(place):
     tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
     talk = [{"role": "user", "content": "1+1="}]
