@@ -78,6 +78,9 @@ class ExportOptions:
     """The folder of a run."""
     out: Path | None = None
     """Where the model goes: a Hugging Face folder, or a .gguf file."""
+    adapters: bool = False
+    """Write the adapters that the run has trained, in the format of peft, and not the whole
+    model."""
 
 
 @dataclass(frozen=True)

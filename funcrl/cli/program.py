@@ -219,7 +219,7 @@ def _export(args: Sequence[str]) -> None:
         missing = "--run" if options.run is None else "--out"
         raise UsageError(f"export expects --run RUN and --out PATH, got no {missing}.")
     note = partial(print_safely, file=sys.stderr)
-    print_safely(str(export(options.run, options.out, note=note)))
+    print_safely(str(export(options.run, options.out, note=note, adapters=options.adapters)))
 
 
 def _report(args: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from funcrl.tasks import check_task, is_built_in, load, load_tokenizer
 from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import save_params
+from funcrl.weights.adapters import save_adapters
 from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
 
 
@@ -120,7 +121,12 @@ _MOST_BYTES = 1 << 28  # of a file of a tokenizer
 
 @checked
 def export(
-    run: str | Path, out: str | Path, task: TaskLike | None = None, note: Note = warn_safely
+    run: str | Path,
+    out: str | Path,
+    task: TaskLike | None = None,
+    note: Note = warn_safely,
+    *,
+    adapters: bool = False,
 ) -> Path:
     """Write the model of a run's newest checkpoint, adapters merged, and return its path.
 
@@ -132,6 +138,8 @@ def export(
             that the run began with goes along, or the one that its task had.
         task: of a run of a version that did not write down its vocabulary and its tokenizer.
         note: is called with a line about what is missing.
+        adapters: write the adapters alone, in the format of the `peft` package, where the run has
+            trained such on pretrained weights.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -149,6 +157,8 @@ def export(
     _check_out(run, out)
     to_gguf = out.suffix == ".gguf"
     network = sources.network_of_run("export", run, task)
+    if adapters:
+        return _export_adapters(run, out, network)
     if not (isinstance(network, Transformer) or (is_of_transformers(network) and not to_gguf)):
         raise ValueError(
             f"export expects a Transformer, or a folder for a model of transformers, got "
@@ -170,6 +180,24 @@ def export(
         elif not to_gguf and (has_tokenizer(place) or place.suffix == ".gguf"):
             ends = _trained_ends(place)
         return save_params(out, network, params, tokenizer=place, ends=ends)
+
+
+def _export_adapters(run: Path, out: Path, network: nn.Module) -> Path:
+    """Write the adapters of a run's newest checkpoint."""
+    options = sources.options_of_run("export", "--run", run)
+    source = sources.find_source("export", options.model)
+    if not options.lora.rank or source.weights is None or source.weights.is_file():
+        kind = f"of {options.model}" if options.lora.rank else "that trains all parameters"
+        raise ValueError(
+            f"export expects a run that trains adapters of a Hugging Face folder with --adapters, "
+            f"got {run}, one {kind}."
+        )
+    if out.suffix == ".gguf":
+        raise ValueError(f"export expects --out to be a folder with --adapters, got {out}.")
+    _, (_, trained) = sources.trained_adapters(run, network)
+    is_local = Path(options.model).expanduser().exists()
+    base = str(source.weights.resolve()) if is_local else options.model
+    return save_adapters(out, network, trained, options.lora.alpha, base)
 
 
 def _check_out(run: Path, out: Path) -> None:

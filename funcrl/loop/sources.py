@@ -330,10 +330,18 @@ def params_of_run(
         like = with_its_critic(options, network, empty_params(network, device))
         step, trained = trained_params(run, like)
         return step, without_critic(trained) if has_critic(options) else trained
-    base = base_params(options, find_source(function, options.model), network)
+    adapters, (step, changes) = trained_adapters(run, network, device)
+    return step, adapters.merge(changes)
+
+
+def trained_adapters(
+    run: Path, network: nn.Module, device: Device = "cpu"
+) -> tuple[Lora, tuple[int, Params]]:
+    """Return a network as a function of adapters, and those of a run's newest checkpoint."""
+    options = replace(options_of_run("train", "--model", run), device=device)
+    base = base_params(options, find_source("train", options.model), network)
     adapters = adapters_of(options, logprob_fn(network), base)
-    step, trained = trained_params(run, adapters.init(0))
-    return step, adapters.merge(trained)
+    return adapters, trained_params(run, adapters.init(0))
 
 
 def empty_params(network: nn.Module, device: str) -> Params:
