@@ -78,6 +78,11 @@ class ExportOptions:
     """The folder of a run."""
     out: Path | None = None
     """Where the model goes: a Hugging Face folder, or a .gguf file."""
+    push_to_hub: str | None = None
+    """Upload what is written as this model of the hub, ORG/NAME; without out it is kept nowhere
+    else."""
+    private: bool = False
+    """With push-to-hub: make a new model private."""
     adapters: bool = False
     """Write the adapters that the run has trained, in the format of peft, and not the whole
     model."""

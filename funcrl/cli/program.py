@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
 from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks
 from funcrl.generators import EngineError
+from funcrl.loop.card import write_card
 from funcrl.loop.evaluate import evaluate, format_evaluation
 from funcrl.loop.export import export
 from funcrl.loop.parity import ParityConfig, format_parity, parity
@@ -45,6 +47,8 @@ from funcrl.serve.chat import NEW, chat
 from funcrl.serve.generate import generate
 from funcrl.serve.serve import serve
 from funcrl.tasks.reward_calls import describe_error, is_of_user
+from funcrl.weights import push_to_hub
+from funcrl.weights.hub import check_name
 
 # Errors that a user can mend; any other is a bug, and is shown with its traceback.
 _EXPECTED = (
@@ -215,11 +219,33 @@ def _parity(args: Sequence[str]) -> None:
 
 def _export(args: Sequence[str]) -> None:
     (options,) = parse("export", args, ExportOptions())
-    if options.run is None or options.out is None:
+    name = options.push_to_hub
+    if options.run is None or (options.out is None and name is None):
         missing = "--run" if options.run is None else "--out"
         raise UsageError(f"export expects --run RUN and --out PATH, got no {missing}.")
+    if name is None:
+        if options.private:
+            raise UsageError("export expects --push-to-hub with --private, got none.")
+        _exported(options, options.out)
+        return
+    check_name(name)  # before minutes of writing
+    with tempfile.TemporaryDirectory() as folder:
+        out = _exported(options, options.out or Path(folder) / "model")
+        if out.is_file():
+            raise UsageError(f"export expects --out to be a folder with --push-to-hub, got {out}.")
+        write_card(options.run, out)
+        print_safely(push_to_hub(out, name, private=options.private))
+
+
+def _exported(options: ExportOptions, out: Path | None) -> Path:
+    """Write what a run has trained, and return where; print it if the line has named the place."""
+    assert options.run is not None
+    assert out is not None
     note = partial(print_safely, file=sys.stderr)
-    print_safely(str(export(options.run, options.out, note=note, adapters=options.adapters)))
+    place = export(options.run, out, note=note, adapters=options.adapters)
+    if options.out is not None:
+        print_safely(str(place))
+    return place
 
 
 def _report(args: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Weights in files: Hugging Face folders and GGUF."""
 
+from funcrl.weights.hub import push_to_hub
 from funcrl.weights.hugging_face import from_hugging_face, to_hugging_face
 from funcrl.weights.load import find_model, load_config, load_network, load_params
 from funcrl.weights.names import Name, translate
@@ -14,6 +15,7 @@ __all__ = [
     "load_config",
     "load_network",
     "load_params",
+    "push_to_hub",
     "save_params",
     "to_hugging_face",
     "translate",

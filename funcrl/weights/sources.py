@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json
 from funcrl.core.printing import print_safely
 from funcrl.core.process import python_command
+from funcrl.weights.hub import download as download_model
 
 
 class Known(NamedTuple):
@@ -260,7 +260,7 @@ def find(source: str, cache: Path | None = None) -> Path:
         return path
     parts = source.split("/")
     if len(parts) == 2 + source.endswith(".gguf") and not source.startswith((".", "/", "~")):
-        return _from_hub("/".join(parts[:2]), *parts[2:])
+        return download_model("/".join(parts[:2]), *parts[2:])
     raise FileNotFoundError(
         f"find expects a path, pypi:PACKAGE or a hub id ORG/NAME, got {source!r}."
     )
@@ -309,18 +309,3 @@ def _normal(name: str) -> str:
     """Return the one spelling of a package's name (PEP 503), and of the range after it."""
     name, dots, last = name.partition("..")
     return re.sub(r"[-_.]+", "-", name).lower() + dots + last
-
-
-def _from_hub(name: str, file: str = "") -> Path:
-    """Return the folder of a model, or one file of it: some have dozens of GGUF files."""
-    why = f"for {name!r}, which is no local path"
-    hub = checks.import_extra("find", "huggingface_hub", why, "transformers")
-    patterns = ["*.json", "*.safetensors", "*.jsonl", "*.parquet", "*.txt", "*.model", "*.jinja"]
-    try:
-        folder = hub.snapshot_download(name, allow_patterns=[file] if file else patterns)
-        return Path(folder) / file
-    except Exception as error:
-        raise OSError(
-            f"find expects a path, pypi:PACKAGE or a hub id that can be reached, got {name!r}: "
-            f"{error}"
-        ) from error

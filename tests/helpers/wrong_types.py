@@ -122,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
     "graph.step_graph": {"config": funcrl.CompileConfig()},
     "grads.summed_gradient": {"loss_fn": purity.aux_loss_fn},
     "load_run": {"folder": FOLDER / "run"},
+    "weights.push_to_hub": {"folder": FOLDER / "nothing", "name": "me/model"},
     "lora": {"model_fn": purity.MICRO_FN},
     "memory.num_params": {"config": purity.MICRO.config},
     "metrics.describe_rollout": {"rewards": None},
@@ -258,7 +259,7 @@ SLOW = {
     "build", "compile_step", "config.read_config", "evaluate", "export", "graph.compile_at_first",
     "graph.step_graph", "load_params", "load_run", "parity", "restore", "save", "save_params",
     "tasks.load_tokenizer", "train", "warm_start", "weights.load_config",
-    "weights.load_network", "weights.find_model",
+    "weights.load_network", "weights.find_model", "weights.push_to_hub",
 }  # fmt: skip
 
 

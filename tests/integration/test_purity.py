@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,12 @@ def save_and_restore(value):
     with tempfile.TemporaryDirectory() as folder:
         funcrl.save(Path(folder) / "one", value, {"step": 1})
         return funcrl.restore(Path(folder) / "one", value)
+
+
+def failed_upload(folder):
+    with suppress(FileNotFoundError):
+        weights.push_to_hub(folder, "me/model")
+    return ()
 
 
 def save_and_load(params):
@@ -567,6 +574,7 @@ TABLE_OF_CALLS = {
     "weights.from_hugging_face": (
         lambda: weights.from_hugging_face(weights.to_hugging_face(MICRO.config, "x"), ""), ()),
     "weights.load_config": (save_and_load, (MICRO_PARAMS,)),
+    "weights.push_to_hub": (failed_upload, ("no/such/folder",)),
     "weights.load_network": (save_and_load, (MICRO_PARAMS,)),
     "weights.to_hugging_face": (lambda: weights.to_hugging_face(MICRO.config, "float32"), ()),
     "weights.translate": (lambda: weights.translate("norm.weight"), ()),

@@ -20,7 +20,7 @@ from funcrl.cli.options import (
 from funcrl.config import TrainConfig
 
 MALFORMED = """
-train --epochs 3
+train --num-train-epochs 3
 train --optimizer
 train --optimizer 3 4
 train --optimizer.nope 3
@@ -131,7 +131,6 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
     ("line", "meant"),
     [
         ("train --kl 0", "--algorithm.kl?"),
-        ("train --epochs 1", "--steps?"),
         ("train --n 4", "--num-generations?"),
         ("train --stpes 4", "did you mean --steps "),
         ("train --rank 4", "--lora.rank?"),

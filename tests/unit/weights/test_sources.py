@@ -225,13 +225,13 @@ def test_one_file_of_a_hub(tmp_path, monkeypatch):
 
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, dry_run=False, **_):
         asked.append((name, allow_patterns))
-        return str(tmp_path)
+        return [] if dry_run else str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find("org/name/a.gguf") == tmp_path / "a.gguf"
-    assert asked == [("org/name", ["a.gguf"])]
+    assert asked == [("org/name", ["a.gguf"])] * 2
     assert find("org/name") == tmp_path
 
 
