@@ -198,6 +198,8 @@ class EvalConfig:
     """The task, as for `funcrl train`; the run's own, or sum_digits, when left out."""
     reward: tuple[str, ...] = ()
     """Rewards, as for `funcrl train`; those of the run with its own task when left out."""
+    reward_model: str | None = None
+    """A sequence classifier, as for `funcrl train`; likewise."""
     prompt_template: str | None = None
     """The text of a prompt from rows of data, as for `funcrl train`; the run's own when left
     out."""

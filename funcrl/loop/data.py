@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import check_value
 from funcrl.core.files import open_file
@@ -17,6 +19,7 @@ from funcrl.tasks import (
     data_file,
     load,
     load_rewards,
+    reward_model,
     with_rewards,
 )
 from funcrl.tasks.adapt import guard
@@ -25,6 +28,7 @@ from funcrl.tasks.load import is_rows, read_tables
 from funcrl.tasks.rewards import columns_of, form_of
 from funcrl.tasks.rows import RowsOptions, task_of_rows
 
+_OF_A_MODEL = "reward_model"  # the reward of one
 # The key in a run's environment.json of the checksum of its file of rows.
 RECORDED = "data_sha256"
 
@@ -33,7 +37,7 @@ def task_of(
     function: str, config: TrainConfig, tokenizer: Tokenizer | None, task: TaskOrRows | None
 ) -> Task:
     """Return the task of a configuration, or the one that is given, with the rewards of both."""
-    rewards = load_rewards(config.reward)
+    rewards = _rewards(config)
     if task is None:
         return _checked(config, _load(config, tokenizer, rewards), rewards)
     if not is_task(task):
@@ -47,6 +51,20 @@ def task_of(
     check_value(function, "task", TaskLike, task)
     given = check_task(function, task)
     return _checked(config, with_rewards(given, rewards), rewards) if rewards else given
+
+
+def _rewards(config: TrainConfig) -> dict[str, Callable[..., Any]]:
+    """Return the rewards of a configuration besides its task's, by their names."""
+    found = load_rewards(config.reward)
+    if config.reward_model is not None:
+        if _OF_A_MODEL in found:
+            raise ValueError(
+                f"train expects another name than {_OF_A_MODEL} for a --reward beside "
+                f"--reward-model, got {config.reward}."
+            )
+        dtype = getattr(torch, config.dtype)
+        found[_OF_A_MODEL] = reward_model(config.reward_model, device=config.device, dtype=dtype)
+    return found
 
 
 def rows_options(config: TrainConfig) -> dict[str, Any]:
@@ -66,6 +84,7 @@ def plain_task(config: TrainConfig, tokenizer: Tokenizer | None) -> Task:
     They are 0: its prompts and its tokenizer are of use, for the memory that a run needs.
     """
     names = [each.rpartition(":")[2] for each in config.reward]
+    names += [_OF_A_MODEL] if config.reward_model is not None else []
     return _load(config, tokenizer, dict.fromkeys(names, _nothing))
 
 

@@ -234,6 +234,7 @@ def _options(config: EvalConfig, task: TaskOrRows | None) -> TrainConfig:
     return replace(
         chosen, system_prompt=system_prompt, enable_thinking=thinking, held_out=share,
         reward=config.reward or (options.reward if config.task is None else ()),
+        reward_model=config.reward_model or (options.reward_model if config.task is None else None),
         device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots,
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,

@@ -33,6 +33,7 @@ from funcrl.tasks.load import (
     load_rewards,
     source_file,
 )
+from funcrl.tasks.model_rewards import ask_judge, reward_model
 from funcrl.tasks.reward_calls import RewardLimits
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
@@ -63,6 +64,7 @@ __all__ = [
     "ToolResults",
     "ToolState",
     "WordTokenizer",
+    "ask_judge",
     "boxed_answer",
     "check_task",
     "data_file",
@@ -80,6 +82,7 @@ __all__ = [
     "number_of",
     "python_calls",
     "renderer_calls",
+    "reward_model",
     "same_number",
     "source_file",
     "tagged_answer",

@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,16 @@ def check_name(name: str) -> None:
 
 def _hub(function: str, why: str) -> Any:
     return checks.import_extra(function, "huggingface_hub", why, "huggingface_hub")
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Silence transformers' bars over a load from a local disk, or a save to it."""
+    logging = importlib.import_module("transformers").utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -18,6 +18,7 @@ from funcrl.core.files import read_json, sync, whole_file
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.functional import bind, check_params, is_of_transformers
 from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES, gguf_config, read_gguf
+from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.hugging_face import (
     family_of,
     from_hugging_face,
@@ -29,7 +30,6 @@ from funcrl.weights.load import CONFIG, INDEX, SINGLE, is_rotated, regrouped
 from funcrl.weights.names import as_stored, translate
 from funcrl.weights.tensors import LONGEST_HEADER, NAMES, as_bytes, write_safetensors
 from funcrl.weights.tokenizer import GENERATION, special_tokens, tokenizer_files, tokenizer_metadata
-from funcrl.weights.transformers_class import no_progress_bar
 
 # By dtype: the number of the storage, and that of a file that is mostly of it.
 GGUF_DTYPES = {torch.float32: (0, 0), torch.float16: (1, 1), torch.bfloat16: (30, 32)}

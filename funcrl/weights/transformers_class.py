@@ -1,8 +1,5 @@
 """Models that funcrl's own network cannot describe, run by their class in transformers."""
 
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models.functional import bind
+from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.tensors import LONGEST_HEADER
 
 # Rotations whose angles depend on how long the longest text of a call is.
@@ -69,16 +67,3 @@ def _check_described(described: dict[str, Any], folder: Path) -> None:
                 f"longest text of a call; of type 'default' it is the same network for texts "
                 f"within the length that it was trained with."
             )
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Silence transformers' bars over a load from a local disk, or a save to it."""
-    logging = importlib.import_module("transformers").utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -172,6 +172,13 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.from_environment": {
         "environment_factory": trl_environment.Guess, "rows": [{"secret": 1}], "reward": None,
         "read_calls": None},
+    "tasks.ask_judge": {
+        "address": "http://localhost:1/v1", "model": "m", "question": "{completion}",
+        "key": "", "best": 10.0, "attempts": 1, "cache": None, "options": None,
+    },
+    "tasks.reward_model": {
+        "name": FOLDER / "nothing", "device": "cpu", "dtype": torch.float32, "batch_size": 2,
+    },
     "tasks.from_verifiers": {
         "env": verifiers_guess.environment(), "tokenizer": tasks.CharTokenizer("ab"),
         "renderer": None},
@@ -260,6 +267,7 @@ SLOW = {
     "graph.step_graph", "load_params", "load_run", "parity", "restore", "save", "save_params",
     "tasks.load_tokenizer", "train", "warm_start", "weights.load_config",
     "weights.load_network", "weights.find_model", "weights.push_to_hub",
+    "tasks.reward_model", "tasks.ask_judge",
 }  # fmt: skip
 
 

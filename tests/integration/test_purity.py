@@ -189,6 +189,12 @@ def save_and_restore(value):
         return funcrl.restore(Path(folder) / "one", value)
 
 
+def no_reward_model():
+    with suppress(FileNotFoundError):
+        tasks.reward_model("no/such/model/here")
+    return ()
+
+
 def failed_upload(folder):
     with suppress(FileNotFoundError):
         weights.push_to_hub(folder, "me/model")
@@ -533,6 +539,10 @@ TABLE_OF_CALLS = {
     "tasks.boxed_answer": (lambda: tasks.boxed_answer("\\boxed{5}"), ()),
     "tasks.check_task": (lambda: tasks.check_task("f", TASK), ()),
     "tasks.matches": (lambda: tasks.matches("5")(PROMPT, "5"), ()),
+    "tasks.ask_judge": (
+        lambda: tasks.ask_judge("http://localhost:1/v1", "m", "{completion}").__name__, (),
+    ),
+    "tasks.reward_model": (lambda: no_reward_model(), ()),
     "tasks.with_rewards": (lambda: with_more_rewards().reward(PROMPT, "5"), ()),
     "rollouts.punish_overlong": (
         lambda x: rollouts.punish_overlong(roll()[1], x, 4, 2).total, (torch.arange(4),)),
