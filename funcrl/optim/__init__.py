@@ -20,6 +20,7 @@ from funcrl.optim.base import (
     stateless,
     zero_count,
 )
+from funcrl.optim.of_torch import FromTorchState, from_torch
 from funcrl.optim.optimizers import (
     ScaleByAdamState,
     ScaleByMuonState,
@@ -46,6 +47,7 @@ from funcrl.optim.schedules import (
 
 __all__ = [
     "EmptyState",
+    "FromTorchState",
     "MaskedState",
     "ScaleByAdamState",
     "ScaleByLearningRateState",
@@ -62,6 +64,7 @@ __all__ = [
     "cosine",
     "current_learning_rate",
     "freeze",
+    "from_torch",
     "linear",
     "masked",
     "muon",

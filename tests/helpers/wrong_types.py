@@ -172,6 +172,9 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.from_environment": {
         "environment_factory": trl_environment.Guess, "rows": [{"secret": 1}], "reward": None,
         "read_calls": None},
+    "optim.from_torch": {
+        "make": lambda params: torch.optim.SGD(params, lr=0.1), "schedule": None,
+    },
     "tasks.ask_judge": {
         "address": "http://localhost:1/v1", "model": "m", "question": "{completion}",
         "key": "", "best": 10.0, "attempts": 1, "cache": None, "options": None,

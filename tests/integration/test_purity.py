@@ -398,6 +398,8 @@ TABLE_OF_CALLS = {
     "parallel.own_rows": (parallel.own_rows, (COLLATED, parallel.Mesh(all=parallel.Axis(3, 1)))),
     "optim.adamw": optimizer(optim.adamw(optim.warmup(2, then=optim.cosine(1.0, 0.1, 9)))),
     "optim.sgd": optimizer(optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    "optim.from_torch": optimizer(
+        optim.from_torch(lambda params: torch.optim.NAdam(params, lr=0.1))),
     "optim.muon": optimizer(optim.muon(0.1)),
     "optim.chain": optimizer(optim.chain(optim.sgd(0.1), optim.sgd(0.2))),
     "optim.masked": optimizer(optim.masked(optim.adamw(0.1), {"a": True, "b": False})),
