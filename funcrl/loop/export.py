@@ -12,7 +12,7 @@ from torch import nn
 from funcrl.config import TrainConfig
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json, read_text
-from funcrl.core.printing import Note, warn_safely
+from funcrl.core.printing import Note, summary, warn_safely
 from funcrl.core.types import Params, TrainState
 from funcrl.loop import sources
 from funcrl.loop.build import Parts, trained_like
@@ -59,6 +59,10 @@ class LoadedRun(NamedTuple):
     model: nn.Module
     params: Params  # those of the newest checkpoint, adapters merged
     task: Task
+
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__
+        return f"LoadedRun(model={kind}, params={summary(self.params)}, task={self.task.name!r})"
 
 
 @checked

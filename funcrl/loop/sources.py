@@ -179,7 +179,7 @@ def network_of(
             return _recurrent(function, config, found.config)
         return _of_native_numerics(function, config, found)
     if source.weights is not None:
-        loaded = load_network(source.weights)
+        loaded = load_network(source.weights, config.device)
         if isinstance(loaded, Transformer):
             return Transformer(replace(loaded.config, numerics=config.numerics))
         return _of_native_numerics(function, config, loaded)

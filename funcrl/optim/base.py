@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core import numerics, tree
 from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
+from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.parallel import Axis, all_gather, global_norm
 from funcrl.parallel.mesh import ALONE
@@ -58,6 +59,7 @@ def stateless(update: Callable[[Tree, Params], Tree]) -> GradientTransformation:
     return GradientTransformation(init, update_fn)
 
 
+@shows_arguments
 @checked
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Return the transformation that passes updates through the given ones, in order.
@@ -90,6 +92,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@shows_arguments
 @checked
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Return `inner` restricted to the leaves that the mask selects; others pass unchanged.
@@ -128,6 +131,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@shows_arguments
 @checked
 def skip_nonfinite(
     inner: GradientTransformation, axis: Axis = ALONE.shard
@@ -196,6 +200,7 @@ def apply_updates(params: Params, updates: Tree) -> Params:
     return result
 
 
+@shows_arguments
 @checked
 def clip_by_global_norm(max_norm: Positive, axis: Axis = ALONE.shard) -> GradientTransformation:
     """Return the transformation that scales gradients to a global norm of at most `max_norm`.
@@ -221,6 +226,7 @@ def clip_by_global_norm(max_norm: Positive, axis: Axis = ALONE.shard) -> Gradien
     return stateless(clip)
 
 
+@shows_arguments
 @checked
 def add_decayed_weights(
     weight_decay: NotNegative, mask: Mask | None = None
@@ -243,6 +249,7 @@ def add_decayed_weights(
     return stateless(decay) if mask is None else masked(stateless(decay), mask)
 
 
+@shows_arguments
 @checked
 def freeze(mask: Mask) -> GradientTransformation:
     """Return the transformation that sets the updates of the selected leaves to 0.

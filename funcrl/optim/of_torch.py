@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from funcrl.core import tree
 from funcrl.core.arguments import TensorTree, checked
+from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import zero_count
 from funcrl.optim.schedules import ScaleByScheduleState
@@ -27,6 +28,7 @@ class FromTorchState(NamedTuple):
     slots: tuple[dict[str, Tensor], ...]  # of each leaf, by torch's names; not read at first
 
 
+@shows_arguments
 @checked
 def from_torch(make: MakeFn, schedule: ScheduleFn | None = None) -> GradientTransformation:
     """Return an optimizer of torch, or in its form, as a transformation.
@@ -154,9 +156,8 @@ def _scheduled(make: MakeFn, schedule: ScheduleFn, num_leaves: int) -> Iterator[
     copies = [nn.Parameter(torch.zeros(1, 1, device="cpu")) for _ in range(num_leaves)]
     optimizer = _optimizer(make, copies)
     scheduler = schedule(optimizer)
-    _step(
-        optimizer, copies, [torch.zeros(1, 1, device="cpu") for _ in copies]
-    )  # which torch wants to come first
+    # Torch warns of a schedule whose optimizer has made no step.
+    _step(optimizer, copies, [torch.zeros(1, 1, device="cpu") for _ in copies])
     while True:
         yield [
             {name: value for name, value in group.items() if name != "params"}

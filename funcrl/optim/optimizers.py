@@ -17,6 +17,7 @@ from funcrl.core.arguments import (
     checked,
     number,
 )
+from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import add_decayed_weights, chain, zero_count
 from funcrl.optim.schedules import LearningRate, scale_by_learning_rate
@@ -54,6 +55,7 @@ class ScaleByMuonState(NamedTuple):
     mean: Tree
 
 
+@shows_arguments
 @checked
 def adamw(
     learning_rate: LearningRate,
@@ -91,6 +93,7 @@ def adamw(
     )
 
 
+@shows_arguments
 @checked
 def sgd(
     learning_rate: LearningRate,
@@ -125,6 +128,7 @@ def sgd(
     return chain(*links, scale_by_learning_rate(learning_rate))
 
 
+@shows_arguments
 @checked
 def muon(
     learning_rate: LearningRate,

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import Count, NotNegative, TensorTree, checked
+from funcrl.core.printing import remembers, shows_arguments
 from funcrl.core.types import Absent, GradientTransformation, Params, Tree
 from funcrl.optim.base import zero_count
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]  # (number of updates done) -> learning rate
 
 
+@remembers
 @checked
 def constant(value: NotNegative) -> Schedule:
     """Return the schedule that is always `value`.
@@ -33,6 +35,7 @@ def constant(value: NotNegative) -> Schedule:
     return schedule
 
 
+@remembers
 @checked
 def linear(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     """Return the schedule from `initial` to `final` on a line of `steps`, then `final`.
@@ -50,6 +53,7 @@ def linear(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     return schedule
 
 
+@remembers
 @checked
 def cosine(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     """Return the schedule from `initial` to `final` on half a cosine, then `final`.
@@ -69,6 +73,7 @@ def cosine(initial: NotNegative, final: NotNegative, steps: Count) -> Schedule:
     return schedule
 
 
+@remembers
 @checked
 def warmup(steps: Count, then: Schedule) -> Schedule:
     """Return `then`, preceded by `steps` updates that rise on a line to its first value.
@@ -114,6 +119,7 @@ class ScaleByScheduleState(NamedTuple):
     learning_rate: Tensor  # [] float64
 
 
+@shows_arguments
 @checked
 def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
     """Return the transformation `-learning_rate * g`.

@@ -86,7 +86,7 @@ def reward_model(
         for start in range(0, len(texts), batch_size):
             rows = tokenizer(
                 texts[start : start + batch_size], return_tensors="pt", padding=True,
-                truncation=True, add_special_tokens=plain,
+                add_special_tokens=plain,
             ).to(device)  # fmt: skip
             with torch.inference_mode():
                 found += model(**rows).logits[:, 0].float().tolist()

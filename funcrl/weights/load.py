@@ -28,7 +28,7 @@ from funcrl.weights.tensors import (
     read_tensor,
     same_bytes,
 )
-from funcrl.weights.transformers_class import load_with_transformers
+from funcrl.weights.transformers_class import load_with_transformers, network_of_transformers
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
@@ -96,11 +96,12 @@ def load_transformer(
 
 
 @checked
-def load_network(path: str | Path) -> nn.Module:
+def load_network(path: str | Path, device: str = "cpu") -> nn.Module:
     """Return the model that `load_params` would return with its parameters.
 
     Args:
         path: as for `load_params`.
+        device: of buffers, of a model of transformers.
 
     Example:
         >>> import pathlib, tempfile, funcrl
@@ -117,7 +118,7 @@ def load_network(path: str | Path) -> nn.Module:
     except UnsupportedNetwork:
         if not place.is_dir():
             raise
-        return load_with_transformers(place, torch.float32, "cpu")[0]
+        return network_of_transformers(place, device)
 
 
 @checked

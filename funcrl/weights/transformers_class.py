@@ -20,7 +20,29 @@ _OF_LENGTH = ("dynamic", "longrope")
 def load_with_transformers(
     folder: Path, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Params]:
-    """Return a causal language model of transformers, without its weights, and its parameters.
+    """Return a causal language model of transformers, without its weights, and its parameters."""
+    module = _load(folder, dtype)
+    params = {name: leaf.detach().to(device) for name, leaf in sorted(module.named_parameters())}
+    return _without_weights(module, device), params
+
+
+def network_of_transformers(folder: Path, device: str) -> nn.Module:
+    """Return a causal language model of transformers without its weights."""
+    return _without_weights(_load(folder, torch.float32), device)
+
+
+def _without_weights(module: nn.Module, device: str) -> nn.Module:
+    """Return a model with its parameters on meta, and its buffers on a device."""
+    named = module.named_parameters()
+    found = bind(module, {name: torch.empty_like(leaf, device="meta") for name, leaf in named})
+    for part in found.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)
+    return found
+
+
+def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return a model with its weights, on the CPU.
 
     Attention is "eager", one product for all rows under `torch.vmap`, where "sdpa" is a call each.
     """
@@ -46,9 +68,8 @@ def load_with_transformers(
                 f"load_params expects the parameters of {type(module).__name__} in {folder}, all "
                 f"and no others, got {kind.replace('_keys', '')} {names}."
             )
-    params = {name: leaf.detach().to(device) for name, leaf in sorted(module.named_parameters())}
-    on_meta = {name: torch.empty_like(leaf, device="meta") for name, leaf in params.items()}
-    return bind(module.eval(), on_meta), params
+    loaded_module: nn.Module = module.eval()
+    return loaded_module
 
 
 def _check_described(described: dict[str, Any], folder: Path) -> None:

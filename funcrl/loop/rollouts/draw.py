@@ -36,6 +36,15 @@ class Completed(NamedTuple):
     turns: list[int]  # [B] number of the policy's turns
     group_size: int
 
+    def __repr__(self) -> str:
+        count, group = len(self.texts), self.group_size
+        length = self.samples.mask.sum().item() / max(count, 1)
+        first = f": {self.texts[0][:40]!r} ..." if self.texts else ""
+        return (
+            f"Completed({count // group} prompts x {group} completions of {length:.1f} tokens"
+            f"{first})"
+        )
+
 
 @checked
 def complete(

@@ -71,3 +71,36 @@ def test_a_function_that_was_made_has_its_arguments():
     made = make(given, 2)
     assert made() is made.options is given
     assert made.__qualname__ == "make(options={'a': 1}, last=2)"
+
+
+def test_an_optimizer_is_shown_as_the_call_that_makes_it():
+    from funcrl import optim
+
+    rate = optim.warmup(3, optim.cosine(1e-2, 0.0, 9))
+    made = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate, weight_decay=0.1))
+    assert repr(made) == (
+        "chain(clip_by_global_norm(max_norm=1.0), adamw(warmup(steps=3, cosine(initial=0.01, "
+        "final=0.0, steps=9)), weight_decay=0.1))"
+    )
+    assert repr(optim.masked(optim.sgd(0.1), lambda path, leaf: True)).startswith(
+        "masked(inner=sgd(learning_rate=0.1), "
+    )
+    own = funcrl.GradientTransformation(lambda params: (), lambda grads, state, params: (grads, ()))
+    assert repr(own).startswith("GradientTransformation(")
+
+
+def test_completions_and_a_loaded_run_are_a_line():
+    parts = funcrl.build(funcrl.config.TrainConfig())
+    parts.generator.push(funcrl.init_params(parts.model, seed=0))
+    prompts = parts.task.prompts(seed=0, start=0, count=2)
+    sampling = funcrl.generators.Sampling(num_samples=3, max_tokens=4)
+    completed = funcrl.rollouts.complete(parts.task, parts.generator, prompts, sampling, seed=0)
+    assert repr(completed).startswith("Completed(2 prompts x 3 completions of ")
+    assert len(repr(completed)) < 120
+    params = funcrl.init_params(parts.model, seed=0)
+    loaded = funcrl.loop.export.LoadedRun(parts.model, params, parts.task)
+    numbers = sum(leaf.numel() for leaf in params.values())
+    assert repr(loaded) == (
+        f"LoadedRun(model=Transformer, params={len(params)} tensors of {numbers:,} numbers, "
+        f"task='sum_digits')"
+    )
