@@ -26,7 +26,8 @@ from funcrl.tasks.adapt import guard
 from funcrl.tasks.contracts import Prompt, Task, TaskLike, TaskOrRows, Tokenizer, is_task
 from funcrl.tasks.load import is_rows, read_tables
 from funcrl.tasks.rewards import columns_of, form_of
-from funcrl.tasks.rows import RowsOptions, task_of_rows
+from funcrl.tasks.row_prompts import RowsOptions
+from funcrl.tasks.rows import task_of_rows
 
 _OF_A_MODEL = "reward_model"  # the reward of one
 # The key in a run's environment.json of the checksum of its file of rows.

@@ -193,7 +193,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 _LONGEST = 300  # of a completion, in characters
-_WIDTH, _HEIGHT = 600, 120  # of the curves
+_WIDTH, _HEIGHT = 600, 150  # of the curves
 _COLORS = {"reward": "#d9812b", "held out": "#3b6fb6"}
 
 
@@ -278,25 +278,38 @@ class NotebookView:
         return "<br>".join(parts)
 
     def _svg(self, total: int) -> str:
-        """Return the curves so far, all between the lowest and the highest value."""
+        """Return the curves so far, on axes from the lowest to the highest value and step."""
         values = [value for points in self._curves.values() for _, value in points]
         if not values:
             return ""
         low, span = min(values), (max(values) - min(values)) or 1.0
+        left, bottom = 44, _HEIGHT - 16  # of the axes' corner
 
         def line(name: str, points: Sequence[tuple[int, float]]) -> str:
             stride = max(len(points) // _WIDTH, 1)
             places = " ".join(
-                f"{_WIDTH * step / total:.0f},{_HEIGHT * (0.95 - 0.9 * (value - low) / span):.1f}"
+                f"{left + (_WIDTH - left - 4) * step / total:.0f},"
+                f"{8 + (bottom - 8) * (1 - (value - low) / span):.1f}"
                 for step, value in points[::stride]
             )
             style = f'fill="none" stroke="{_COLORS[name]}" stroke-width="2"'
             return f'<polyline points="{places}" {style}/>'
 
+        def mark(x: int, y: int, side: str, content: str) -> str:
+            style = f'font-size="11" fill="gray" text-anchor="{side}"'
+            return f'<text x="{x}" y="{y}" {style}>{text(content)}</text>'
+
+        axes = (
+            f'<path d="M{left} 4 V{bottom} H{_WIDTH}" fill="none" stroke="gray"/>'
+            + mark(left - 4, 12, "end", short(max(values)))
+            + mark(left - 4, bottom, "end", short(low))
+            + mark(left, _HEIGHT - 3, "start", "0")
+            + mark(_WIDTH, _HEIGHT - 3, "end", f"step {total}")
+        )
         lines = "".join(line(name, points) for name, points in self._curves.items() if points)
         evaluated = visible(self._evaluated[0], LABEL) if self._evaluated else "held out"
         labels = {"reward": "reward", "held out": evaluated}
         names = ", ".join(f'<span style="color:{_COLORS[name]}">{text(label)}</span>'
                           for name, label in labels.items())  # fmt: skip
         size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:{_WIDTH}px;width:100%"'
-        return f"<svg {size}>{lines}</svg><br>{names} from {short(low)} to {short(max(values))}"
+        return f"<svg {size}>{axes}{lines}</svg><br>{names}"

@@ -63,15 +63,21 @@ class Jobs(Generic[Result]):
             self._changed.notify_all()
             return self._count
 
-    def result(self, number: int, timeout: float) -> Result | Failure | None:
-        """Return a job's result, None if it has none by then; raise if there is no such job."""
+    def result(self, number: int, timeout: float, keep: bool = True) -> Result | Failure | None:
+        """Return a job's result, None if it has none by then; raise if there is no such job.
+
+        One that is not kept can be asked for once.
+        """
         with self._changed:
             if not 0 < number <= self._count or (
                 number not in self._results and number <= self._count - _KEPT
             ):
                 raise KeyError(number)
             self._changed.wait_for(lambda: number in self._results or self._closed, timeout)
-            return self._results.get(number)
+            found = self._results.get(number)
+            if not keep:
+                self._results.pop(number, None)
+            return found
 
     @property
     def is_closed(self) -> bool:

@@ -249,7 +249,7 @@ class OpenAI:
         """Return what a job has drawn, once it has; raise what it failed with."""
         found: list[Turn] | Failure | None = None
         while found is None:
-            found = self._shared.jobs.result(number, timeout=1.0)
+            found = self._shared.jobs.result(number, timeout=1.0, keep=False)
             if found is None and self._shared.jobs.is_closed:
                 raise RequestError(503, "the server ends")
         if isinstance(found, Failure):

@@ -37,7 +37,8 @@ from funcrl.tasks.model_rewards import ask_judge, reward_model
 from funcrl.tasks.reward_calls import RewardLimits
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
-from funcrl.tasks.tools import ToolCall, from_environment, json_calls, python_calls, renderer_calls
+from funcrl.tasks.tool_calls import ToolCall, json_calls, python_calls, renderer_calls
+from funcrl.tasks.tools import from_environment
 from funcrl.tasks.verifiers import from_verifiers
 
 __all__ = [

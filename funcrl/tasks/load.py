@@ -15,7 +15,8 @@ from funcrl.tasks.builtin.mathematics import Gsm8k, Math
 from funcrl.tasks.contracts import Task, TaskLike, Tokenizer, TokenizerLike
 from funcrl.tasks.named import arguments_taken, import_named, named_file
 from funcrl.tasks.read_rows import SUFFIXES, Table, read_dataset, read_table
-from funcrl.tasks.rows import HELD_OUT, RowsOptions, rows_task
+from funcrl.tasks.row_prompts import HELD_OUT, RowsOptions
+from funcrl.tasks.rows import rows_task
 from funcrl.tasks.tokenizers import ByteTokenizer
 from funcrl.weights import sources
 

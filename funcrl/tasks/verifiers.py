@@ -22,8 +22,9 @@ from funcrl.generators import Generator
 from funcrl.tasks.adapt import check_tokenizer
 from funcrl.tasks.chat import has_template
 from funcrl.tasks.contracts import Played, Prompt, Task, Tokenizer, TokenizerLike
-from funcrl.tasks.rows import HELD_OUT, RowsTask, Sides, divided
-from funcrl.tasks.tools import renderers_for
+from funcrl.tasks.row_prompts import HELD_OUT
+from funcrl.tasks.rows import RowsTask, Sides, divided
+from funcrl.tasks.tool_calls import renderers_for
 
 _MODEL = "policy"  # what the rollouts call it
 _SESSION = "X-Session-ID"  # the header that says whose request it is
