@@ -1,6 +1,7 @@
 """Optimizers of torch, and its schedules, as transformations."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +108,27 @@ def from_torch(make: MakeFn, schedule: ScheduleFn | None = None) -> GradientTran
     return GradientTransformation(init, update)
 
 
+@contextmanager
+def _plain_defaults(device: torch.device) -> Iterator[None]:
+    """Let what torch's optimizers make be where the parameters are, whatever torch's defaults."""
+    before = torch.get_default_dtype()
+    try:
+        if before != torch.float32:
+            torch.set_default_dtype(torch.float32)
+        with torch.device(device):
+            yield
+    finally:
+        if before != torch.float32:
+            torch.set_default_dtype(before)
+
+
 def _with_rate(count: Tensor, rate: float) -> ScaleByScheduleState:
     return ScaleByScheduleState(count, torch.tensor(rate, dtype=torch.float64, device=count.device))
 
 
 def _optimizer(make: MakeFn, copies: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer: Any = make(copies)
+    with _plain_defaults(copies[0].device):
+        optimizer: Any = make(copies)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"from_torch expects make to return a torch.optim.Optimizer of the parameters that it "
@@ -131,7 +147,8 @@ def _step(
 ) -> None:
     for copy, grad in zip(copies, grads, strict=True):
         copy.grad = grad.to(copy.dtype)
-    optimizer.step()
+    with _plain_defaults(copies[0].device):
+        optimizer.step()
 
 
 def _slots(
@@ -155,7 +172,8 @@ def _scheduled(make: MakeFn, schedule: ScheduleFn, num_leaves: int) -> Iterator[
     """Yield the groups' options, learning rates among them, of one update after another."""
     copies = [nn.Parameter(torch.zeros(1, 1, device="cpu")) for _ in range(num_leaves)]
     optimizer = _optimizer(make, copies)
-    scheduler = schedule(optimizer)
+    with _plain_defaults(copies[0].device):
+        scheduler = schedule(optimizer)
     # Torch warns of a schedule whose optimizer has made no step.
     _step(optimizer, copies, [torch.zeros(1, 1, device="cpu") for _ in copies])
     while True:

@@ -84,7 +84,7 @@ def test_the_live_view_draws_at_its_pace_and_escapes_what_it_shows():
         assert "&lt;b&gt;task" in each
         assert not [part for part in ("<script", "<img", "\x1b") if part in each]
     # The reward rises from 0.01 to 1 over the whole width.
-    assert '600,6.0" fill="none" stroke="#d9812b"' in drawn[-1]
+    assert '596,8.0" fill="none" stroke="#d9812b"' in drawn[-1]
 
 
 @pytest.mark.slow
