@@ -133,6 +133,7 @@ class Record(Follower):
             (self.folder / name).unlink(missing_ok=True)
         self._progress = Progress(0, state, row)  # which is saved also where its line cannot be
         runs.append_lines(self.folder / runs.METRICS, [row])
+        self._display.begin(row)
         super().begin(state, row)
 
     def advance(
@@ -240,6 +241,11 @@ class _Display:
         for name in config.log.trackers:
             self._trackers.append(tracker(name, folder, plain, step, self._view.note))
         self._view.start(self._title, config.steps, step)
+
+    def begin(self, row: dict[str, Any]) -> None:
+        """Give the trackers what is known before the first step."""
+        for each in self._trackers:
+            each.log(row)
 
     def step(self, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Show a finished step, and completions of it."""

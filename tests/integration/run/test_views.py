@@ -11,6 +11,7 @@ import warnings
 import pytest
 from rich.console import Console
 
+import funcrl
 from funcrl import runs
 from funcrl.core import files
 from funcrl.core.printing import print_safely, printable, safe_warnings, warn_safely
@@ -160,6 +161,19 @@ def test_tensorboard_has_every_number_once_also_after_a_resume(tmp_path):
     numbers = read_board(tmp_path)
     assert numbers["reward"] == [(1, 0.25), (2, 0.5), (3, 9.0)]
     assert "kl" not in numbers
+
+
+def test_the_policy_before_the_first_step_is_tracked_too(tmp_path):
+    from funcrl.config import EvaluationConfig, LogConfig, TrainConfig, WarmStartConfig
+
+    config = TrainConfig(
+        run_dir=tmp_path / "run", steps=2, num_prompts=2, num_generations=2,
+        warm_start=WarmStartConfig(steps=1), log=LogConfig(trackers=("tensorboard",)),
+        evaluation=EvaluationConfig(every=1, num_prompts=4),
+    )  # fmt: skip
+    history = funcrl.train(config).history
+    found = read_board(tmp_path / "run")["eval/accuracy"]
+    assert found == [(row["step"], row["eval/accuracy"]) for row in history]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
