@@ -104,6 +104,11 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         except RuntimeError as error:
             if reads_a_value(error):
                 raise value_was_read("functional", f"a forward of {kind}", error) from error
+            if str(error).startswith("vmap: "):
+                raise ValueError(
+                    f"functional expects a forward of {kind} that torch.vmap can run, got one that "
+                    f"writes into a tensor of its own: {str(error).partition('.')[0]}."
+                ) from error
             raise
         changed = [name for name, leaf in before.items() if after[name] is not leaf]
         changed += [name for name in buffers if _version(before[name]) != versions[name]]

@@ -47,6 +47,9 @@ NETWORKS = {
     "phi3": ("Phi3ForCausalLM", SIZES, False),
     "olmo2": ("Olmo2ForCausalLM", SIZES, False),
     "smollm3": ("SmolLM3ForCausalLM", OF_TWO, False),
+    "mixtral": ("MixtralForCausalLM", OF_TWO | {"num_local_experts": 4}, False),
+    "qwen3 experts": ("Qwen3MoeForCausalLM", OF_TWO | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, False),
     "falcon": ("FalconForCausalLM", {
         "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}, False),
 }  # fmt: skip
@@ -67,6 +70,11 @@ def peer(name, vocab_size=48):
     return made
 
 
+# transformers counts the tokens of each expert by an operation that vmap runs row by row.
+SLOW_EXPERTS = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@SLOW_EXPERTS
 @pytest.mark.parametrize("name", NETWORKS)
 def test_logits_are_transformers(tmp_path, name):
     network = peer(name)
@@ -169,6 +177,34 @@ def test_what_only_a_transformer_has_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=f"^train expects .*{message}"):
         funcrl.train(config_of(folder, tmp_path / "run", **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_network_that_vmap_cannot_run_is_named(tmp_path):
+    """Mamba's forward writes into a cache that it makes itself."""
+    shape = transformers.MambaConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4, **SPECIAL
+    )
+    transformers.MambaForCausalLM(shape).save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    with pytest.raises(ValueError, match="^functional expects a forward of MambaForCausalLM that"):
+        torch.vmap(funcrl.models.logits_fn(model), (None, 0))(params, ROWS)
+
+
+@SLOW_EXPERTS
+def test_gradients_of_experts_are_transformers(tmp_path):
+    network = peer("mixtral")
+    network.save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    loss = torch.log_softmax(network(TOKENS).logits[:, :-1], -1)
+    loss.gather(2, TOKENS[:, 1:, None]).sum().backward()
+    model_fn = funcrl.logprob_fn(model)
+
+    def total(params):
+        return torch.vmap(model_fn, (None, 0))(params, ROWS).logprobs[:, 1:].sum()
+
+    found = torch.func.grad(total)(params)
+    for name, leaf in network.named_parameters():
+        assert (found[name] - leaf.grad).abs().max() <= 1e-4 * leaf.grad.abs().max().clamp(min=1)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
