@@ -45,8 +45,8 @@ def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfi
         >>> from funcrl.weights import from_hugging_face
         >>> from_hugging_face({"architectures": ["GPT2LMHeadModel"]}, "gpt2")
         Traceback (most recent call last):
-        ValueError: load_params supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, \
-MistralForCausalLM, Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
+        funcrl.weights.tensors.UnsupportedNetwork: load_params supports LlamaForCausalLM, \
+Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
 Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2.
     """
     family, is_outer = family_in(values, place)

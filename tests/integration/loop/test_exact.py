@@ -75,7 +75,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
         "    return torch.nn.Sequential(torch.nn.Embedding(vocab_size, 8),"
         " torch.nn.Linear(8, vocab_size))\n"
     )
-    with pytest.raises(ValueError, match="--numerics native for a network of one's own"):
+    with pytest.raises(ValueError, match="--numerics native for a network whose operations"):
         funcrl.build(small(tmp_path / "run", model=f"{code}:net"))
 
 
