@@ -46,8 +46,8 @@ def from_hugging_face(values: Mapping[str, Any], place: str) -> TransformerConfi
         >>> from_hugging_face({"architectures": ["GPT2LMHeadModel"]}, "gpt2")
         Traceback (most recent call last):
         funcrl.weights.tensors.UnsupportedNetwork: load_params supports LlamaForCausalLM, \
-Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Qwen3_5ForCausalLM, Gemma3ForCausalLM, Qwen3_5ForConditionalGeneration, \
-Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2.
+Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, Qwen3_5ForCausalLM, Gemma3ForCausalLM, \
+Qwen3_5ForConditionalGeneration, Gemma3ForConditionalGeneration, got 'GPT2LMHeadModel' in gpt2.
     """
     family, is_outer = family_in(values, place)
     try:
