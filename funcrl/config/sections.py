@@ -158,7 +158,8 @@ class LoraConfig:
     alpha: FinitePositive = 16.0
     """An adapter is scaled by alpha / rank."""
     targets: tuple[str, ...] = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
-    """Matrices whose names hold one of these get an adapter."""
+    """Matrices whose names hold one of these get an adapter; when left out, of a model of
+    transformers all linear layers but the head."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -312,7 +312,7 @@ def _adapters(making: _Making) -> Lora | None:
     if not config.lora.rank:
         return None
     base = making["params"] or sources.base_params(config, making["source"], making["model"])
-    return sources.adapters_of(config, _plain_model_fn(making), base)
+    return sources.adapters_of(config, _plain_model_fn(making), base, making["model"])
 
 
 def _model_fn(making: _Making) -> ModelFn:

@@ -1,13 +1,14 @@
 """Where the network, its first parameters and its tokenizer come from, by the name of a model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from funcrl.config import TrainConfig, read_config
+from funcrl.config import LoraConfig, TrainConfig, read_config
 from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
@@ -22,6 +23,7 @@ from funcrl.models import (
     init_params,
     shape,
 )
+from funcrl.models.functional import is_of_transformers
 from funcrl.models.initial import Lora, is_shape, lora, without_critic
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import ops_of
@@ -310,10 +312,24 @@ def base_params(config: TrainConfig, source: Source, network: nn.Module) -> Para
     }
 
 
-def adapters_of(config: TrainConfig, model_fn: ModelFn, base: Params) -> Lora:
+def adapters_of(config: TrainConfig, model_fn: ModelFn, base: Params, network: nn.Module) -> Lora:
     """Return a model as a function of the adapters that the configuration asks for."""
     options = config.lora
-    return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=options.adapts)
+    targets: Callable[[str], bool] = options.adapts
+    if is_of_transformers(network) and options.targets == LoraConfig.targets:
+        linear = _linear_weights(network)  # whose names are not those of funcrl's layers
+        targets = linear.__contains__
+    return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=targets)
+
+
+def _linear_weights(network: Any) -> set[str]:
+    """Return the names of the weights of a transformers model's linear layers, but its head's."""
+    head = network.get_output_embeddings()
+    return {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
+    }
 
 
 def first_adapters(config: TrainConfig, adapters: Lora) -> Params:
@@ -340,7 +356,7 @@ def trained_adapters(
     """Return a network as a function of adapters, and those of a run's newest checkpoint."""
     options = replace(options_of_run("train", "--model", run), device=device)
     base = base_params(options, find_source("train", options.model), network)
-    adapters = adapters_of(options, logprob_fn(network), base)
+    adapters = adapters_of(options, logprob_fn(network), base, network)
     return adapters, trained_params(run, adapters.init(0))
 
 

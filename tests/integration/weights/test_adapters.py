@@ -47,14 +47,8 @@ def gpt2(folder):
 @pytest.fixture(params=["funcrl's own", "of transformers"])
 def run(request, tmp_path):
     folder = tmp_path / "base"
-    targets = CONFIG.lora.targets
-    if request.param == "of transformers":
-        gpt2(folder)
-        targets = (".attn.c_attn.", ".mlp.")
-    else:
-        tiny_pretrained(folder)
-    lora = replace(CONFIG.lora, targets=targets)
-    config = replace(CONFIG, model=str(folder), run_dir=tmp_path / "run", lora=lora)
+    (gpt2 if request.param == "of transformers" else tiny_pretrained)(folder)
+    config = replace(CONFIG, model=str(folder), run_dir=tmp_path / "run")
     rows = [{"prompt": text} for text in "abcdef"]
     tokenizer = funcrl.tasks.load_tokenizer(folder)
     trained = funcrl.train(
@@ -84,6 +78,11 @@ def test_peft_loads_them_onto_the_base(run, capsys):
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert (before - wanted).abs().max() > 1e-3 * wanted.abs().max()
     tensors = load_file(run / "adapters" / "adapter_model.safetensors")
+    layers = {name.rsplit(".", 3)[1] for name in tensors}
+    assert layers in (
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"c_attn", "c_proj", "c_fc"},
+    )
     assert {3} == {leaf.shape[0] for name, leaf in tensors.items() if "lora_A" in name}
     # Adapters may be written over, a model not.
     funcrl.export(run / "run", run / "adapters", adapters=True)
