@@ -2,6 +2,7 @@
 
 import hmac
 import json
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -70,13 +71,12 @@ def listening(
     """
     handler = _handler(routes, error_fields, key)
     try:
-        server = ThreadingHTTPServer((host, port), handler)
+        server = _Server((host, port), handler)
     except OSError as error:
         raise OSError(
             f"serve expects an address that is free, got {host}:{port}: {error.strerror}; --port 0 "
             f"takes any that is."
         ) from error
-    server.daemon_threads = True  # a client that waits does not keep the process
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -85,6 +85,16 @@ def listening(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True  # a client that waits does not keep the process
+    request_queue_size = 128  # of clients that connect at once
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a client that has gone between two requests."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _handler(routes: Routes, error_fields: ErrorFn, key: str) -> type[BaseHTTPRequestHandler]:

@@ -130,6 +130,41 @@ def test_many_clients_at_once_get_their_own(served):
         assert text == (1 if seed % 3 == 0 else turn.text)
 
 
+def test_clients_that_break_off_and_send_nonsense_leave_the_server_alone(served, capsys):
+    import http.client
+    import socket
+
+    address, client, folder = served
+    host = address.removeprefix("http://")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"model": str(folder), "prompt": "x", "max_tokens": 500, "stream": True}
+
+    def break_off(number):
+        connection = http.client.HTTPConnection(host)
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.getresponse().read(10)
+        gone = b"\1\0\0\0\0\0\0\0"  # a reset, not a farewell
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, gone)
+        connection.sock.close()
+
+    def nonsense(number):
+        connection = http.client.HTTPConnection(host)
+        connection.request("POST", "/v1/chat/completions", b'{"model": [' + b"x" * number, headers)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    with ThreadPoolExecutor(12) as pool:
+        gone = [pool.submit(break_off, number) for number in range(12)]
+        said = [pool.submit(nonsense, number) for number in range(12)]
+        assert {each.result() for each in said} == {400}
+        assert [each.result() for each in gone] == [None] * 12
+    found = client.completions.create(model=str(folder), prompt="hi", max_tokens=2, seed=0)
+    assert found.usage.completion_tokens <= 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+
+
 def test_a_client_that_goes_does_not_hold_the_others(served):
     _, client, folder = served
     model = str(folder)
