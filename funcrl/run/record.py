@@ -11,7 +11,7 @@ from funcrl.core.files import brief
 from funcrl.core.printing import Note
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
-from funcrl.run.accuracy import score_of
+from funcrl.run.accuracy import held_out, score_of
 from funcrl.run.checkpoint import Checkpoints, Restored, restore, restore_newest, save
 from funcrl.run.folder import (
     Claim,
@@ -243,9 +243,9 @@ class _Display:
         self._view.start(self._title, config.steps, step)
 
     def begin(self, row: dict[str, Any]) -> None:
-        """Give the trackers what is known before the first step."""
-        for each in self._trackers:
-            each.log(row)
+        """Show what is known before the first step, if the policy has been evaluated."""
+        if held_out(row) is not None:
+            self.step(row, ())
 
     def step(self, row: dict[str, Any], seen: Sequence[Completion]) -> None:
         """Show a finished step, and completions of it."""
