@@ -223,29 +223,22 @@ def _export(args: Sequence[str]) -> None:
     if options.run is None or (options.out is None and name is None):
         missing = "--run" if options.run is None else "--out"
         raise UsageError(f"export expects --run RUN and --out PATH, got no {missing}.")
-    if name is None:
-        if options.private:
-            raise UsageError("export expects --push-to-hub with --private, got none.")
-        _exported(options, options.out)
-        return
-    check_name(name)  # before minutes of writing
-    with tempfile.TemporaryDirectory() as folder:
-        out = _exported(options, options.out or Path(folder) / "model")
+    if name is not None:
+        check_name(name)  # before minutes of writing
+    elif options.private:
+        raise UsageError("export expects --push-to-hub with --private, got none.")
+    with tempfile.TemporaryDirectory() as folder:  # where nobody else wants the files
+        out = options.out or Path(folder) / "model"
+        note = partial(print_safely, file=sys.stderr)
+        out = export(options.run, out, note=note, adapters=options.adapters)
+        if options.out is not None:
+            print_safely(str(out))
+        if name is None:
+            return
         if out.is_file():
             raise UsageError(f"export expects --out to be a folder with --push-to-hub, got {out}.")
         write_card(options.run, out)
         print_safely(push_to_hub(out, name, private=options.private))
-
-
-def _exported(options: ExportOptions, out: Path | None) -> Path:
-    """Write what a run has trained, and return where; print it if the line has named the place."""
-    assert options.run is not None
-    assert out is not None
-    note = partial(print_safely, file=sys.stderr)
-    place = export(options.run, out, note=note, adapters=options.adapters)
-    if options.out is not None:
-        print_safely(str(place))
-    return place
 
 
 def _report(args: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
@@ -53,6 +53,19 @@ def described(value: Any) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
+def _as_call(name: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
+    """Return the call of a function that its arguments make."""
+    parameters = signature.parameters.values()
+    spread = [each.name for each in parameters if each.kind is each.VAR_POSITIONAL]
+    shown = [
+        ", ".join(map(repr, value)) if argument in spread else
+        described(value) if callable(value) else f"{argument}={value!r}"
+        for argument, value in arguments.items()
+        if value is not None
+    ]  # fmt: skip
+    return f"{name}({', '.join(shown)})"
+
+
 def shows_arguments(factory: Callable[P, R]) -> Callable[P, R]:
     """Return the factory of transformations that are shown as the call that made them.
 
@@ -63,13 +76,8 @@ def shows_arguments(factory: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:
         made: Any = factory(*args, **kwargs)
-        shown = [
-            described(value) if inspect.isfunction(value) else
-            ", ".join(map(repr, value)) if signature.parameters[name].kind.name == "VAR_POSITIONAL"
-            else f"{name}={value!r}"
-            for name, value in signature.bind(*args, **kwargs).arguments.items()
-        ]  # fmt: skip
-        made.update.__qualname__ = f"{factory.__name__}({', '.join(shown)})"
+        given = signature.bind(*args, **kwargs).arguments
+        made.update.__qualname__ = _as_call(factory.__name__, signature, given)
         return made
 
     return make
@@ -89,13 +97,8 @@ def remembers(factory: Callable[P, R]) -> Callable[P, R]:
             return made
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        shown = [
-            described(value) if callable(value) else f"{name}={value!r}"
-            for name, value in bound.arguments.items()
-            if value is not None
-        ]
         vars(made).update(bound.arguments)
-        made.__qualname__ = f"{factory.__name__}({', '.join(shown)})"
+        made.__qualname__ = _as_call(factory.__name__, signature, bound.arguments)
         return made
 
     return make

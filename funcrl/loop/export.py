@@ -198,7 +198,7 @@ def _export_adapters(run: Path, out: Path, network: nn.Module) -> Path:
         )
     if out.suffix == ".gguf":
         raise ValueError(f"export expects --out to be a folder with --adapters, got {out}.")
-    _, (_, trained) = sources.trained_adapters(run, network)
+    _, _, trained = sources.trained_adapters(run, network)
     is_local = Path(options.model).expanduser().exists()
     base = str(source.weights.resolve()) if is_local else options.model
     return save_adapters(out, network, trained, options.lora.alpha, base)

@@ -23,7 +23,7 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.functional import is_of_transformers
+from funcrl.models.functional import LINEAR, is_of_transformers
 from funcrl.models.initial import Lora, is_shape, lora, without_critic
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import ops_of
@@ -328,7 +328,7 @@ def _linear_weights(network: Any) -> set[str]:
     return {
         f"{name}.weight"
         for name, module in network.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
+        if type(module).__name__ in LINEAR and module is not head
     }
 
 
@@ -346,18 +346,19 @@ def params_of_run(
         like = with_its_critic(options, network, empty_params(network, device))
         step, trained = trained_params(run, like)
         return step, without_critic(trained) if has_critic(options) else trained
-    adapters, (step, changes) = trained_adapters(run, network, device)
+    adapters, step, changes = trained_adapters(run, network, device)
     return step, adapters.merge(changes)
 
 
 def trained_adapters(
     run: Path, network: nn.Module, device: Device = "cpu"
-) -> tuple[Lora, tuple[int, Params]]:
-    """Return a network as a function of adapters, and those of a run's newest checkpoint."""
+) -> tuple[Lora, int, Params]:
+    """Return a network as a function of adapters, the step of a run's newest checkpoint, and its
+    adapters."""
     options = replace(options_of_run("train", "--model", run), device=device)
     base = base_params(options, find_source("train", options.model), network)
     adapters = adapters_of(options, logprob_fn(network), base, network)
-    return adapters, trained_params(run, adapters.init(0))
+    return adapters, *trained_params(run, adapters.init(0))
 
 
 def empty_params(network: nn.Module, device: str) -> Params:

@@ -352,6 +352,10 @@ def is_of_transformers(model: nn.Module) -> bool:
     )
 
 
+LINEAR = ("Linear", "Conv1D")
+"""Classes of a transformers model's linear layers; GPT-2's `Conv1D` has its weight [in, out]."""
+
+
 def forward_takes(model: nn.Module, name: str) -> bool:
     """Return whether a network's forward has an argument of this name."""
     return name in inspect.signature(model.forward).parameters

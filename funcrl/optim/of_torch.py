@@ -17,8 +17,6 @@ from funcrl.optim.schedules import ScaleByScheduleState
 
 MakeFn = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFn = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
 Group = dict[str, Any]  # a parameter group's options
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from funcrl.config import Sampling
@@ -22,12 +23,12 @@ from funcrl.tasks.contracts import all_ends
 
 _BASE = ""  # the name of the served parameters among those that are pushed
 _MAX_TOKENS = 16  # of a completion that says nothing; OpenAI's own
-# How to draw, and what the route reads besides.
-_SAMPLING = {
-    "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop",
-    "seed", "min_tokens",
+# The fields that are read, besides the prompt or the messages.
+_READ = {
+    "model", "stream", "stream_options", "logprobs", "chat_template_kwargs", "max_tokens",
+    "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop", "seed",
+    "min_tokens",
 }  # fmt: skip
-_READ = {"model", "stream", "stream_options", "logprobs", "chat_template_kwargs"} | _SAMPLING
 # What says nothing about the answer, or nothing with these values.
 _OF_NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -70,7 +71,7 @@ class Form(NamedTuple):
 
 
 def _completion_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    offsets = [len("".join(texts[:place])) for place in range(len(texts))]
+    offsets = [0, *accumulate(map(len, texts))][:-1]
     return {
         "tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets
     }  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from funcrl.core.types import Params
 from funcrl.models import Transformer
+from funcrl.models.functional import LINEAR
 from funcrl.weights.names import translate
 from funcrl.weights.save import atomic_folder, json_bytes
 from funcrl.weights.tensors import write_safetensors
@@ -79,7 +80,7 @@ def _layer(model: nn.Module, name: str) -> _Layer:
         theirs = name
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
     path, _, leaf = theirs.rpartition(".")
-    if leaf != "weight" or kind not in ("Linear", "Conv1D"):
+    if leaf != "weight" or kind not in LINEAR:
         raise ValueError(
             f"export expects adapters of whole linear layers with --adapters, as peft has them, "
             f"got one of {name!r}; without it the merged model is written."

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.core.files import brief
 from funcrl.models import TransformerConfig
-from funcrl.weights.tensors import Metadata
+from funcrl.weights.tensors import Metadata, UnsupportedOption
 
 # A number that a description may have.
 Place: TypeAlias = tuple[Metadata, str]
@@ -165,7 +165,11 @@ def _read_mistral(fields: Metadata) -> dict[str, Any]:
         return plain
     window = fields.get("sliding_window", int)
     if plain["rope_factor"] != 1 or plain["rope_scaling"]:  # of full layers alone in a Transformer
-        fields.check({"sliding_window": ("null beside a scaled rotation", None)})
+        raise UnsupportedOption(
+            "sliding_window",
+            f"load_params supports no sliding_window beside a scaled rotation, got {window} in "
+            f"{fields.place}.",
+        )
     return {**plain, "layers": ("sliding",), "window": window}
 
 

@@ -27,9 +27,12 @@ def download(name: str, file: str = "") -> Path:
         "ignore_patterns": None if file else list(_SECOND),
     }
     silent = {"tqdm_class": _silent()}
+    options: dict[str, Any] = silent
     try:
         planned = hub.snapshot_download(name, dry_run=True, **chosen, **silent)
         missing = [each.file_size for each in planned if each.will_download]
+        # A bar is of use where something is fetched; elsewhere the hub need not be asked again.
+        options = {} if missing else {"local_files_only": True, **silent}
     except Exception:  # where the hub cannot be reached, what was fetched before will do
         missing = []
     if missing:
@@ -38,8 +41,7 @@ def download(name: str, file: str = "") -> Path:
             f"Downloading {name}: {_size(missing)} in {len(missing)} files, to {place}.", sys.stderr
         )
     try:
-        # A bar is of use where something is fetched.
-        return Path(hub.snapshot_download(name, **chosen, **({} if missing else silent))) / file
+        return Path(hub.snapshot_download(name, **chosen, **options)) / file
     except Exception as error:  # of many kinds: of the network, the hub, the disk
         reason = " ".join(str(error).split())[:300]
         raise OSError(

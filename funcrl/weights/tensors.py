@@ -91,6 +91,7 @@ class Metadata(NamedTuple):
             found = self.values.get(self.prefix + name, allowed[0])
             if found not in allowed:
                 raise UnsupportedOption(
+                    # What may not be there at all is a contradiction, and no other network's.
                     name if allowed[0] is not None else "",
                     f"load_params supports {self.prefix}{name} {allowed[0]!r}, got "
                     f"{brief(found)} in {self.place}.",
