@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from funcrl.config import TrainConfig
 from funcrl.core.printing import Note
 from funcrl.core.process import refuse_ranks
@@ -156,10 +158,17 @@ def check_teacher(config: TrainConfig, parts: Parts) -> None:
         )
 
 
+def _described(network: nn.Module) -> str:
+    """Return what a network is, as a report says it."""
+    count = sum(weight.numel() for weight in network.parameters())
+    return f"{type(network).__name__}, {count:,} parameters"
+
+
 def facts_of(config: TrainConfig, parts: Parts, given: Collection[str]) -> dict[str, str]:
     """Return facts of the parts for the run's record."""
     facts = {
         "task_object" if "task" in given else "task": parts.task.name,
+        "network": _described(parts.model),
         "vocab_size": str(parts.task.tokenizer.vocab_size),
         "max_turns": str(parts.task.max_turns),
     }

@@ -227,6 +227,16 @@ def _sha256(path: Path) -> str:
 
 
 PYPI = "pypi:"
+
+
+def known_name(model: str) -> str:
+    """Return what a model is called: that in a known package, a path's last part, or as given."""
+    known = PACKAGES.get(model.removeprefix(PYPI)) if model.startswith(PYPI) else None
+    if known:
+        return known.what.partition(",")[0]
+    return Path(model).name if model.startswith(("/", ".", "~")) else model
+
+
 # What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
 _PARTS = re.compile(r"(.*[^0-9])1\.\.([1-9][0-9]{0,2})")  # a file's packages: name1..22

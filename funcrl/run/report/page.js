@@ -21,19 +21,19 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] <= Math.abs(steps[low] - step) ? low - 1 : low;
 }
 
-function followPointer(figure, panel) {
+function followPointer(picture, panel) {
   const [left, top, right, bottom] = panel.box, [first, last] = panel.x;
   const at = make("div", { className: "at", hidden: true });
   const values = make("div", { className: "values", hidden: true });
-  figure.append(at, values);
+  picture.append(at, values);
   // Lines that were drawn in another order of steps are searched in this one.
   for (const line of panel.lines) {
     const order = line.steps.map((_, index) => index).sort((a, b) => line.steps[a] - line.steps[b]);
     line.values = order.map((index) => line.values[index]);
     line.steps = order.map((index) => line.steps[index]);
   }
-  figure.addEventListener("pointermove", (event) => {
-    const frame = figure.querySelector("svg").getBoundingClientRect();
+  picture.addEventListener("pointermove", (event) => {
+    const frame = picture.querySelector("svg").getBoundingClientRect();
     const share = (event.clientX - frame.left) / frame.width;
     const wanted = first + (last - first) * (share - left) / (right - left);
     const found = panel.lines.filter((line) => line.steps.length).map((line) => {
@@ -59,11 +59,11 @@ function followPointer(figure, panel) {
     const room = frame.width - values.offsetWidth;
     values.style.left = `${Math.max(0, x + 10 <= room ? x + 10 : x - 10 - values.offsetWidth)}px`;
   });
-  figure.addEventListener("pointerleave", () => { at.hidden = values.hidden = true; });
+  picture.addEventListener("pointerleave", () => { at.hidden = values.hidden = true; });
 }
 
 function listCompletions(place, { head, rows, texts }) {
-  const PAGE = 50;
+  const PAGE = matchMedia("(max-width: 46rem)").matches ? 20 : 50;
   const isText = (column) => (column >= 1 && column <= texts) || column === head.length - 1;
   const numeric = head.map((_, column) => column).filter((column) => !isText(column));
   const input = (type, label) => make("input", { type, ariaLabel: label, placeholder: label, step: "any" });
@@ -102,10 +102,20 @@ function listCompletions(place, { head, rows, texts }) {
     else td.textContent = shown;
     return td;
   };
+  const scoreAt = texts + 1;
+  // On a narrow page a row is this line, which opens it.
+  const fold = (row) => {
+    const textContent = `step ${row[0]}, ${head[scoreAt]} ${row[scoreAt] ?? "-"}: ${String(row[2]).trim().slice(0, 120)}`;
+    const button = make("button", { type: "button", ariaExpanded: "false", textContent });
+    button.addEventListener("click", () => {
+      button.ariaExpanded = String(button.closest("tr").classList.toggle("open"));
+    });
+    return make("td", { className: "fold" }, button);
+  };
   const draw = () => {
     body.replaceChildren(make("tr", { className: "head" },
       ...head.map((name) => make("th", { textContent: name }))));
-    for (const row of found.slice(0, visible)) body.append(make("tr", {}, ...row.map(cell)));
+    for (const row of found.slice(0, visible)) body.append(make("tr", {}, fold(row), ...row.map(cell)));
     count.textContent = `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} completions`;
     more.hidden = found.length <= visible;
     more.textContent = `Show ${Math.min(PAGE, found.length - visible)} more`;
@@ -130,7 +140,7 @@ function listCompletions(place, { head, rows, texts }) {
 
 const panels = read("curves-data") || [];
 for (const figure of document.querySelectorAll("figure[data-panel]")) {
-  followPointer(figure, panels[+figure.dataset.panel]);
+  followPointer(figure.querySelector(".picture"), panels[+figure.dataset.panel]);
 }
 const completions = read("completions-data");
 if (completions) listCompletions(document.getElementById("completions"), completions);

@@ -13,11 +13,14 @@ from funcrl.core.files import whole_file
 from funcrl.run.accuracy import reward_of
 from funcrl.run.report.plots import (
     AFTER_WARM_START,
-    BOX,
+    DASHES,
     MOST_LINES,
     MOST_OTHERS,
+    NARROW,
     OTHERS,
+    WIDE,
     Drawn,
+    Line,
     Panel,
     Run,
     constants,
@@ -29,6 +32,7 @@ from funcrl.run.report.plots import (
     rewards,
     series,
     shown,
+    thin,
     warm_start,
 )
 from funcrl.run.report.run import (
@@ -45,6 +49,7 @@ from funcrl.run.report.run import (
 )
 from funcrl.run.report.seeds import of_seeds, spread_of
 from funcrl.run.runs import CONFIG, ENVIRONMENT
+from funcrl.weights.sources import known_name
 
 _MOST_POINTS = 12_000  # of all lines of a page, among those that the pointer can find
 _FEWEST_POINTS = 50  # of a line
@@ -78,24 +83,41 @@ def section(runs: Sequence[Run], save: SavePicture | None = None, only: Sequence
             draw(panels[:4], runs).savefig(png, format="png", dpi=150)
             save(f"{name}.png", png.getvalue())
         figures = []
+        # The first group is as wide as the page, where the page is wide.
+        sizes = {"narrow": NARROW, "whole": WIDE} if group == _MAIN[0] else {"": NARROW}
         for number, panel in enumerate(panels):
-            one = draw_one(panel, runs, f"{name}_{number}", most)
-            figures.append(f'<figure data-panel="{len(values)}">{one.svg}</figure>')
-            values.append(_for_the_pointer(one, runs))
+            for kind, size in sizes.items():
+                one = draw_one(panel, runs, f"{name}_{number}{kind}", size)
+                figures.append(
+                    f'<figure class="{kind}" data-panel="{len(values)}">{_names_of(one.lines)}'
+                    f'<div class="picture">{one.svg}</div></figure>'
+                )
+                values.append(_for_the_pointer(one, runs, most))
         parts += [f"<h2>{group}</h2>", f'<div class="curves">{"".join(figures)}</div>']
     parts += [f"<p>{line}</p>" for line in _remarks(runs, found)]
     return "\n".join([*parts, data("curves-data", values)])
 
 
-def _for_the_pointer(drawn: Drawn, runs: Sequence[Run]) -> dict[str, Any]:
+def _names_of(lines: Sequence[Line]) -> str:
+    """Return the names of several lines, each beside a piece of it."""
+    if len(lines) < 2:
+        return ""
+    names = "".join(
+        f'<span><svg viewBox="0 0 22 4"><path d="M0 2h22" stroke="{line.color}" stroke-width="3" '
+        f'stroke-dasharray="{DASHES[line.dashes]}"/></svg>{text(line.label)}</span>'
+        for line in lines
+    )
+    return f"<figcaption>{names}</figcaption>"
+
+
+def _for_the_pointer(drawn: Drawn, runs: Sequence[Run], most_points: int) -> dict[str, Any]:
+    lines = []
+    for line in drawn.lines:
+        steps, values = thin(*series(line.run, line.name), most_points)
+        lines.append({"label": line.label, "color": line.color, "steps": steps,
+                      "values": [float(f"{value:.5g}") for value in values]})  # fmt: skip
     zero = AFTER_WARM_START if any(warm_start(run) for run in runs) else ""
-    return {
-        "box": BOX,
-        "x": list(drawn.horizontal),
-        "zero": zero,
-        "lines": [{"label": label, "color": color, "steps": steps, "values": values}
-                  for label, color, steps, values in drawn.lines],
-    }  # fmt: skip
+    return {"box": drawn.box, "x": drawn.horizontal, "zero": zero, "lines": lines}
 
 
 def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[str]:
@@ -122,19 +144,20 @@ def _remarks(runs: Sequence[Run], found: Mapping[str, Sequence[Panel]]) -> list[
 
 _HERE = Path(__file__).parent
 _MAIN = ("Learning curve", "Policy")  # groups of curves
+_ACCURACY, _INTERVALS = "held-out accuracy", "95% intervals"  # of the numbers at the top
+_MANY_PROMPTS = 300  # above which the third place of an accuracy says something
 
 
 def write_report(run: str | Path) -> Path:
     """Write RUN/report.html and RUN/plots/*.png, and return the page's path."""
     run = Path(run)
     read = read_run(run)
-    subject = " · ".join(
-        str(read.config[name]) for name in ("task", "model") if name in read.config
-    )
+    numbers = headline(read)
+    interval = {_ACCURACY: numbers.pop(_INTERVALS)} if _INTERVALS in numbers else {}
     changes = change_rows(run)
     parts = [
-        f"<h1>{text(read.name)}</h1><p>{text(subject)}</p>",
-        strip(headline(read)), _warm_start(read),
+        f"<h1>{text(read.name)}</h1><p>{text(_subject(read))}</p>",
+        strip(numbers, interval), _warm_start(read),
         section([read], _saver(run / "plots")),
         "<h2>Completions</h2>", completions_section(read),
         "<h2>Time</h2>", _timings(read),
@@ -174,23 +197,33 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path) -> Path:
     return _write(out / "report.html", "Comparison", parts)
 
 
+def _subject(run: Run) -> str:
+    """Return what was trained on what: the task, the model's name, and what it is."""
+    task, model = run.config.get("task"), run.config.get("model")
+    named = [task, known_name(str(model)) if model else None, run.environment.get("network")]
+    return " · ".join(str(each) for each in named if each)
+
+
 def headline(run: Run) -> dict[str, str]:
     """Return the numbers at the top of the page."""
     numbers: dict[str, str] = {}
+    _, prompts = series(run, "eval/num_prompts")
+    places = 3 if prompts and min(prompts) > _MANY_PROMPTS else 2
     of_rewards = [] if "eval/accuracy" in run.metrics else held_out_rewards(run.metrics)
     evaluated = [(f"held-out {reward_of(name)}", name) for name in of_rewards]
     for label, name in (
-        ("held-out accuracy", "eval/accuracy"), *evaluated, ("reward", "reward"),
+        (_ACCURACY, "eval/accuracy"), *evaluated, ("reward", "reward"),
     ):  # fmt: skip
         _, values = series(run, name)
         if values:
-            numbers[label] = f"{plain(values[0])} → {plain(values[-1])}{spread_of(run, name)}"
+            first, last = (_rounded(value, places) for value in (values[0], values[-1]))
+            numbers[label] = f"{first} → {last}{spread_of(run, name)}"
             if name == "eval/accuracy":
                 if ends := [*intervals(run).values()]:
-                    numbers["95% intervals"] = f"{_range(ends[0])} → {_range(ends[-1])}"
-                numbers["best accuracy"] = plain(max(values))
-    if warmed := warm_start(run):
-        numbers["accuracy of the warm start"] = plain(warmed[1])
+                    ranges = (" to ".join(_rounded(end, places) for end in pair)
+                              for pair in (ends[0], ends[-1]))  # fmt: skip
+                    numbers[_INTERVALS] = " → ".join(ranges)
+                numbers["best accuracy"] = _rounded(max(values), places)
     if run.rows:
         numbers["steps"] = str(run.rows[-1]["step"])
     seconds = sum(sum(series(run, name)[1]) for name in
@@ -200,8 +233,14 @@ def headline(run: Run) -> dict[str, str]:
     tokens, step_time = sum(series(run, "num_tokens")[1]), sum(series(run, "step_time")[1])
     if tokens and step_time:
         numbers["trained tokens"] = f"{tokens:,.0f}"
-        numbers["tokens/s"] = f"{tokens / step_time:,.0f}"
+        numbers["tokens a second"] = f"{tokens / step_time:,.0f}"
     return numbers
+
+
+def _rounded(value: float, places: int) -> str:
+    """Return a number with as many places as those beside it, unless it would be 0 with them."""
+    shown = f"{value:,.{places}f}"
+    return plain(value) if value and not float(shown.replace(",", "")) else shown
 
 
 def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -263,7 +302,7 @@ def _warm_start(run: Run) -> str:
         return ""
     steps, accuracy, seconds = warmed
     return (
-        f"<p>Warm start: accuracy {plain(accuracy)} after {steps:,} supervised steps, "
+        f"<p>Warm start: accuracy {_rounded(accuracy, 2)} after {steps:,} supervised steps, "
         f"{_duration(seconds)}. Step 0 of the curves is the policy after it.</p>"
     )
 
@@ -318,10 +357,6 @@ def _uniquely_named(runs: list[Run]) -> list[Run]:
         run._replace(name=f"{run.name} ({number})") if names.count(run.name) > 1 else run
         for number, run in enumerate(runs, start=1)
     ]
-
-
-def _range(ends: tuple[float, float]) -> str:
-    return " to ".join(f"{end:.2f}" for end in ends)
 
 
 def _duration(seconds: float) -> str:

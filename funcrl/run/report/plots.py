@@ -12,7 +12,9 @@ from funcrl.core.printing import escaped
 from funcrl.run.accuracy import interval_of, is_held_out_reward, reward_of
 
 # matplotlib takes a second to import, which only a report should pay.
+# Colours of runs, or of the metrics of one; dashes of metrics where the colours are of runs.
 COLORS = ["#3b6fb6", "#d9812b", "#3a9a6b", "#b04a7c", "#7a6bc4", "#8a6d3b"]
+DASHES = {"-": "", "--": "4 2", ":": "1 2", "-.": "5 2 1 2"}  # as SVG writes them
 _SMOOTH = 0.9
 MOST_LINES = 40  # of a panel and a run
 _MOST_POINTS = 400  # of a line: the page of a long run stays small
@@ -20,9 +22,14 @@ _LINE = re.compile(r' d="((?:[ML] [-.0-9]+ [-.0-9]+\s*)+)"')  # a line in SVG, w
 # Names of groups, turns by nothing and indentation are half of a picture of few points.
 _UNUSED = re.compile(r'(?<=<g) id="[^"]*"(?=>)| transform="rotate\(-0 [^"]*"|(?<=\n) +')
 _LONGEST_LABEL = 60
-# Left, top, right and bottom of the axes as fractions of a picture of one panel: a layout that
-# depends on the labels would take most of the time of a report.
-BOX = 0.185, 0.03, 0.985, 0.86
+# In inches: of a panel that can be read on a telephone, and of one as wide as three of them.
+# The same scale gives all of them letters of one size.
+NARROW, WIDE = (4.8, 3.2), (14.8, 4.4)
+# Left, top, right and bottom around the axes, in inches: a layout that depends on the labels would
+# take most of the time of a report.
+_MARGINS = 0.888, 0.096, 0.072, 0.448
+_MOST_ABOVE = 6  # names of lines above a picture's axes; more are on them
+_SHORT_NAME = 24  # of which three fit side by side
 
 
 class Run(NamedTuple):
@@ -53,8 +60,20 @@ class Drawn(NamedTuple):
     """A panel as a picture, and what a page needs to say which values are under the pointer."""
 
     svg: str
+    box: tuple[float, float, float, float]  # the axes: left, top, right, bottom, as fractions
     horizontal: tuple[float, float]  # limits of the axes
-    lines: list[tuple[str, str, list[int], list[float]]]  # label, colour, steps, values
+    lines: list["Line"]
+
+
+class Line(NamedTuple):
+    """A metric of a run on a panel."""
+
+    run: Run
+    name: str  # of the metric
+    label: str
+    color: str
+    dashes: str  # as matplotlib writes them
+    artist: Any  # what matplotlib drew
 
 
 GROUPS: dict[str, tuple[Panel, ...]] = {
@@ -159,23 +178,38 @@ def draw(panels: Sequence[Panel], runs: Sequence[Run]) -> Any:
     width = 7.0 if len(panels) == 1 else 4.2 * len(panels)
     figure = Figure(figsize=(width, 3.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_panel(axes, panel, runs)
+        _name_lines(axes, _draw_panel(axes, panel, runs))
     return figure
 
 
-def draw_one(panel: Panel, runs: Sequence[Run], salt: str, most_points: int) -> Drawn:
-    """Return a panel by itself, of a size that can be read on a telephone."""
+def _name_lines(axes: Any, lines: Sequence[Line]) -> None:
+    """Write the names of lines above the axes, or on them where there are many."""
+    if len(lines) < 2:
+        return
+    labels = [line.label.lstrip("_") for line in lines]  # matplotlib hides what begins so
+    options = {"frameon": False, "fontsize": 8, "labels": labels}
+    options["handles"] = [line.artist for line in lines]
+    if len(lines) <= _MOST_ABOVE:
+        columns = 3 if max(map(len, labels)) <= _SHORT_NAME else 1
+        legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **options)
+    else:
+        legend = axes.legend(ncols=1 + len(lines) // 12, **options)
+        legend.set_in_layout(False)  # a long one would leave no room for the lines
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name with $ in it is no mathematics
+
+
+def draw_one(panel: Panel, runs: Sequence[Run], salt: str, size: tuple[float, float]) -> Drawn:
+    """Return a panel by itself, without the names of its lines; `size` is in inches."""
     from matplotlib.figure import Figure
 
-    left, top, right, bottom = BOX
-    figure = Figure(figsize=(4.8, 3.2))
+    width, height = size
+    left, right = _MARGINS[0] / width, 1 - _MARGINS[2] / width
+    top, bottom = _MARGINS[1] / height, 1 - _MARGINS[3] / height
+    figure = Figure(figsize=size)
     axes = figure.add_axes((left, 1 - bottom, right - left, bottom - top))
-    named = _draw_panel(axes, panel, runs)
-    svg, lines = to_svg(figure, salt), []
-    for run, name, label, color in named:
-        steps, values = thin(*series(run, name), most_points)
-        lines.append((label, color, steps, [float(f"{value:.5g}") for value in values]))
-    return Drawn(svg, axes.get_xlim(), lines)
+    lines = _draw_panel(axes, panel, runs)
+    return Drawn(to_svg(figure, salt), (left, top, right, bottom), axes.get_xlim(), lines)
 
 
 def to_svg(figure: Any, salt: str) -> str:
@@ -208,18 +242,18 @@ def _shorter(line: re.Match[str]) -> str:
     return f' d="{"".join(parts)}"'
 
 
-def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[tuple[Run, str, str, str]]:
-    """Draw a panel and return its lines: of each the run, the metric, the label and the colour."""
-    lines = [(run, name) for run in runs for name in _names(run, panel)]
-    handles, named = [], []
-    for number, (run, name) in enumerate(lines):
-        several = len(runs) > 1
-        color = COLORS[(list(runs).index(run) if several else number) % len(COLORS)]
-        dashes = "-" if not several else ("-", "--", ":", "-.")[_names(run, panel).index(name) % 4]
-        handles.append(_draw_line(axes, panel, run, name, dashes, color))
-        label = shown(_label(name) if not several else f"{run.name}: {_label(name)}")
-        named.append((run, name, label, color))
-    _scale(axes, panel, [value for run, name in lines for value in series(run, name)[1]])
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[Line]:
+    """Draw a panel and return its lines."""
+    lines: list[Line] = []
+    several = len(runs) > 1
+    for place, run in enumerate(runs):
+        for number, name in enumerate(_names(run, panel)):
+            color = COLORS[(place if several else number) % len(COLORS)]
+            dashes = [*DASHES][number % len(DASHES)] if several else "-"
+            label = shown(f"{run.name}: {_label(name)}" if several else _label(name))
+            artist = _draw_line(axes, panel, run, name, dashes, color)
+            lines.append(Line(run, name, label, color, dashes, artist))
+    _scale(axes, panel, [value for line in lines for value in series(line.run, line.name)[1]])
     if panel.names[0] == "eval/accuracy" and len(runs) == 1 and warm_start(runs[0]):
         axes.axvline(0, color="#8b95a3", linewidth=0.8, linestyle=":")
         axes.text(0, 1, f" {AFTER_WARM_START}", color="#8b95a3", fontsize=8, va="top",
@@ -229,14 +263,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[tuple[Run,
     axes.set_ylabel(shown(panel.label), parse_math=False, fontsize=size)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2, linewidth=0.6)
-    if len(lines) > 1:
-        columns = 1 + len(lines) // 12
-        labels = [label.lstrip("_") for _, _, label, _ in named]  # matplotlib hides what begins so
-        legend = axes.legend(handles, labels, frameon=False, fontsize=8, ncols=columns)
-        legend.set_in_layout(False)  # a long one would leave no room for the lines
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a name with $ in it is no mathematics
-    return named
+    return lines
 
 
 def _scale(axes: Any, panel: Panel, values: list[float]) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from funcrl.core.files import brief, read_yaml
@@ -208,11 +209,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
 
 
-def strip(numbers: Mapping[str, str]) -> str:
-    """Return a row of cards, each a number and its name."""
-    cells = "".join(f"<div><b>{text(v)}</b><span>{text(k)}</span></div>"
-                    for k, v in numbers.items())  # fmt: skip
-    return f'<div class="strip">{cells}</div>'
+def strip(numbers: Mapping[str, str], intervals: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return cards, each with a number, its name and its 95% interval if it has one."""
+    cards = []
+    for name, number in numbers.items():
+        interval = text(intervals.get(name, ""))
+        span, more = (' class="two"', f"<small>{interval}</small>") if interval else ("", "")
+        label = f"{name}, 95% interval" if interval else name
+        cards.append(f"<div{span}><b>{text(number)}</b>{more}<span>{text(label)}</span></div>")
+    return f'<div class="strip">{"".join(cards)}</div>'
 
 
 def data(name: str, value: Any) -> str:

