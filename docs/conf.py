@@ -44,6 +44,7 @@ html_title = "funcrl"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_logo = html_favicon = "_static/logo.svg"
 html_copy_source = False  # each page has a twin in Markdown instead
 html_show_sphinx = False

@@ -1,5 +1,6 @@
 """The documentation site: built without a warning, every public name, links that lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,28 @@ def test_every_page_has_a_twin_and_is_in_llms_txt(site):
         assert twin.read_text() in (site / "llms-full.txt").read_text()
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", twin.read_text()):
             assert (twin.parent / target).exists(), f"{page}: {target}"
+
+
+def test_guides_and_reference_stand_above_the_notebooks(site):
+    captions = re.findall(r'class="caption-text">([^<]+)<', (site / "index.html").read_text())
+    assert captions == ["Start", "Guides", "Understanding", "Reference", "Notebooks"]
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [("multi-gpu", "scaling"), ("multi-turn", "training"), ("sft", "training"),
+     ("torchrun", "scaling"), ("sweep", "faq"), ("fsdp", "scaling"), ("lora", "models")],
+)  # fmt: skip
+def test_the_search_index_leads_from_a_users_word_to_its_page(site, word, page):
+    """The index has stems of words as they are written, cut at hyphens."""
+    index = json.loads(
+        (site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")")
+    )
+    number = index["docnames"].index(page)
+    for part in word.split("-"):
+        found = [index[kind].get(part, []) for kind in ("terms", "titleterms")]
+        pages = {each for pages in found for each in ([pages] if type(pages) is int else pages)}
+        assert number in pages, part
 
 
 def test_every_entry_says_something(site):
