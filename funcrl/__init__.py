@@ -31,8 +31,8 @@ from funcrl.loop.train import train
 from funcrl.loop.warm_start import warm_start
 from funcrl.models import init_params
 from funcrl.models.functional import functional
-from funcrl.models.initial import Lora, lora
 from funcrl.models.logprobs import Teacher, logprob_fn, score, token_scores
+from funcrl.models.lora import Lora, lora
 from funcrl.rl import (
     advantages,
     aggregation,

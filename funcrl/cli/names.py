@@ -118,6 +118,14 @@ def did_you_mean(names: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else "."
 
 
+# Flags of TRL that are an option with a value here; its adapters have rank 16.
+_FLAGS = {
+    "--use-peft": ("lora.rank", "16"),
+    "--load-in-4bit": ("lora.base-dtype", "nf4"),
+    "--load-in-8bit": ("lora.base-dtype", "int8"),
+}
+
+
 def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return a line with the names of other libraries replaced, and which those were.
 
@@ -131,9 +139,10 @@ def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], 
         flag, equals, value = text.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
         meant = next((each for each in _SAME_AS.get(name, ()) if each in options), None)
-        if text in ("--use-peft", "--use_peft") and "lora.rank" in options:  # TRL's rank is 16
-            line = ["--lora.rank", "16", *line]  # before a rank that is given: the last one counts
-            found[flag] = "--lora.rank 16"
+        if text.replace("_", "-") in _FLAGS and "lora.rank" in options:
+            option, given = _FLAGS[text.replace("_", "-")]
+            line = [f"--{option}", given, *line]  # before one that is given: the last one counts
+            found[flag] = f"--{option} {given}"
         elif flag.startswith("--") and name not in options and meant is not None:
             line.append(f"--{meant}{equals}{value}")
             found[flag] = f"--{meant}"

@@ -160,11 +160,24 @@ class LoraConfig:
     targets: tuple[str, ...] = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
     """Matrices whose names hold one of these get an adapter; when left out, of a model of
     transformers all linear layers but the head."""
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
+    """How the matrices with an adapter are kept: nf4 has 4.5 bits a number with its scale (QLoRA),
+    int8 8.5. The other parameters are then in --dtype."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.rank and not self.targets:
             raise ValueError("LoraConfig expects targets for its adapters, got none.")
+        if self.is_rounded and not self.rank:
+            raise ValueError(
+                f"LoraConfig expects --lora.rank above 0 with a base in {self.base_dtype}, which "
+                f"is not trained, got 0."
+            )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the base is kept in fewer bits than its own."""
+        return self.base_dtype != "float32"
 
     def adapts(self, name: str) -> bool:
         """Return whether a matrix of this name gets an adapter."""

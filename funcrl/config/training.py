@@ -283,6 +283,11 @@ class TrainConfig:
                 f"trained whole and has no exact operations, got {self.lora.rank} and "
                 f"{self.numerics}."
             )
+        if self.lora.is_rounded and self.numerics == "exact":
+            raise ValueError(
+                f"train expects --lora.base-dtype float32 with --numerics exact, which has no "
+                f"operation for a base in {self.lora.base_dtype}, got it."
+            )
         if not self.is_supervised:
             return
         if self.teacher is not None and divergence == "sampled":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
-from funcrl.models.initial import Lora, is_shape, without_critic
+from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import Teacher
+from funcrl.models.lora import Lora
 from funcrl.parallel import Layout, Mesh, layout_of, unshard
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample
@@ -311,8 +313,8 @@ def _adapters(making: _Making) -> Lora | None:
     config = making.config
     if not config.lora.rank:
         return None
-    base = making["params"] or sources.base_params(config, making["source"], making["model"])
-    return sources.adapters_of(config, _plain_model_fn(making), base, making["model"])
+    score = partial(_plain_model_fn, making)
+    return sources.adapters_of(config, score, making["model"], making["source"], making["params"])
 
 
 def _model_fn(making: _Making) -> ModelFn:
@@ -320,14 +322,12 @@ def _model_fn(making: _Making) -> ModelFn:
     if adapters is not None:
         found: ModelFn = adapters.model_fn
         return found
-    return _plain_model_fn(making)
+    return _plain_model_fn(making, making["model"])
 
 
-def _plain_model_fn(making: _Making) -> ModelFn:
+def _plain_model_fn(making: _Making, network: nn.Module) -> ModelFn:
     config, critic = making.config, from_config.has_critic(making.config)
-    return from_config.plain_model_fn(
-        making.function, config, making["model"], making["teacher"], critic
-    )
+    return from_config.plain_model_fn(making.function, config, network, making["teacher"], critic)
 
 
 def _teacher(making: _Making) -> Teacher | None:

@@ -94,7 +94,8 @@ def plain_model_fn(
         model,
         config.sampling.temperature or 1.0,
         chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
-        dtype=compute_dtype(config),
+        # A rounded base has dtypes of its own, which a cast would lose.
+        dtype=None if config.lora.is_rounded else compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
         teacher=None if config.algorithm.divergence == "sampled" else teacher,

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from funcrl.config import TrainConfig
 from funcrl.config.sections import WITHOUT_REWARDS
 from funcrl.core.arguments import checked
@@ -87,11 +89,32 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     lora = config.lora
     if not lora.rank:
         return num_params(shape)
-    return sum(
-        lora.rank * sum(leaf.shape)
-        for name, leaf in Transformer(shape).named_parameters()
-        if leaf.ndim == 2 and lora.adapts(name)
-    )
+    return sum(lora.rank * sum(leaf.shape) for leaf in _adapted(config, shape))
+
+
+def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Tensor]:
+    """Return the matrices that have adapters, without their values."""
+    adapts = config.lora.adapts
+    named = Transformer(shape).named_parameters()
+    return [leaf for name, leaf in named if leaf.ndim == 2 and adapts(name)]
+
+
+# In bytes, a number of a matrix that is not trained, with its share of a scale.
+_NUMBER_OF_BASE = {"bfloat16": 2, "int8": 1 + _FLOAT / 64, "nf4": 0.5 + _FLOAT / 64}
+
+
+def _base_and_merged(
+    config: TrainConfig, shape: TransformerConfig, compute: int
+) -> tuple[int, int]:
+    """Return the bytes of a base that has adapters, and of the base with these added."""
+    if not config.lora.rank:
+        return 0, 0
+    if not config.lora.is_rounded:
+        return _FLOAT * num_params(shape), _FLOAT * num_params(shape)
+    adapted = sum(leaf.numel() for leaf in _adapted(config, shape))
+    others = compute * (num_params(shape) - adapted)
+    rounded = round(_NUMBER_OF_BASE[config.lora.base_dtype] * adapted)
+    return rounded + others, compute * num_params(shape)
 
 
 def _rows_of_training(
@@ -160,12 +183,13 @@ def estimate_memory(
         >>> estimate.optimizer == 2 * estimate.parameters
         True
     """
-    c, params, trained = shape, _FLOAT * num_params(shape), _FLOAT * num_trained(config, shape)
+    c, trained = shape, _FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
     is_shared = share.parameters < trained
-    merged = params if config.lora.rank else 0  # the base, and the base with the adapters merged
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
+    base, merged = _base_and_merged(config, shape, compute)
+    merged_within = 0 if config.lora.is_rounded else merged  # a step, whose gradient is as large
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
     length = prompt_tokens + completion
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
@@ -177,6 +201,7 @@ def estimate_memory(
     # Whole parameters are nowhere else where ranks share them, or have no other form.
     has_copy = config.device == "cpu" or bool(copies) or is_shared
     cast = min(copies, share.gathered) if is_shared and not merged else copies
+    cast = 0 if config.lora.is_rounded else cast
     tokens, chunk = rows * padded, config.logprob_chunk
     # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
     if chunk == "all":
@@ -197,7 +222,7 @@ def estimate_memory(
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
     return MemoryEstimate(
-        parameters=share.parameters + 2 * merged,
+        parameters=share.parameters + base + merged,
         optimizer=2 * share.moments,
         reference=trained if config.algorithm.kl and has_policy_gradient else 0,
         teacher=0 if teacher is None else num_params(teacher) * compute,
@@ -205,7 +230,7 @@ def estimate_memory(
         sampler=num_params(shape) * compute if has_copy else 0,
         activations=rows * padded * kept_bytes + cast,
         logits=logits * c.vocab_size,
-        gradients=share.gradients + share.gathered + merged + per_sample,
+        gradients=share.gradients + share.gathered + merged_within + per_sample,
         # With several updates a step, the state before the first is kept.
         next_state=(share.parameters + 2 * share.moments)
         * min(config.num_iterations * config.num_minibatches, 2),

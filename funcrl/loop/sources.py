@@ -12,8 +12,8 @@ from funcrl.config import LoraConfig, TrainConfig, read_config
 from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
-from funcrl.core.types import ModelFn, Params
-from funcrl.loop.from_config import has_critic, with_its_critic
+from funcrl.core.types import Absent, ModelFn, Params
+from funcrl.loop.from_config import compute_dtype, has_critic, with_its_critic
 from funcrl.models import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -24,8 +24,9 @@ from funcrl.models import (
     shape,
 )
 from funcrl.models.functional import LINEAR, is_of_transformers
-from funcrl.models.initial import Lora, is_shape, lora, without_critic
+from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
+from funcrl.models.lora import Lora, lora, qlora
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
@@ -312,14 +313,37 @@ def base_params(config: TrainConfig, source: Source, network: nn.Module) -> Para
     }
 
 
-def adapters_of(config: TrainConfig, model_fn: ModelFn, base: Params, network: nn.Module) -> Lora:
-    """Return a model as a function of the adapters that the configuration asks for."""
+def adapters_of(
+    config: TrainConfig,
+    score: Callable[[nn.Module], ModelFn],
+    network: nn.Module,
+    source: Source,
+    params: Params | Absent = (),
+) -> Lora:
+    """Return a model as a function of the adapters that the configuration asks for.
+
+    Args:
+        config: the run's.
+        score: makes a model function of a network.
+        network: that is adapted.
+        source: of its parameters.
+        params: in place of the source's.
+    """
     options = config.lora
+    # A base that is to be rounded is on the host before, so that no GPU need hold it whole.
+    place = replace(config, device="cpu") if options.is_rounded else config
+    base = params or base_params(place, source, network)
     targets: Callable[[str], bool] = options.adapts
     if is_of_transformers(network) and options.targets == LoraConfig.targets:
         linear = _linear_weights(network)  # whose names are not those of funcrl's layers
         targets = linear.__contains__
-    return lora(model_fn, base, rank=options.rank, alpha=options.alpha, targets=targets)
+    size: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "targets": targets}
+    if options.base_dtype == "float32":
+        return lora(score(network), base, **size)
+    return qlora(
+        network, base, base_dtype=options.base_dtype, dtype=compute_dtype(config) or torch.float32,
+        score=score, device=config.device, **size,
+    )  # fmt: skip
 
 
 def _linear_weights(network: Any) -> set[str]:
@@ -356,8 +380,7 @@ def trained_adapters(
     """Return a network as a function of adapters, the step of a run's newest checkpoint, and its
     adapters."""
     options = replace(options_of_run("train", "--model", run), device=device)
-    base = base_params(options, find_source("train", options.model), network)
-    adapters = adapters_of(options, logprob_fn(network), base, network)
+    adapters = adapters_of(options, logprob_fn, network, find_source("train", options.model))
     return adapters, *trained_params(run, adapters.init(0))
 
 

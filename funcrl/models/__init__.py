@@ -21,6 +21,7 @@ from funcrl.models.layers import (
     recur_causal,
     recur_segments,
 )
+from funcrl.models.lora import AdaptedWeight, qlora
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.transformer import HeadFn, LayerFn, Transformer
 from funcrl.ops.arithmetic import rotary_angles, rotary_factors, rotate
@@ -30,6 +31,7 @@ __all__ = [
     "MLP",
     "RECURRENT_SHAPES",
     "SHAPES",
+    "AdaptedWeight",
     "Attention",
     "GatedDelta",
     "HeadFn",
@@ -46,6 +48,7 @@ __all__ = [
     "TransformerConfig",
     "init_params",
     "logits_fn",
+    "qlora",
     "recur_causal",
     "recur_segments",
     "rotary_angles",

@@ -71,7 +71,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
             raise ValueError(
                 f"functional expects buffers with values, got a meta tensor for {name!r}."
             )
-    skeleton = _on_meta(module)
+    skeleton = _on_meta(module, [*module.parameters(), *module.buffers()])
     shapes = {name: leaf.shape for name, leaf in skeleton.named_parameters()}
     first_names = {id(leaf): name for name, leaf in skeleton.named_parameters()}
     tied = {
@@ -152,9 +152,13 @@ def check_params(
     _check_params(function, kind, params, shapes, {})
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device, made without copying a weight."""
-    tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
+def without_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of the module whose parameters are on the meta device."""
+    return _on_meta(module, module.parameters())
+
+
+def _on_meta(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
+    """Return a copy of the module with these on the meta device, made without copying them."""
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {}
     for tensor in tensors:

@@ -1,16 +1,16 @@
-"""Parameters that are made: named shapes, initial values, and low-rank adapters (LoRA)."""
+"""Parameters that are made: named shapes, initial values, and those of a critic."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from funcrl.core import checks, rng
-from funcrl.core.arguments import Count, Positive, checked
-from funcrl.core.types import ModelFn, Params, TokenScores
+from funcrl.core.arguments import Count, checked
+from funcrl.core.types import Params
 from funcrl.models.config import TransformerConfig
 from funcrl.models.layers import GatedDelta, RMSNorm
 from funcrl.models.recurrent import RecurrentConfig
@@ -157,9 +157,6 @@ def _step_bias(numbers: Tensor, _layer: GatedDelta) -> Tensor:
 _OF_DELTA: dict[str, _DrawFn] = {"conv": _conv, "log_rate": _log_rate, "step_bias": _step_bias}
 
 
-_DOWN, _UP = ".lora_down", ".lora_up"
-
-
 CRITIC = ("critic.weight", "critic.bias")
 
 
@@ -193,117 +190,3 @@ def without_critic(params: Params) -> Params:
         ['embed.weight']
     """
     return {name: leaf for name, leaf in params.items() if not name.startswith("critic.")}
-
-
-class Lora(NamedTuple):
-    """A model as a function of its low-rank adapters."""
-
-    model_fn: ModelFn  # (adapters, sample) -> TokenScores
-    init: Callable[[int], Params]  # seed -> adapters, under which the model is the base itself
-    merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
-
-
-# Of a delta layer, those that are as wide as the network.
-_OF_LAYERS = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
-
-
-def _is_of_a_layer(name: str) -> bool:
-    return any(part in name for part in _OF_LAYERS)
-
-
-@checked
-def lora(
-    model_fn: ModelFn,
-    base: Params,
-    *,
-    rank: Count = 8,
-    alpha: Positive = 16.0,
-    targets: Callable[[str], bool] = _is_of_a_layer,
-) -> Lora:
-    """Return a model whose parameters are low-rank changes of some matrices (arXiv:2106.09685).
-
-        W = W_base + alpha / rank * up down
-
-    The base is a constant. Any step trains the adapters as it trains all parameters, and
-    `merge` makes parameters to push into a generator or to save.
-
-    Args:
-        model_fn: `(params, sample) -> TokenScores`.
-        base: its parameters; they are referred to, never changed.
-        rank: of each change.
-        alpha: scales the change.
-        targets: of a parameter's name, whether it gets an adapter; vectors never do.
-
-    Example:
-        >>> import funcrl
-        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
-        >>> base = funcrl.init_params(model, seed=0)
-        >>> small = funcrl.lora(funcrl.logprob_fn(model), base, rank=4)
-        >>> step = funcrl.grpo_step(small.model_fn)
-        >>> state = step.init(small.init(0))
-        >>> sum(leaf.numel() for leaf in state.params.values())
-        9728
-        >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
-    """
-    base = dict(base)  # a copy, so that later changes of the caller's dict do not matter
-    adapted = {name: leaf for name, leaf in base.items() if leaf.ndim == 2 and targets(name)}
-    if not adapted:
-        raise ValueError(
-            f"lora expects targets among the matrices of the base, got none of {len(base)} "
-            f"parameters."
-        )
-    for name, leaf in adapted.items():
-        if rank > min(leaf.shape):
-            raise ValueError(
-                f"lora expects a rank of at most {min(leaf.shape)} for {name!r} of shape "
-                f"{list(leaf.shape)}, got {rank}."
-            )
-
-    @checked
-    def init(seed: int) -> Params:
-        adapters = {}
-        for index, (name, leaf) in enumerate(sorted(adapted.items())):
-            rows, columns = leaf.shape
-            # Uniform with the deviation of a linear layer's weights; the other factor is 0.
-            generator = rng.generator(seed, index)
-            drawn = torch.rand(
-                rank, columns, generator=generator, dtype=torch.float32, device="cpu"
-            )
-            down = (drawn * 2 - 1) / math.sqrt(columns)
-            adapters[name + _DOWN] = down.to(device=leaf.device, dtype=leaf.dtype)
-            adapters[name + _UP] = leaf.new_zeros(rows, rank)
-        return dict(sorted(adapters.items()))
-
-    @checked
-    def merge(adapters: Params) -> Params:
-        _check_adapters(adapters, adapted, rank)
-        changed = {
-            name: leaf + (alpha / rank) * (adapters[name + _UP] @ adapters[name + _DOWN])
-            for name, leaf in adapted.items()
-        }
-        return {**base, **changed}
-
-    @checked
-    def scores(adapters: Params, sample: Any) -> TokenScores:
-        return model_fn(merge(adapters), sample)
-
-    return Lora(scores, init, merge)
-
-
-def _check_adapters(adapters: Params, adapted: Params, rank: int) -> None:
-    """Raise unless the adapters have the rank of this model: others would be scaled wrongly."""
-    wanted = {}
-    for name, leaf in adapted.items():
-        wanted[name + _DOWN] = (rank, leaf.shape[1]), leaf.dtype
-        wanted[name + _UP] = (leaf.shape[0], rank), leaf.dtype
-    if adapters.keys() != wanted.keys():
-        odd = min(adapters.keys() ^ wanted.keys())
-        problem = f"got none for {odd!r}" if odd in wanted else f"got {odd!r} besides"
-        raise ValueError(f"lora expects the adapters that its init makes, {problem}.")
-    for name, (shape, dtype) in wanted.items():
-        found = adapters[name]
-        if (found.shape, found.dtype) != (shape, dtype):
-            raise ValueError(
-                f"lora expects {name!r} of shape {list(shape)} and {dtype}, got "
-                f"{list(found.shape)} and {found.dtype}."
-            )

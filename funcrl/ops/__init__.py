@@ -10,6 +10,7 @@ from funcrl.ops.divergences import divergence, linear_divergence
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash, attend_flash_segments
 from funcrl.ops.logits import entropy
+from funcrl.ops.quantized import Quantized, dequantize, quantize, quantized_linear
 from funcrl.ops.recurrent import gru_scan, lstm_scan
 from funcrl.ops.truncation import Truncation, truncated_logits
 
@@ -21,6 +22,7 @@ __all__ = [
     "GatedDeltaFn",
     "LinearFn",
     "Ops",
+    "Quantized",
     "Truncation",
     "Weights",
     "attend_causal",
@@ -30,6 +32,7 @@ __all__ = [
     "attend_segments",
     "choose_ops",
     "delta_gates",
+    "dequantize",
     "divergence",
     "entropy",
     "gated_delta_scan",
@@ -40,6 +43,8 @@ __all__ = [
     "lstm_scan",
     "ops_of",
     "project",
+    "quantize",
+    "quantized_linear",
     "rms_norm",
     "short_conv",
     "sigmoid_gate",

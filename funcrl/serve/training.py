@@ -21,8 +21,8 @@ from funcrl.core.types import (
     Surrogate,
     TrainState,
 )
-from funcrl.models.initial import Lora, lora
 from funcrl.models.logprobs import score
+from funcrl.models.lora import Lora, lora
 from funcrl.rl import algorithms, surrogates
 from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.run.checkpoint import restore, restore_field, save

@@ -68,6 +68,7 @@ VALUES: dict[str, Any] = {
     "model_fn": purity.MODEL_FN, "module": purity.MODEL, "moments": purity.MOMENTS,
     "momentum": 0.9, "more": {"format": tasks.matches("5")}, "multiple": 4, "name": "x",
     "num_tokens": torch.tensor(3), "on_error": "stop", "opt_state": RATE.init(purity.MATRICES),
+    "quantized": funcrl.ops.quantize(torch.eye(4)),
     "ops": "native", "outcome": "5", "outcomes": COMPLETED.outcomes, "out": FOLDER / "out",
     "params": purity.PARAMS,
     "path": FOLDER / "nothing", "pattern": "5", "place": "", "policy": "none",
@@ -197,6 +198,8 @@ OWN: dict[str, dict[str, Any]] = {
     "tasks.with_rewards": {"weights": None},
     "token_scores": {"logits": torch.zeros(3, 5)},
     "forward_backward": {"model_fn": purity.MODEL_FN},
+    "models.qlora": {"score": funcrl.logprob_fn},
+    "ops.quantized_linear": {"x": torch.zeros(2, 4)},
     "ops.truncated_logits": {
         "logits": torch.zeros(3, 5), "truncation": funcrl.ops.Truncation(top_k=2)},
     "trace": {"fn": torch.sin, "args": LOGPROBS},
@@ -323,6 +326,7 @@ RETURNED: dict[str, dict[str, Any]] = {
     "recenter": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "top_entropy": {"scores": purity.SCORES, "batch": purity.COLLATED},
     "lora": {"adapters": funcrl.lora(purity.MICRO_FN, purity.MICRO_PARAMS).init(0)},
+    "models.qlora": {"adapters": funcrl.lora(purity.MICRO_FN, purity.MICRO_PARAMS).init(0)},
 }
 
 # What each type takes of WRONG. A function's annotation is what it promises to take.

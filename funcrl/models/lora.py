@@ -1,0 +1,322 @@
+"""Low-rank adapters (LoRA): small matrices that are trained in the place of large ones."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from funcrl.core import checks, rng, tree
+from funcrl.core.arguments import Count, Positive, checked
+from funcrl.core.types import ModelFn, Params, TokenScores
+from funcrl.models.functional import without_weights
+from funcrl.models.layers import Linear
+from funcrl.models.logprobs import logprob_fn
+from funcrl.ops import NATIVE, Ops, Quantized, dequantize, ops_of, quantize, quantized_linear
+from funcrl.ops.choice import replace_ops
+from funcrl.ops.contract import Weights
+
+BaseDtype: TypeAlias = Literal["bfloat16", "int8", "nf4"]
+Frozen: TypeAlias = Quantized | Tensor  # a matrix that is not trained
+_DOWN, _UP = ".lora_down", ".lora_up"
+
+
+class Lora(NamedTuple):
+    """A model as a function of its low-rank adapters."""
+
+    model_fn: ModelFn  # (adapters, sample) -> TokenScores
+    init: Callable[[int], Params]  # seed -> adapters, under which the model is the base itself
+    merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
+
+
+# Of a delta layer, those that are as wide as the network.
+_OF_LAYERS = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
+
+
+def _is_of_a_layer(name: str) -> bool:
+    return any(part in name for part in _OF_LAYERS)
+
+
+@checked
+def lora(
+    model_fn: ModelFn,
+    base: Params,
+    *,
+    rank: Count = 8,
+    alpha: Positive = 16.0,
+    targets: Callable[[str], bool] = _is_of_a_layer,
+) -> Lora:
+    """Return a model whose parameters are low-rank changes of some matrices (arXiv:2106.09685).
+
+        W = W_base + alpha / rank * up down
+
+    The base is a constant. Any step trains the adapters as it trains all parameters, and
+    `merge` makes parameters to push into a generator or to save.
+
+    Args:
+        model_fn: `(params, sample) -> TokenScores`.
+        base: its parameters; they are referred to, never changed.
+        rank: of each change.
+        alpha: scales the change.
+        targets: of a parameter's name, whether it gets an adapter; vectors never do.
+
+    Example:
+        >>> import funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> base = funcrl.init_params(model, seed=0)
+        >>> small = funcrl.lora(funcrl.logprob_fn(model), base, rank=4)
+        >>> step = funcrl.grpo_step(small.model_fn)
+        >>> state = step.init(small.init(0))
+        >>> sum(leaf.numel() for leaf in state.params.values())
+        9728
+        >>> params = small.merge(state.params)  # for a generator, or funcrl.save_params
+    """
+    base = dict(base)  # a copy, so that later changes of the caller's dict do not matter
+    adapted = _adapted("lora", base, rank, targets)
+
+    @checked
+    def init(seed: int) -> Params:
+        return _first_adapters(adapted, rank, seed)
+
+    @checked
+    def merge(adapters: Params) -> Params:
+        _check_adapters(adapters, adapted, rank)
+        changed = {name: base[name] + _change(adapters, name, alpha / rank) for name in adapted}
+        return {**base, **changed}
+
+    @checked
+    def scores(adapters: Params, sample: Any) -> TokenScores:
+        return model_fn(merge(adapters), sample)
+
+    return Lora(scores, init, merge)
+
+
+@checked
+def qlora(
+    model: nn.Module,
+    base: Params,
+    *,
+    base_dtype: BaseDtype = "nf4",
+    rank: Count = 8,
+    alpha: Positive = 16.0,
+    targets: Callable[[str], bool] = _is_of_a_layer,
+    dtype: torch.dtype = torch.float32,
+    score: Callable[[nn.Module], ModelFn] = logprob_fn,
+    device: torch.device | str | None = None,
+) -> Lora:
+    """Return `lora` with the adapted matrices of the base in few bits (QLoRA, arXiv:2305.14314).
+
+        y = x W_rounded^T + alpha / rank * (x down^T) up^T
+
+    W_rounded is written out for one product at a time, and its sum with the change never, so that
+    between the two passes the base takes no more memory than its bits. `merge` writes out all of
+    it, for a generator. Scores and gradients are those of `lora` on the rounded base, up to the
+    rounding of these sums.
+
+    Args:
+        model: a network of native operations; only its structure is used.
+        base: its parameters. They are rounded one after the other, and not kept.
+        base_dtype: that of the adapted matrices: "nf4", "int8" (`funcrl.ops.quantize`) or
+            "bfloat16". All other parameters are kept in `dtype`.
+        rank: of each change.
+        alpha: scales the change.
+        targets: of a parameter's name, whether it gets an adapter; vectors never do, and a matrix
+            must be the weight of an `nn.Linear`.
+        dtype: to compute in; the adapters are float32 and cast to it, merged parameters have it.
+        score: makes a model function of a network, which leaves the dtypes of its parameters.
+        device: for the rounded base, that of `base` when left out.
+
+    Example:
+        >>> import torch, funcrl
+        >>> model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=13))
+        >>> base = funcrl.init_params(model, seed=0)
+        >>> small = funcrl.models.qlora(model, base, base_dtype="int8", rank=4)
+        >>> sample = funcrl.types.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
+        >>> small.model_fn(small.init(0), sample).logprobs.shape
+        torch.Size([3])
+    """
+    checks.check_choice("qlora", "base_dtype", base_dtype, get_args(BaseDtype))
+    if ops_of(model).exact:
+        raise ValueError("qlora expects a network of native operations, got exact ones.")
+    adapted = _adapted("qlora", base, rank, targets)
+    adapted = {name: like._replace(dtype=torch.float32, device=device or like.device)
+               for name, like in adapted.items()}  # fmt: skip
+    rounded: dict[str, Frozen] = {}
+    others: dict[str, Tensor] = {}
+    for name, leaf in base.items():
+        leaf = leaf.detach().to(device or leaf.device)
+        if name in adapted:
+            rounded[name] = _frozen(leaf, base_dtype)
+        else:
+            others[name] = leaf.to(dtype) if leaf.is_floating_point() else leaf
+    network = without_weights(model)
+    constants = dict(others)
+    for name, frozen in rounded.items():
+        parts = _parts(frozen)
+        constants |= {f"{name}.{part}": leaf for part, leaf in parts.items()}
+        _adapt(network, name, AdaptedWeight(parts, adapted[name].shape, rank, alpha / rank))
+    replace_ops(network, lambda _, ops: _with_adapted_weights(ops))
+    model_fn = score(network)
+
+    @checked
+    def init(seed: int) -> Params:
+        return _first_adapters(adapted, rank, seed)
+
+    @checked
+    def merge(adapters: Params) -> Params:
+        _check_adapters(adapters, adapted, rank)
+        merged = dict(others)
+        for name, frozen in rounded.items():
+            wide = frozen.float() if isinstance(frozen, Tensor) else dequantize(frozen)
+            merged[name] = (wide + _change(adapters, name, alpha / rank)).to(dtype)
+        return merged
+
+    @checked
+    def scores(adapters: Params, sample: Any) -> TokenScores:
+        _check_adapters(adapters, adapted, rank)
+        return model_fn({**constants, **tree.cast(adapters, dtype)}, sample)
+
+    return Lora(scores, init, merge)
+
+
+def _frozen(weight: Tensor, base_dtype: BaseDtype) -> Frozen:
+    return weight.to(torch.bfloat16) if base_dtype == "bfloat16" else quantize(weight, base_dtype)
+
+
+def _parts(frozen: Frozen) -> dict[str, Tensor]:
+    return {"frozen": frozen} if isinstance(frozen, Tensor) else frozen._asdict()
+
+
+class AdaptedWeight(nn.Module):
+    """What a layer has in the place of its weight: a matrix that is not trained, and a change."""
+
+    def __init__(
+        self, parts: Mapping[str, Tensor], shape: Sequence[int], rank: int, scale: float
+    ) -> None:
+        super().__init__()
+        rows, columns = shape
+        shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in parts.items()}
+        shapes["lora_down"] = torch.Size([rank, columns]), torch.float32
+        shapes["lora_up"] = torch.Size([rows, rank]), torch.float32
+        for name, (size, dtype) in shapes.items():
+            empty = torch.empty(size, dtype=dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.scale = scale
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x (W + scale up down)^T + b`."""
+        part = dict(self.named_parameters())
+        if "codes" in part:
+            quantized = Quantized(*(part[name] for name in Quantized._fields))
+            frozen = quantized_linear(x, quantized)
+        else:
+            frozen = nn.functional.linear(x, part["frozen"].to(x.dtype))
+        linear = nn.functional.linear
+        change = linear(linear(x, part["lora_down"]), part["lora_up"])
+        total = frozen + self.scale * change
+        return total if bias is None else total + bias
+
+
+def _adapt(network: nn.Module, name: str, weight: AdaptedWeight) -> None:
+    """Put an adapted weight into the place of a network's own, which is the caller's alone."""
+    path, _, attribute = name.rpartition(".")
+    layer = network.get_submodule(path)
+    if not isinstance(layer, nn.Linear) or attribute != "weight":
+        raise ValueError(
+            f"qlora expects matrices that are the weight of an nn.Linear, got {name!r} of "
+            f"{type(layer).__name__}."
+        )
+    if not isinstance(layer, Linear):  # torch's own would read it as a tensor
+        bias = layer.bias
+        layer = Linear(layer.in_features, layer.out_features, False, NATIVE)
+        layer.bias = bias
+        parent, _, child = path.rpartition(".")
+        setattr(network.get_submodule(parent), child, layer)
+    del layer.weight
+    layer.add_module("weight", weight)
+
+
+def _with_adapted_weights(ops: Ops) -> Ops:
+    """Return operations whose linear maps take an `AdaptedWeight` as well as a tensor."""
+
+    def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, AdaptedWeight):
+            found: Tensor = weight(x, bias)
+            return found
+        return ops.linear(x, weight, bias)
+
+    def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
+        if any(isinstance(weight, AdaptedWeight) for weight, _ in weights):
+            return [linear(x, weight, bias) for weight, bias in weights]
+        return ops.project(x, weights)
+
+    return ops._replace(linear=linear, project=project)
+
+
+class _Like(NamedTuple):
+    """What an adapter must know of its matrix."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device | str
+
+
+def _adapted(
+    function: str, base: Params, rank: int, targets: Callable[[str], bool]
+) -> dict[str, _Like]:
+    """Return the matrices of the base that get an adapter, in the order of their names."""
+    adapted = {
+        name: _Like(leaf.shape, leaf.dtype, leaf.device)
+        for name, leaf in sorted(base.items())
+        if leaf.ndim == 2 and targets(name)
+    }
+    if not adapted:
+        raise ValueError(
+            f"{function} expects targets among the matrices of the base, got none of {len(base)} "
+            f"parameters."
+        )
+    for name, like in adapted.items():
+        if rank > min(like.shape):
+            raise ValueError(
+                f"{function} expects a rank of at most {min(like.shape)} for {name!r} of shape "
+                f"{list(like.shape)}, got {rank}."
+            )
+    return adapted
+
+
+def _first_adapters(adapted: Mapping[str, _Like], rank: int, seed: int) -> Params:
+    """Return adapters that change nothing: one factor is drawn, and the other is 0."""
+    adapters = {}
+    for index, (name, like) in enumerate(adapted.items()):
+        rows, columns = like.shape
+        # Uniform with the deviation of a linear layer's weights.
+        generator = rng.generator(seed, index)
+        drawn = torch.rand(rank, columns, generator=generator, dtype=torch.float32, device="cpu")
+        down = (drawn * 2 - 1) / math.sqrt(columns)
+        adapters[name + _DOWN] = down.to(like.device, like.dtype)
+        adapters[name + _UP] = torch.zeros(rows, rank, dtype=like.dtype, device=like.device)
+    return dict(sorted(adapters.items()))
+
+
+def _change(adapters: Params, name: str, scale: float) -> Tensor:
+    return scale * (adapters[name + _UP] @ adapters[name + _DOWN])
+
+
+def _check_adapters(adapters: Params, adapted: Mapping[str, _Like], rank: int) -> None:
+    """Raise unless the adapters have the rank of this model: others would be scaled wrongly."""
+    wanted = {}
+    for name, like in adapted.items():
+        wanted[name + _DOWN] = (rank, like.shape[1]), like.dtype
+        wanted[name + _UP] = (like.shape[0], rank), like.dtype
+    if adapters.keys() != wanted.keys():
+        odd = min(adapters.keys() ^ wanted.keys())
+        problem = f"got none for {odd!r}" if odd in wanted else f"got {odd!r} besides"
+        raise ValueError(f"lora expects the adapters that its init makes, {problem}.")
+    for name, (shape, dtype) in wanted.items():
+        found = adapters[name]
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise ValueError(
+                f"lora expects {name!r} of shape {list(shape)} and {dtype}, got "
+                f"{list(found.shape)} and {found.dtype}."
+            )
