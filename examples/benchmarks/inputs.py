@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.baseline import ordinary_loss, with_weights
 from benchmarks.measure import Variants, measure
@@ -27,7 +27,7 @@ from funcrl.rl.blocks import score_gradient
 from funcrl.rl.grads import PerSampleTransform
 
 CompiledPart: TypeAlias = Literal["compiled-gradient", "compiled-step", "packed-step"]
-Part: TypeAlias = Literal["gradient", "update", "step", CompiledPart]
+Part: TypeAlias = Literal["gradient", "update", "step", "adapters", CompiledPart]
 VariantName: TypeAlias = Literal["batch", "per-sample", "clipped", "donated"]
 
 
@@ -73,8 +73,9 @@ class StepBenchConfig:
     numerics: Literal["native", "exact"] = "native"
     """The operations of funcrl's side: torch's fastest, or those whose rows stand alone."""
     parts: tuple[Part, ...] = ("gradient", "update", "step")
-    """What is measured. A compiled part is one graph: of forward and backward, or of a whole
-    step. packed-step is one such graph for each of packings."""
+    """What is measured. adapters are steps of adapters of rank 8, on a base in each of its dtypes.
+    A compiled part is one graph: of forward and backward, or of a whole step. packed-step is one
+    such graph for each of packings."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """How the compiled parts, and the profile, are compiled."""
     variants: tuple[VariantName, ...] = ("batch", "per-sample", "clipped", "donated")
@@ -201,16 +202,24 @@ def make_case(config: StepBenchConfig, num_layers: int) -> Case:
     flash = config.attend == "flash"
     if flash:
         words += ", flash attention"
-    model_fn = logprob_fn(
+    batch = _batch(config, num_layers)
+    model_fn = scores_of(config, model, dtype)
+    ordinary_attend = attend_prompts if flash else attend_causal
+    return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
+
+
+def scores_of(
+    config: StepBenchConfig, model: nn.Module, dtype: torch.dtype | None = None
+) -> ModelFn:
+    """Return a network's scores as the options compute them, in a dtype or the parameters' own."""
+    flash = config.attend == "flash"
+    return logprob_fn(
         model,
         chunk=config.logprob_chunk,
         dtype=dtype,
         attend=attend_flash if flash else None,
         attend_segments=attend_flash_segments if flash else None,
     )
-    batch = _batch(config, num_layers)
-    ordinary_attend = attend_prompts if flash else attend_causal
-    return Case(config, words, model, model_fn, params, batch, dtype, ordinary_attend)
 
 
 def sample_loss(case: Case) -> AuxLossFn:

@@ -1,7 +1,8 @@
 """Time and memory of a step, beside the ordinary way of writing it."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from benchmarks.inputs import (
     keep,
     make_case,
     sample_loss,
+    scores_of,
 )
 from benchmarks.measure import Variants
 from benchmarks.packed import packed_rows
@@ -23,6 +25,7 @@ from benchmarks.profiling import write_profile
 from benchmarks.table import Row, finish
 from funcrl import grads, grpo_step, optim, tree
 from funcrl.core.types import Batch, Metrics, Params, TrainState
+from funcrl.models.lora import BaseDtype, Lora, lora, qlora
 from funcrl.rl.backward import Gradient
 
 
@@ -101,10 +104,28 @@ def _step_variants(case: Case) -> Variants:
     return {"torch.autograd and torch.optim": ordinary, "grpo_step": pure}
 
 
+def _adapter_variants(case: Case) -> Variants:
+    """Steps of adapters; what is peak memory is beside a base that is alive before and after."""
+
+    def step_of(adapted: Lora) -> Callable[[], Any]:
+        step = grpo_step(adapted.model_fn)
+        state = step.init(adapted.init(0))
+        return lambda: step(state, case.batch)
+
+    dtype, score = case.dtype or torch.float32, partial(scores_of, case.config)
+    return {"lora, base in float32": step_of(lora(case.model_fn, case.params))} | {
+        f"qlora, base in {name}": step_of(
+            qlora(case.model, case.params, base_dtype=name, dtype=dtype, score=score)
+        )
+        for name in get_args(BaseDtype)
+    }
+
+
 _PARTS: dict[str, Callable[[Case], list[Row]]] = {
     "gradient": lambda case: case.measure("gradient", _gradient_variants(case)),
     "update": lambda case: case.measure("update", _update_variants(case)),
     "step": lambda case: case.measure("step", _step_variants(case)),
+    "adapters": lambda case: case.measure("step of adapters", _adapter_variants(case)),
     "compiled-gradient": gradient_rows,
     "compiled-step": step_rows,
     "packed-step": packed_rows,

@@ -73,6 +73,7 @@ def differentiable(
     returned: int = 1,
     instead: str = "native numerics have them all",
     plain: Callable[..., Tensors] | None = None,
+    keeps_results: bool = True,
 ) -> Callable[..., Any]:
     """Return an operation with a first derivative, for any nesting of `grad` and `vmap`.
 
@@ -86,6 +87,8 @@ def differentiable(
         instead: what has a second derivative, for the error of asking for one.
         plain: the forward pass where nobody asks for a gradient, if it is another one: its results
             are the operation's alone.
+        keeps_results: whether the backward pass is given the results; without, there is one, and
+            it is not in memory until then.
     """
     once = _without_derivative(function, backward, returned, instead)
 
@@ -101,7 +104,8 @@ def differentiable(
             ctx.set_materialize_grads(False)
             ctx.constants = [None if isinstance(each, Tensor) else each for each in inputs]
             ctx.places = [n for n, each in enumerate(inputs) if isinstance(each, Tensor)]
-            ctx.save_for_backward(*(inputs[place] for place in ctx.places), *output)
+            results = output if keeps_results else ()
+            ctx.save_for_backward(*(inputs[place] for place in ctx.places), *results)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -111,7 +115,7 @@ def differentiable(
             wanted = tuple(ctx.needs_input_grad)
             given = [
                 torch.zeros_like(result) if grad is None else grad
-                for grad, result in zip(grads[:returned], saved, strict=False)
+                for grad, result in zip(grads[:returned], saved or grads, strict=False)
             ]
             found = iter(once(wanted, *given, *inputs, *saved))
             return tuple(next(found) if each else None for each in wanted)

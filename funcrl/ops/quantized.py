@@ -139,5 +139,10 @@ def _copy_after(codes: Tensor, grad: Tensor) -> Tensor:
 
 
 _linear = differentiable(
-    "quantized_linear", _forward, _backward, rows=(0,), instead="a dequantized matrix has them all"
+    "quantized_linear",
+    _forward,
+    _backward,
+    rows=(0,),
+    instead="a dequantized matrix has them all",
+    keeps_results=False,
 )
