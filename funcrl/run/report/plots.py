@@ -247,10 +247,12 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Run]) -> list[Line]:
     lines: list[Line] = []
     several = len(runs) > 1
     for place, run in enumerate(runs):
-        for number, name in enumerate(_names(run, panel)):
+        names = _names(run, panel)
+        for number, name in enumerate(names):
             color = COLORS[(place if several else number) % len(COLORS)]
             dashes = [*DASHES][number % len(DASHES)] if several else "-"
-            label = shown(f"{run.name}: {_label(name)}" if several else _label(name))
+            owner = f"{run.name}: {_label(name)}" if len(names) > 1 else run.name
+            label = shown(owner if several else _label(name))
             artist = _draw_line(axes, panel, run, name, dashes, color)
             lines.append(Line(run, name, label, color, dashes, artist))
     _scale(axes, panel, [value for line in lines for value in series(line.run, line.name)[1]])
