@@ -113,7 +113,7 @@ def _adapter_variants(case: Case) -> Variants:
         return lambda: step(state, case.batch)
 
     dtype, score = case.dtype or torch.float32, partial(scores_of, case.config)
-    return {"lora, base in float32": step_of(lora(case.model_fn, case.params))} | {
+    return {"lora, any model function": step_of(lora(case.model_fn, case.params))} | {
         f"qlora, base in {name}": step_of(
             qlora(case.model, case.params, base_dtype=name, dtype=dtype, score=score)
         )

@@ -313,8 +313,11 @@ def _adapters(making: _Making) -> Lora | None:
     config = making.config
     if not config.lora.rank:
         return None
+    dtype = from_config.compute_dtype(config) or torch.float32
     score = partial(_plain_model_fn, making)
-    return sources.adapters_of(config, score, making["model"], making["source"], making["params"])
+    return sources.adapters_of(
+        config, score, making["model"], making["source"], dtype, making["params"]
+    )
 
 
 def _model_fn(making: _Making) -> ModelFn:

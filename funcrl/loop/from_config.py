@@ -19,6 +19,7 @@ from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, logprob_fn
+from funcrl.models.lora import has_adapted_weights
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, Truncation, attend_flash, attend_flash_segments
 from funcrl.parallel import Axis
@@ -94,8 +95,8 @@ def plain_model_fn(
         model,
         config.sampling.temperature or 1.0,
         chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
-        # A rounded base has dtypes of its own, which a cast would lose.
-        dtype=None if config.lora.is_rounded else compute_dtype(config),
+        # A base that is not trained has dtypes of its own, which a cast would lose.
+        dtype=None if has_adapted_weights(model) else compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
         teacher=None if config.algorithm.divergence == "sampled" else teacher,

@@ -1,5 +1,6 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.config import Kind
 
 _FLOAT = 4
+# Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
+# (docs/benchmarks.md, "The memory estimate").
+_RESERVE = 0.19
 # A packed row is so many times as long as the longest sample, where its length is not given: that
 # leaves little room at its end.
 LONGEST = 4
@@ -27,12 +31,14 @@ class MemoryEstimate(NamedTuple):
     older: int  # the policies that rollouts are drawn with while others are trained
     sampler: int  # the sampler's copy of the weights, in its own layout or dtype
     activations: int  # of one micro-batch, kept for its backward pass
-    logits: int  # of one chunk of tokens, or kept of all tokens of a micro-batch
+    logits: int  # of one chunk of tokens, or of all of a micro-batch; and their matrix's gradient
+    recomputed: int  # of one block, while the gradient of that matrix is there
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
     checkpoint: int  # an older state, while it is being written
     cache: int  # keys and values of the samples in progress
     kept_cache: int  # of these, what a captured sampler keeps while the step trains
+    reserve: int = 0  # a GPU's context, and what its allocator and its graphs hold unused
 
     @property
     def state(self) -> int:
@@ -47,9 +53,9 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def training(self) -> int:
-        """The larger of what differentiation and the update need besides."""
-        differentiate = self.activations + self.logits + self.gradients
-        return max(differentiate, self.gradients + self.next_state)
+        """The largest of what the ends of a backward pass and the update need besides."""
+        first = self.activations + max(self.logits, self.recomputed)
+        return max(first, self.gradients + self.next_state)
 
     @property
     def peak(self) -> int:
@@ -58,8 +64,10 @@ class MemoryEstimate(NamedTuple):
         Where older policies draw while others are trained, both needs at once.
         """
         if self.older:
-            return self.resident + self.cache + self.training
-        return self.resident + max(self.cache, self.kept_cache + self.training)
+            needs = self.cache + self.training
+        else:
+            needs = max(self.cache, self.kept_cache + self.training)
+        return self.resident + needs + self.reserve
 
 
 @checked
@@ -100,7 +108,7 @@ def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Tensor]:
 
 
 # In bytes, a number of a matrix that is not trained, with its share of a scale.
-_NUMBER_OF_BASE = {"bfloat16": 2, "int8": 1 + _FLOAT / 64, "nf4": 0.5 + _FLOAT / 64}
+_NUMBER_OF_BASE = {"float32": 4, "bfloat16": 2, "int8": 1 + _FLOAT / 64, "nf4": 0.5 + _FLOAT / 64}
 
 
 def _base_and_merged(
@@ -109,7 +117,7 @@ def _base_and_merged(
     """Return the bytes of a base that has adapters, and of the base with these added."""
     if not config.lora.rank:
         return 0, 0
-    if not config.lora.is_rounded:
+    if config.numerics == "exact":
         return _FLOAT * num_params(shape), _FLOAT * num_params(shape)
     adapted = sum(leaf.numel() for leaf in _adapted(config, shape))
     others = compute * (num_params(shape) - adapted)
@@ -189,77 +197,117 @@ def estimate_memory(
     is_shared = share.parameters < trained
     compute = 2 if config.dtype == "bfloat16" else _FLOAT
     base, merged = _base_and_merged(config, shape, compute)
-    merged_within = 0 if config.lora.is_rounded else merged  # a step, whose gradient is as large
+    # Within an exact step the merged parameters have a gradient as large as they.
+    merged_within = merged if config.numerics == "exact" else 0
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
     length = prompt_tokens + completion
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
-    scores = padded if config.attend == "native" else 1  # one number by the flash kernel
-    kept = [_kept_by_block(c, kind, scores) for kind in c.kinds]
-    kept_bytes = sum(block * compute + widened * _FLOAT for block, widened in kept)
+    scores = padded if config.attend == "native" else 0
+    remat = "none" if config.compile is None else config.compile.remat
+    kept_by = partial(_kept_by_block, c, scores=scores)
+    # A budget keeps what fits it, which is not known here.
+    remat = "none" if remat == "budget" else remat
+    kept = [kept_by(kind, remat).bytes(compute) for kind in c.kinds]
+    again = max(
+        kept_by(kind, "none").bytes(compute) - block
+        for kind, block in zip(c.kinds, kept, strict=True)
+    )
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     # Whole parameters are nowhere else where ranks share them, or have no other form.
     has_copy = config.device == "cpu" or bool(copies) or is_shared
     cast = min(copies, share.gathered) if is_shared and not merged else copies
-    cast = 0 if config.lora.is_rounded else cast
+    if config.lora.rank and not merged_within:
+        cast = 0
+    elif remat in ("selective", "full"):  # those of a block are cast again for its backward pass
+        cast = min(cast, compute * c.vocab_size * c.width * (1 if c.tied else 2))
     tokens, chunk = rows * padded, config.logprob_chunk
     # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
     if chunk == "all":
         has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
-        logits = tokens * (2 * compute + (0 if has_kernel else 4 * _FLOAT))
+        logits = tokens * (2 * compute if has_kernel else compute + 3 * _FLOAT)
     else:
-        logits = min(chunk, tokens) * 4 * _FLOAT
+        logits = min(chunk, tokens) * 3 * _FLOAT
+    head = 0 if config.lora.rank else _FLOAT * c.width * c.vocab_size
     if teacher is not None:  # as many of its own
         logits *= 2
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
-    on_gpu = config.generator == "sampler" and config.device == "cuda"
-    captured = on_gpu and copies and captured_runs(c)
+    is_captured = config.generator == "sampler" and config.device == "cuda" and copies
+    captured = is_captured and captured_runs(c)
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
     saved = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
+    is_in_place = config.compile is not None and config.compile.backend == "inductor"
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         parameters=share.parameters + base + merged,
         optimizer=2 * share.moments,
         reference=trained if config.algorithm.kl and has_policy_gradient else 0,
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if has_copy else 0,
-        activations=rows * padded * kept_bytes + cast,
-        logits=logits * c.vocab_size,
+        activations=tokens * sum(kept) + cast,
+        logits=logits * c.vocab_size + head,
+        recomputed=tokens * again + head if remat != "none" else 0,
         gradients=share.gradients + share.gathered + merged_within + per_sample,
-        # With several updates a step, the state before the first is kept.
+        # With several updates a step, the state before the first is kept. Inductor writes the new
+        # state over the old one.
         next_state=(share.parameters + 2 * share.moments)
-        * min(config.num_iterations * config.num_minibatches, 2),
+        * (min(config.num_iterations * config.num_minibatches, 2) - is_in_place),
         checkpoint=saved * trained,
         cache=cache,
         kept_cache=cache if captured else 0,
     )
+    on_gpu = config.device == "cuda"
+    return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
 
 
-def _kept_by_block(c: TransformerConfig, kind: Kind, scores: int) -> tuple[int, int]:
-    """Return the numbers of a token that a block keeps for its backward pass.
+class _Kept(NamedTuple):
+    """The numbers of a token that a block keeps from its forward pass for its backward pass."""
 
-    Those in the dtype that is computed in, and those that are float32 in any case. Two norms keep
-    the input, widened, squared and scaled; post norms do, too. Scores and weights of attention are
-    `scores` numbers a head.
+    compute: int = 0  # in the dtype that is computed in
+    wide: int = 0  # float32 in any case
+
+    def bytes(self, compute: int) -> int:
+        return compute * self.compute + _FLOAT * self.wide
+
+
+def _kept_by_block(c: TransformerConfig, kind: Kind, remat: str, scores: int) -> _Kept:
+    """Return what a block keeps by a policy of recomputation, as its traced graph shows it.
+
+    Args:
+        c: the shape.
+        kind: of the block.
+        remat: "none", "selective" or "full".
+        scores: the numbers that attention keeps of a head.
     """
-    norms = 2 * c.width * (2 if c.post_norms else 1)
-    block, widened = norms + 2 * c.width + 4 * c.mlp_width, 2 * norms
-    if kind == "delta":
-        keys = c.delta_key_heads * c.delta_key_width
-        repeated, values = c.delta_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
-        # The convolution before and after, queries and keys normed and repeated, and the gate.
-        block += 2 * c.delta_channels + 2 * (keys + repeated) + 5 * values
-        return block, widened + 6 * keys + 2 * values
     heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-    # The projections before and after rotation, and the gate.
-    block += 2 * heads + 3 * kv + 3 * c.num_heads * scores
-    block += 2 * heads * (c.qk_norm + c.attention_gate)
-    return block, widened + heads + kv + (2 * heads if c.qk_norm else 0)
+    keys, values = c.delta_key_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
+    if remat == "full":
+        return _Kept(c.width)
+    if remat == "selective":  # products, what attends or scans, and the block's own result
+        products = 2 * c.width + 2 * c.mlp_width + (c.width if c.post_norms else 0)
+        if kind == "delta":
+            return _Kept(products + c.delta_channels + values, values)
+        gate = heads if c.attention_gate else 0
+        return _Kept(products + 2 * heads + 2 * kv + gate, c.num_heads)
+    norms, offset = 4 if c.post_norms else 2, bool(c.norm_offset)
+    block, wide = norms * (2 - offset) * c.width, norms * (1 + offset) * c.width
+    block += 4 * c.mlp_width
+    if kind == "delta":
+        repeated = c.delta_heads * c.delta_key_width
+        # The convolution before and after each of its places, queries and keys normed and
+        # repeated, the state's outputs, and the gate.
+        block += c.delta_channels + 2 * repeated + 5 * values
+        return _Kept(block, wide + (c.delta_conv + 1) * c.delta_channels + 2 * keys + 3 * values)
+    normed = heads + kv if c.qk_norm else 0
+    gate = 2 * heads if c.attention_gate else 0
+    # Rotated queries and keys, values, what heads have seen, and that laid out for the output.
+    block += normed + 3 * heads + 2 * kv + gate + c.num_heads * scores
+    return _Kept(block, wide + normed)
 
 
 def _kept_by_sampler(c: TransformerConfig, kind: Kind, length: int, compute: int) -> int:

@@ -13,7 +13,7 @@ from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
 from funcrl.core.types import Absent, ModelFn, Params
-from funcrl.loop.from_config import compute_dtype, has_critic, with_its_critic
+from funcrl.loop.from_config import has_critic, with_its_critic
 from funcrl.models import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -26,7 +26,7 @@ from funcrl.models import (
 from funcrl.models.functional import LINEAR, is_of_transformers
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.lora import Lora, lora, qlora
+from funcrl.models.lora import Lora, adapts_linear, lora, qlora
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
@@ -318,6 +318,7 @@ def adapters_of(
     score: Callable[[nn.Module], ModelFn],
     network: nn.Module,
     source: Source,
+    dtype: torch.dtype,
     params: Params | Absent = (),
 ) -> Lora:
     """Return a model as a function of the adapters that the configuration asks for.
@@ -327,6 +328,7 @@ def adapters_of(
         score: makes a model function of a network.
         network: that is adapted.
         source: of its parameters.
+        dtype: of merged parameters, and of what of the base has no adapter.
         params: in place of the source's.
     """
     options = config.lora
@@ -338,11 +340,12 @@ def adapters_of(
         linear = _linear_weights(network)  # whose names are not those of funcrl's layers
         targets = linear.__contains__
     size: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "targets": targets}
-    if options.base_dtype == "float32":
+    is_plain = options.base_dtype == "float32" and not adapts_linear(network, targets)
+    if is_plain or config.numerics == "exact":
         return lora(score(network), base, **size)
     return qlora(
-        network, base, base_dtype=options.base_dtype, dtype=compute_dtype(config) or torch.float32,
-        score=score, device=config.device, **size,
+        network, base, base_dtype=options.base_dtype, dtype=dtype, score=score,
+        device=config.device, **size,
     )  # fmt: skip
 
 
@@ -380,7 +383,8 @@ def trained_adapters(
     """Return a network as a function of adapters, the step of a run's newest checkpoint, and its
     adapters."""
     options = replace(options_of_run("train", "--model", run), device=device)
-    adapters = adapters_of(options, logprob_fn, network, find_source("train", options.model))
+    source = find_source("train", options.model)
+    adapters = adapters_of(options, logprob_fn, network, source, torch.float32)
     return adapters, *trained_params(run, adapters.init(0))
 
 

@@ -7,17 +7,19 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from funcrl.core import checks, rng, tree
+from funcrl import ops
+from funcrl.core import checks, rng
 from funcrl.core.arguments import Count, Positive, checked
+from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import ModelFn, Params, TokenScores
 from funcrl.models.functional import without_weights
 from funcrl.models.layers import Linear
 from funcrl.models.logprobs import logprob_fn
-from funcrl.ops import NATIVE, Ops, Quantized, dequantize, ops_of, quantize, quantized_linear
+from funcrl.ops import NATIVE, Ops, Quantized, ops_of, quantize
 from funcrl.ops.choice import replace_ops
 from funcrl.ops.contract import Weights
 
-BaseDtype: TypeAlias = Literal["bfloat16", "int8", "nf4"]
+BaseDtype: TypeAlias = Literal["float32", "bfloat16", "int8", "nf4"]
 Frozen: TypeAlias = Quantized | Tensor  # a matrix that is not trained
 _DOWN, _UP = ".lora_down", ".lora_up"
 
@@ -105,25 +107,25 @@ def qlora(
     score: Callable[[nn.Module], ModelFn] = logprob_fn,
     device: torch.device | str | None = None,
 ) -> Lora:
-    """Return `lora` with the adapted matrices of the base in few bits (QLoRA, arXiv:2305.14314).
+    """Return `lora` of a network's linear layers, in less memory, on a base in any number of bits.
 
-        y = x W_rounded^T + alpha / rank * (x down^T) up^T
+        W = W_rounded + alpha / rank * up down
 
-    W_rounded is written out for one product at a time, and its sum with the change never, so that
-    between the two passes the base takes no more memory than its bits. `merge` writes out all of
-    it, for a generator. Scores and gradients are those of `lora` on the rounded base, up to the
-    rounding of these sums.
+    W is written out for one product at a time (`funcrl.ops.adapted_linear`), so that between the
+    two passes the base takes no more memory than its bits, and no gradient is as large as a matrix.
+    `merge` writes out all of them, for a generator, with the same bits. Scores are those of `lora`
+    on the rounded base, and so are gradients, up to rounding. (QLoRA, arXiv:2305.14314.)
 
     Args:
         model: a network of native operations; only its structure is used.
         base: its parameters. They are rounded one after the other, and not kept.
-        base_dtype: that of the adapted matrices: "nf4", "int8" (`funcrl.ops.quantize`) or
-            "bfloat16". All other parameters are kept in `dtype`.
+        base_dtype: that of the adapted matrices: "nf4", "int8" (`funcrl.ops.quantize`), "bfloat16"
+            or "float32". All other parameters are kept in `dtype`.
         rank: of each change.
         alpha: scales the change.
         targets: of a parameter's name, whether it gets an adapter; vectors never do, and a matrix
             must be the weight of an `nn.Linear`.
-        dtype: to compute in; the adapters are float32 and cast to it, merged parameters have it.
+        dtype: to compute in, and that of merged parameters; the adapters are at least float32.
         score: makes a model function of a network, which leaves the dtypes of its parameters.
         device: for the rounded base, that of `base` when left out.
 
@@ -140,7 +142,7 @@ def qlora(
     if ops_of(model).exact:
         raise ValueError("qlora expects a network of native operations, got exact ones.")
     adapted = _adapted("qlora", base, rank, targets)
-    adapted = {name: like._replace(dtype=torch.float32, device=device or like.device)
+    adapted = {name: like._replace(dtype=at_least_float32(dtype), device=device or like.device)
                for name, like in adapted.items()}  # fmt: skip
     rounded: dict[str, Frozen] = {}
     others: dict[str, Tensor] = {}
@@ -156,7 +158,7 @@ def qlora(
         parts = _parts(frozen)
         constants |= {f"{name}.{part}": leaf for part, leaf in parts.items()}
         _adapt(network, name, AdaptedWeight(parts, adapted[name].shape, rank, alpha / rank))
-    replace_ops(network, lambda _, ops: _with_adapted_weights(ops))
+    replace_ops(network, lambda _, own: _with_adapted_weights(own))
     model_fn = score(network)
 
     @checked
@@ -168,20 +170,22 @@ def qlora(
         _check_adapters(adapters, adapted, rank)
         merged = dict(others)
         for name, frozen in rounded.items():
-            wide = frozen.float() if isinstance(frozen, Tensor) else dequantize(frozen)
-            merged[name] = (wide + _change(adapters, name, alpha / rank)).to(dtype)
+            down, up = adapters[name + _DOWN], adapters[name + _UP]
+            merged[name] = ops.adapted(frozen, down, up, alpha / rank).to(dtype)
         return merged
 
     @checked
     def scores(adapters: Params, sample: Any) -> TokenScores:
         _check_adapters(adapters, adapted, rank)
-        return model_fn({**constants, **tree.cast(adapters, dtype)}, sample)
+        return model_fn({**constants, **adapters}, sample)
 
     return Lora(scores, init, merge)
 
 
 def _frozen(weight: Tensor, base_dtype: BaseDtype) -> Frozen:
-    return weight.to(torch.bfloat16) if base_dtype == "bfloat16" else quantize(weight, base_dtype)
+    if base_dtype in ("nf4", "int8"):
+        return quantize(weight, base_dtype)
+    return weight.to(getattr(torch, base_dtype))
 
 
 def _parts(frozen: Frozen) -> dict[str, Tensor]:
@@ -207,22 +211,35 @@ class AdaptedWeight(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x (W + scale up down)^T + b`."""
         part = dict(self.named_parameters())
-        if "codes" in part:
-            quantized = Quantized(*(part[name] for name in Quantized._fields))
-            frozen = quantized_linear(x, quantized)
-        else:
-            frozen = nn.functional.linear(x, part["frozen"].to(x.dtype))
-        linear = nn.functional.linear
-        change = linear(linear(x, part["lora_down"]), part["lora_up"])
-        total = frozen + self.scale * change
-        return total if bias is None else total + bias
+        down, up = part.pop("lora_down"), part.pop("lora_up")
+        frozen = part["frozen"] if "frozen" in part else Quantized(**part)
+        product = ops.adapted_linear(x, frozen, down, up, self.scale)
+        return product if bias is None else product + bias
+
+
+def adapts_linear(network: nn.Module, targets: Callable[[str], bool]) -> bool:
+    """Return whether all matrices that get an adapter are weights of linear layers."""
+    named = network.named_parameters()
+    return all(
+        _is_linear(network, name) for name, leaf in named if leaf.ndim == 2 and targets(name)
+    )
+
+
+def has_adapted_weights(network: nn.Module) -> bool:
+    """Return whether a network is one that `qlora` has made."""
+    return any(isinstance(module, AdaptedWeight) for module in network.modules())
+
+
+def _is_linear(network: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    return attribute == "weight" and isinstance(network.get_submodule(path), nn.Linear)
 
 
 def _adapt(network: nn.Module, name: str, weight: AdaptedWeight) -> None:
     """Put an adapted weight into the place of a network's own, which is the caller's alone."""
-    path, _, attribute = name.rpartition(".")
+    path = name.rpartition(".")[0]
     layer = network.get_submodule(path)
-    if not isinstance(layer, nn.Linear) or attribute != "weight":
+    if not isinstance(layer, nn.Linear) or not _is_linear(network, name):
         raise ValueError(
             f"qlora expects matrices that are the weight of an nn.Linear, got {name!r} of "
             f"{type(layer).__name__}."
@@ -237,21 +254,21 @@ def _adapt(network: nn.Module, name: str, weight: AdaptedWeight) -> None:
     layer.add_module("weight", weight)
 
 
-def _with_adapted_weights(ops: Ops) -> Ops:
+def _with_adapted_weights(own: Ops) -> Ops:
     """Return operations whose linear maps take an `AdaptedWeight` as well as a tensor."""
 
     def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None) -> Tensor:
         if isinstance(weight, AdaptedWeight):
             found: Tensor = weight(x, bias)
             return found
-        return ops.linear(x, weight, bias)
+        return own.linear(x, weight, bias)
 
     def project(x: Tensor, weights: Weights) -> Sequence[Tensor]:
         if any(isinstance(weight, AdaptedWeight) for weight, _ in weights):
             return [linear(x, weight, bias) for weight, bias in weights]
-        return ops.project(x, weights)
+        return own.project(x, weights)
 
-    return ops._replace(linear=linear, project=project)
+    return own._replace(linear=linear, project=project)
 
 
 class _Like(NamedTuple):

@@ -10,7 +10,7 @@ from funcrl.ops.divergences import divergence, linear_divergence
 from funcrl.ops.exact import EXACT
 from funcrl.ops.flash import attend_flash, attend_flash_segments
 from funcrl.ops.logits import entropy
-from funcrl.ops.quantized import Quantized, dequantize, quantize, quantized_linear
+from funcrl.ops.quantized import Quantized, adapted, adapted_linear, dequantize, quantize
 from funcrl.ops.recurrent import gru_scan, lstm_scan
 from funcrl.ops.truncation import Truncation, truncated_logits
 
@@ -25,6 +25,8 @@ __all__ = [
     "Quantized",
     "Truncation",
     "Weights",
+    "adapted",
+    "adapted_linear",
     "attend_causal",
     "attend_flash",
     "attend_flash_segments",
@@ -44,7 +46,6 @@ __all__ = [
     "ops_of",
     "project",
     "quantize",
-    "quantized_linear",
     "rms_norm",
     "short_conv",
     "sigmoid_gate",

@@ -1,4 +1,4 @@
-"""Matrices in four or eight bits, and a product that reads them as they are."""
+"""Matrices in four or eight bits, and products of matrices that adapters change."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.arguments import checked
-from funcrl.core.custom_op import Tensors, differentiable, operator
+from funcrl.core.custom_op import Tensors, as_rows, differentiable, operator
+from funcrl.core.numerics import at_least_float32
 
 Bits: TypeAlias = Literal["int8", "nf4"]
 _BLOCK = 64  # numbers of a row that share a scale
@@ -78,25 +79,53 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
         >>> funcrl.ops.dequantize(funcrl.ops.quantize(torch.tensor([[1.0, -2.0, 0.0, 0.7]])))
         tensor([[ 0.8814, -2.0000,  0.0000,  0.6758]])
     """
-    return _matrix(*quantized, dtype)
+    return _matrix(*quantized).to(dtype)
 
 
 @checked
-def quantized_linear(x: Tensor, quantized: Quantized) -> Tensor:
-    """Return `x W^T` of a constant matrix in few bits, [..., I] -> [..., O].
+def adapted_linear(
+    x: Tensor, frozen: Tensor | Quantized, down: Tensor, up: Tensor, scale: float
+) -> Tensor:
+    """Return `x (W + scale up down)^T` for a constant W and a trained change, [..., I] -> [..., O].
 
-    The matrix is written out for the product, in the dtype of `x`, and again for the gradient of
-    `x`, so that neither pass leaves more of it in memory than its bits. It has a first derivative
-    only, in `x`.
+    The sum is written out for the product, rounded to the dtype of `x`, and again for the gradient
+    of `x`: neither pass leaves more of it in memory than what W is kept in. No gradient as large as
+    W is made. It has a first derivative only, in `x`, `down` and `up`.
+
+    Args:
+        x: [..., I].
+        frozen: W [O, I], or few bits of it.
+        down: [R, I].
+        up: [O, R].
+        scale: of the change.
 
     Example:
         >>> import torch, funcrl
         >>> small = funcrl.ops.quantize(torch.tensor([[1.0, -1.0], [0.0, 2.0]]))
-        >>> funcrl.ops.quantized_linear(torch.tensor([1.0, 2.0]), small)
-        tensor([-1.,  4.])
+        >>> down, up = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0], [1.0]])
+        >>> funcrl.ops.adapted_linear(torch.tensor([1.0, 2.0]), small, down, up, 0.5)
+        tensor([-1.0000,  4.5000])
     """
-    found: Tensor = _linear(x, *quantized)
+    found: Tensor = _linear(x, down, up, scale, *_parts(frozen))
     return found
+
+
+@checked
+def adapted(frozen: Tensor | Quantized, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return `W + scale up down` in float32, whose product `adapted_linear` is.
+
+    Example:
+        >>> import torch, funcrl
+        >>> down, up = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0], [1.0]])
+        >>> funcrl.ops.adapted(torch.zeros(2, 2), down, up, 0.5)
+        tensor([[0.0000, 0.0000],
+                [0.5000, 0.0000]])
+    """
+    return _sum(_parts(frozen), down, up, scale)
+
+
+def _parts(frozen: Tensor | Quantized) -> tuple[Tensor, ...]:
+    return (frozen,) if isinstance(frozen, Tensor) else tuple(frozen)
 
 
 def _levels(bits: Bits, device: torch.device) -> Tensor:
@@ -105,44 +134,63 @@ def _levels(bits: Bits, device: torch.device) -> Tensor:
     return torch.arange(-128, 128, dtype=torch.float32, device=device).clamp(min=-127) / 127
 
 
-def _matrix(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+def _matrix(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     places = codes
     if levels.shape[0] == len(_NF4):
         places = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(-2)
     blocks = levels[places.int()].unflatten(-1, (scales.shape[-1], -1))
-    return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    return (blocks * scales.unsqueeze(-1)).flatten(-2)
 
 
-def _forward(x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor) -> Tensors:
-    return (nn.functional.linear(x, _matrix(codes, scales, levels, x.dtype)),)
+def _sum(parts: Sequence[Tensor], down: Tensor, up: Tensor, scale: float) -> Tensor:
+    frozen = parts[0] if len(parts) == 1 else _matrix(*parts)
+    # In the dtype of the change, or float32 if that has fewer bits.
+    return frozen.to(at_least_float32(down.dtype)) + scale * (up @ down)
+
+
+def _forward(x: Tensor, down: Tensor, up: Tensor, scale: float, *parts: Tensor) -> Tensors:
+    return (nn.functional.linear(x, _sum(parts, down, up, scale).to(x.dtype)),)
 
 
 def _backward(
     wanted: Sequence[bool], grads: Sequence[Tensor], inputs: Sequence[Any], _: Sequence[Tensor]
 ) -> Tensors:
-    if any(wanted[1:]):
-        raise ValueError("quantized_linear expects a constant matrix, got one to differentiate.")
-    (grad,), (_, codes, scales, levels) = grads, inputs
-    return (grad @ _matrix(_copy_after(codes, grad), scales, levels, grad.dtype),)
+    """dx = g W', d up = scale g^T (x down^T), d down = scale (g up)^T x."""
+    if any(wanted[3:]):
+        raise ValueError("adapted_linear expects a constant matrix, got one to differentiate.")
+    (grad,), (x, down, up, scale, first, *others) = grads, inputs
+    found = []
+    if wanted[0]:
+        late = [_copy_after(part, grad) for part in (first, down)]
+        whole = _sum((late[0], *others), late[1], up, scale)
+        found.append(grad @ whole.to(grad.dtype))
+    rows, columns = as_rows(grad), as_rows(x)
+    if wanted[1]:
+        change = (rows @ up.to(grad.dtype)).mT @ columns
+        found.append(scale * change.to(down.dtype))
+    if wanted[2]:
+        change = rows.mT @ (columns @ down.to(grad.dtype).mT)
+        found.append(scale * change.to(up.dtype))
+    return tuple(found)
 
 
-def _unbatched(_info: Any, _in_dims: Any, codes: Tensor, grad: Tensor) -> tuple[Tensor, None]:
-    return _copy_after(codes, grad), None
+def _of_batch(_info: Any, in_dims: Any, part: Tensor, grad: Tensor) -> tuple[Tensor, int | None]:
+    return _copy_after(part, grad), in_dims[0]
 
 
-@operator("copy_after", lambda codes, _: torch.empty_like(codes), rows=(1,), over_batch=_unbatched)
-def _copy_after(codes: Tensor, grad: Tensor) -> Tensor:
-    """Return a copy of the codes that cannot be made before the gradient: a compiler would else
-    write out the matrix once for both passes, and keep it in between."""
+@operator("copy_after", lambda part, _: torch.empty_like(part), rows=(1,), over_batch=_of_batch)
+def _copy_after(part: Tensor, grad: Tensor) -> Tensor:
+    """Return a copy of what a matrix is made of that cannot be made before the gradient: a compiler
+    would else write out the matrix once for both passes, and keep it in between."""
     del grad
-    return codes.clone()
+    return part.clone()
 
 
 _linear = differentiable(
-    "quantized_linear",
+    "adapted_linear",
     _forward,
     _backward,
     rows=(0,),
-    instead="a dequantized matrix has them all",
+    instead="the product with funcrl.ops.adapted has them all",
     keeps_results=False,
 )

@@ -68,7 +68,7 @@ VALUES: dict[str, Any] = {
     "model_fn": purity.MODEL_FN, "module": purity.MODEL, "moments": purity.MOMENTS,
     "momentum": 0.9, "more": {"format": tasks.matches("5")}, "multiple": 4, "name": "x",
     "num_tokens": torch.tensor(3), "on_error": "stop", "opt_state": RATE.init(purity.MATRICES),
-    "quantized": funcrl.ops.quantize(torch.eye(4)),
+    "frozen": torch.eye(4), "quantized": funcrl.ops.quantize(torch.eye(4)), "scale": 0.5,
     "ops": "native", "outcome": "5", "outcomes": COMPLETED.outcomes, "out": FOLDER / "out",
     "params": purity.PARAMS,
     "path": FOLDER / "nothing", "pattern": "5", "place": "", "policy": "none",
@@ -199,7 +199,9 @@ OWN: dict[str, dict[str, Any]] = {
     "token_scores": {"logits": torch.zeros(3, 5)},
     "forward_backward": {"model_fn": purity.MODEL_FN},
     "models.qlora": {"score": funcrl.logprob_fn},
-    "ops.quantized_linear": {"x": torch.zeros(2, 4)},
+    "ops.adapted": {"down": torch.zeros(1, 4), "up": torch.zeros(4, 1)},
+    "ops.adapted_linear": {
+        "x": torch.zeros(2, 4), "down": torch.zeros(1, 4), "up": torch.zeros(4, 1)},
     "ops.truncated_logits": {
         "logits": torch.zeros(3, 5), "truncation": funcrl.ops.Truncation(top_k=2)},
     "trace": {"fn": torch.sin, "args": LOGPROBS},

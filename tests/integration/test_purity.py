@@ -516,9 +516,12 @@ TABLE_OF_CALLS = {
         (torch.randn(4, 3), torch.randn(6, 3), TOKENS)),
     "ops.quantize": (lambda w: ops.quantize(w, "int8"), (torch.randn(3, 4),)),
     "ops.dequantize": (lambda w: ops.dequantize(ops.quantize(w)), (torch.randn(3, 4),)),
-    "ops.quantized_linear": (
-        lambda x, w: ops.quantized_linear(x, ops.quantize(w)),
-        (torch.randn(2, 4), torch.randn(3, 4))),
+    "ops.adapted": (
+        lambda w, a, b: ops.adapted(ops.quantize(w), a, b, 0.5),
+        (torch.randn(3, 4), torch.randn(1, 4), torch.randn(3, 1))),
+    "ops.adapted_linear": (
+        lambda x, w, a, b: ops.adapted_linear(x, ops.quantize(w), a, b, 0.5),
+        (torch.randn(2, 4), torch.randn(3, 4), torch.randn(1, 4), torch.randn(3, 1))),
     "ops.truncated_logits": (
         lambda x: ops.truncated_logits(x, x.argmin(-1), ops.Truncation(2, 0.8, 0.1), 0.7),
         (torch.randn(4, 6),)),

@@ -133,21 +133,23 @@ def test_a_conv1d_of_gpt2_is_refused_by_name(tmp_path):
 
 
 def test_the_memory_estimate_knows_of_the_bits():
-    """By hand: 73,728 numbers of 4.5, 8.5 and 16 bits, and 25,792 others of two bytes."""
+    """By hand: 98,304 numbers of 4.5 bits and more, and 1,216 others of two bytes."""
     shape = funcrl.models.shape("micro", vocab_size=13)
     whole = memory.num_params(shape)
     adapted = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
     rank = 2
     trained = memory.num_trained(TrainConfig(lora=LoraConfig(rank=rank)), shape)
-    for base_dtype, bits in (("nf4", 4.5), ("int8", 8.5), ("bfloat16", 16)):
+    for base_dtype, bits in (("nf4", 4.5), ("int8", 8.5), ("bfloat16", 16), ("float32", 32)):
         lora = LoraConfig(rank=rank, base_dtype=base_dtype)
         config = TrainConfig(lora=lora, dtype="bfloat16")
         found = memory.estimate_memory(config, shape, 6)
         kept = adapted * bits / 8 + 2 * (whole - adapted)
         assert found.parameters == 4 * trained + kept + 2 * whole
         assert found.gradients == 4 * trained
-    plain = memory.estimate_memory(TrainConfig(lora=LoraConfig(rank=rank)), shape, 6)
-    assert plain.parameters == 4 * trained + 8 * whole
+    exact = TrainConfig(lora=LoraConfig(rank=rank), numerics="exact")
+    found = memory.estimate_memory(exact, shape, 6)
+    assert found.parameters == 4 * trained + 8 * whole
+    assert found.gradients == 4 * trained + 4 * whole
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Matrices in few bits: levels by their formula, codes by a loop, a product by the dense one."""
+"""Matrices in few bits: levels by their formula, codes by a loop; products of adapted ones."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch.func import grad, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrl
-from funcrl.ops import dequantize, quantize, quantized_linear
+from funcrl.ops import adapted, adapted_linear, dequantize, quantize
 
 
 def weight_of(rows=6, columns=192, seed=0):
@@ -67,42 +67,94 @@ def test_the_bits_of_nf4_are_those_of_bitsandbytes():
     assert torch.equal(dequantize(found), peer.dequantize_4bit(codes, state))
 
 
-@pytest.mark.parametrize("bits", ["nf4", "int8"])
+KEPT = {
+    "float32": lambda weight: weight,
+    "bfloat16": lambda weight: weight.bfloat16(),
+    "int8": lambda weight: quantize(weight, "int8"),
+    "nf4": quantize,
+}
+
+
+def change_of(dtype=torch.float32, rank=3):
+    generator = torch.Generator().manual_seed(1)
+    down, up = (
+        torch.randn(rank, 192, generator=generator),
+        torch.randn(6, rank, generator=generator),
+    )
+    return down.to(dtype), up.to(dtype)
+
+
+def inputs(dtype, *shape):
+    return torch.randn(*shape, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_product_is_that_of_the_matrix_written_out(bits, dtype):
-    found = quantize(weight_of(), bits)
-    dense = dequantize(found, dtype)
-    x = torch.randn(4, 5, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert torch.equal(quantized_linear(x, found), torch.nn.functional.linear(x, dense))
+def test_the_product_is_that_of_the_sum_written_out(kept, dtype):
+    frozen, (down, up), x = KEPT[kept](weight_of()), change_of(), inputs(dtype, 4, 5)
+    whole = adapted(frozen, down, up, 0.5).to(dtype)
+    found = adapted_linear(x, frozen, down, up, 0.5)
+    assert torch.equal(found, torch.nn.functional.linear(x, whole))
     cotangent = torch.ones(4, 5, 6, dtype=dtype)
-    _, pull = vjp(lambda x: quantized_linear(x, found), x)
-    assert torch.equal(pull(cotangent)[0], cotangent @ dense)
+    _, pull = vjp(lambda x: adapted_linear(x, frozen, down, up, 0.5), x)
+    assert torch.equal(pull(cotangent)[0], cotangent @ whole)
 
 
-def test_gradients_of_each_sample_and_of_a_trace():
-    found = quantize(weight_of(), "nf4")
-    dense = dequantize(found, torch.float64)
-    x = torch.randn(3, 5, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def losses(kept):
+    """The loss of a sample by the operation, and by autograd of the sum in float64."""
+    frozen = KEPT[kept](weight_of().double() if kept == "float32" else weight_of())
 
-    def loss(x):
-        return quantized_linear(x, found).square().sum()
+    def loss(x, down, up):
+        return adapted_linear(x, frozen, down, up, 0.5).square().sum()
 
-    def wanted(x):
-        return torch.nn.functional.linear(x, dense).square().sum()
+    def wanted(x, down, up):
+        wide = adapted(frozen, torch.zeros_like(down), torch.zeros_like(up), 0.0)
+        return torch.nn.functional.linear(x, wide + 0.5 * (up @ down)).square().sum()
 
-    each, by_hand = vmap(grad(loss))(x), vmap(grad(wanted))(x)
-    assert (each - by_hand).abs().max() <= 1e-12 * by_hand.abs().max()
-    traced = make_fx(vmap(grad(loss)))(x)
-    assert torch.equal(traced(x), each)
+    return loss, wanted
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_gradients_of_each_sample_their_sum_and_a_trace(kept):
+    loss, wanted = losses(kept)
+    x, change = inputs(torch.float64, 3, 5), change_of(torch.float64)
+
+    def each(fn):
+        return lambda x, *change: vmap(grad(fn, (0, 1, 2)), (0, None, None))(x, *change)
+
+    def summed(fn):
+        return grad(lambda *all: vmap(fn, (0, None, None))(*all).sum(), (0, 1, 2))
+
+    for transform in (each, summed):
+        found, by_hand = transform(loss)(x, *change), transform(wanted)(x, *change)
+        for leaf, right in zip(found, by_hand, strict=True):
+            assert (leaf - right).abs().max() <= 1e-12 * right.abs().max()
+        traced = make_fx(transform(loss))(x, *change)
+        for leaf, again in zip(found, traced(x, *change), strict=True):
+            assert torch.equal(leaf, again)
+
+
+def test_adapters_may_be_those_of_each_sample():
+    loss, wanted = losses("nf4")
+    x = inputs(torch.float64, 3, 5)
+    changes = [torch.stack([leaf, 2 * leaf, -leaf]) for leaf in change_of(torch.float64)]
+    found = vmap(grad(loss, (1, 2)))(x, *changes)
+    for leaf, right in zip(found, vmap(grad(wanted, (1, 2)))(x, *changes), strict=True):
+        assert (leaf - right).abs().max() <= 1e-12 * right.abs().max()
 
 
 def test_what_is_asked_for_in_vain_is_an_error():
-    found = quantize(weight_of())
-    x = torch.randn(2, 192)
-    with pytest.raises(RuntimeError, match="^quantized_linear has a first derivative only"):
-        grad(lambda x: grad(lambda x: quantized_linear(x, found).square().sum())(x).sum())(x)
-    with pytest.raises(ValueError, match="^quantized_linear expects a constant matrix"):
-        grad(lambda s: quantized_linear(x, found._replace(scales=s)).sum())(found.scales)
+    frozen, change, x = quantize(weight_of()), change_of(), inputs(torch.float32, 2)
+
+    def slope(x):
+        return grad(lambda x: adapted_linear(x, frozen, *change, 1.0).square().sum())(x).sum()
+
+    with pytest.raises(RuntimeError, match="^adapted_linear has a first derivative only"):
+        grad(slope)(x)
+    with pytest.raises(ValueError, match="^adapted_linear expects a constant matrix"):
+        grad(lambda s: adapted_linear(x, frozen._replace(scales=s), *change, 1.0).sum())(
+            frozen.scales
+        )
 
 
 @pytest.mark.parametrize(
