@@ -239,6 +239,7 @@ def estimate_memory(
     is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
     saved = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
+    num_states = min(config.num_iterations * config.num_minibatches, 2)
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
@@ -253,10 +254,9 @@ def estimate_memory(
         logits=logits * c.vocab_size + head,
         recomputed=tokens * again + head if remat != "none" else 0,
         gradients=share.gradients + share.gathered + merged_within + per_sample,
-        # With several updates a step, the state before the first is kept. Inductor writes the new
-        # state over the old one.
-        next_state=(share.parameters + 2 * share.moments)
-        * (min(config.num_iterations * config.num_minibatches, 2) - is_in_place),
+        # With several updates a step, the state before the first is kept. Inductor's pieces write
+        # over the old state layer by layer.
+        next_state=(share.parameters + 2 * share.moments) * (0 if is_in_place else num_states),
         checkpoint=saved * trained,
         cache=cache,
         kept_cache=cache if captured else 0,

@@ -126,6 +126,28 @@ def test_the_memory_estimate_is_that_of_the_traced_graph(name, options):
         assert abs(estimated / wanted - 1) <= bound, (remat, estimated, wanted)
 
 
+@pytest.mark.slow
+def test_the_memory_estimate_knows_that_inductor_updates_in_place():
+    """Beyond a state much larger than activations: gradients, and little else."""
+    shape = funcrl.models.shape("tiny", vocab_size=13)
+    options = {"num_prompts": 1, "num_generations": 2, "sampling": Sampling(max_tokens=4)}
+    config = TrainConfig(**options, compile=CompileConfig(backend="inductor", remat="selective"))
+    found = memory.estimate_memory(config, shape, 4)
+    model = funcrl.models.Transformer(shape)
+    step = funcrl.donate(funcrl.grpo_step(funcrl.logprob_fn(model, chunk=1024)))
+    state = step.init(funcrl.init_params(model, seed=0))
+    batch = funcrl.tree.cast(tiny_batch(rows=2, length=8, dtype=torch.float32), torch.float32)
+    fast = funcrl.compile_step(step, state, batch, config.compile)
+    states = [state]
+
+    def run():
+        states[0], _ = fast(states[0], batch)
+
+    run()
+    assert found.next_state == 0
+    assert found.training <= peak_bytes(run) <= 1.5 * found.training
+
+
 QWEN_15B = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960,
