@@ -24,6 +24,7 @@ from funcrl.core.types import (
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
 from funcrl.loop import memory, rollouts
 from funcrl.loop.build import build
+from funcrl.loop.choose import choose_options
 from funcrl.loop.evaluate import evaluate
 from funcrl.loop.export import LoadedRun, export, load_run
 from funcrl.loop.parity import parity
@@ -114,6 +115,7 @@ __all__ = [
     "batching",
     "build",
     "checks",
+    "choose_options",
     "cispo",
     "clip_per_sample",
     "collate",

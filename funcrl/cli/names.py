@@ -21,6 +21,7 @@ _SAME_AS = {
     "lr-scheduler-type": ("optimizer.schedule",),
     "mask-truncated-completions": ("mask-truncated",),
     "max-completion-length": ("sampling.max-tokens", "max-tokens"),
+    "max-grad-norm": ("optimizer.max-grad-norm",),
     "max-new-tokens": ("sampling.max-tokens", "max-tokens"),
     "max-response-length": ("sampling.max-tokens", "max-tokens"),
     "max-steps": ("steps",),
@@ -35,6 +36,7 @@ _SAME_AS = {
     "temperature": ("sampling.temperature",),
     "top-k": ("sampling.top-k",),
     "top-p": ("sampling.top-p",),
+    "weight-decay": ("optimizer.weight-decay",),
 }
 # What is meant by other names, whose values may mean something else: they are suggested.
 _KNOWN_AS = {

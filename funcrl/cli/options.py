@@ -47,6 +47,11 @@ class StartConfig:
     folder, which gets a page with their means. The same line goes on with what is left."""
     dry_run: bool = False
     """Print the resolved configuration and the memory that it needs, and stop."""
+    choose: bool = True
+    """On a GPU, choose the options of speed and memory that are not given by the model's shape,
+    the lengths and the GPU's memory; a line says them. no-choose leaves the defaults."""
+    gpu_memory: FinitePositive | None = None
+    """The gigabytes of the GPU to choose for; those of this machine's when left out."""
     trust: bool = False
     """Run the code that a configuration file or a run's folder names, such as a task of one's own,
     even if this account has not run it before or it has changed."""

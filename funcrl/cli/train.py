@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from torch import nn
 
+from funcrl.cli.gpu import chosen_for_gpu, say_of_other_gpus
 from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
@@ -87,10 +87,11 @@ def run_train(args: Sequence[str]) -> None:
     elif start.resume is not None:
         check_options_kept("train", options, start.resume)
     if start.dry_run:
+        options, reasons = chosen_for_gpu(args, start, options, start.trust)
         if is_first_rank():
-            print_safely(describe_run(options, start.resume, start.trust))
+            print_safely(describe_run(options, start.resume, start.trust, reasons))
         return
-    _say_of_other_gpus(options)
+    say_of_other_gpus(options)
     if is_restarted() and options.run_dir is None:
         raise ValueError("train expects --run-dir with torchrun's --max-restarts, got none.")
     # What the command line names itself is the user's own choice.
@@ -102,6 +103,7 @@ def run_train(args: Sequence[str]) -> None:
     command = ["funcrl", "train", *args]
     # What is checked here needs no second look; what a run in --model names does.
     trust = start.trust or CODE_OPTIONS
+    options, _ = chosen_for_gpu(args, start, options, True)
     if start.seeds:
         _check_seeds(args, start)
         _run_seeds(options, start.seeds, command, trust)
@@ -144,18 +146,6 @@ def _run_seeds(
             mean, spread = statistics.fmean(values), statistics.stdev(values)
             print_safely(f"{known[0][0]} of {len(seeds)} seeds: {mean:.3f} ± {spread:.3f}")
         print_safely(str(report.write_comparison(folders, parent)))
-
-
-def _say_of_other_gpus(options: TrainConfig) -> None:
-    """Say how to use the GPUs that a run in one process leaves alone."""
-    is_alone = options.device == "cuda" and num_ranks() == 1 and options.vllm.form != "server"
-    count = torch.cuda.device_count() if is_alone else 1
-    if count > 1:
-        print_safely(
-            f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train ... "
-            f"uses all (docs/scaling.md).",
-            sys.stderr,
-        )
 
 
 def read_line(args: Sequence[str]) -> tuple[StartConfig, TrainConfig]:
@@ -293,8 +283,10 @@ def list_models() -> str:
     return "\n".join(lines)
 
 
-def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
-    """Return the resolved configuration and the memory that it needs, as YAML.
+def describe_run(
+    config: TrainConfig, run: Path | None, trust: bool, reasons: Mapping[str, str]
+) -> str:
+    """Return the resolved configuration, what of it was chosen, and the memory that it needs.
 
     A task that is not funcrl's own is not loaded without `trust`; its sizes are those that the run
     recorded. Nor is a network of one's own.
@@ -304,6 +296,7 @@ def describe_run(config: TrainConfig, run: Path | None, trust: bool) -> str:
         sizes = _sizes(config, trust)
     else:
         sizes = _sizes_without_task(config, run)
+    sizes |= {"chosen": dict(reasons)} if reasons else {}
     return yaml.safe_dump(to_plain(config) | sizes, sort_keys=False, width=100)
 
 

@@ -330,12 +330,17 @@ def estimate_memory(
     teacher: nn.Module | None = None,
 ) -> memory.MemoryEstimate:
     """Return the memory that training will need, if the first prompts are as long as any."""
-    prompts = task.prompts(config.seed, 0, config.num_prompts)
-    longest = max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
+    longest = longest_prompt(config, task)
     taught_by = teacher.config if isinstance(teacher, Transformer) else None
     return memory.estimate_memory(
         config, model.config, longest, task.max_turns, num_ranks, taught_by
     )
+
+
+def longest_prompt(config: TrainConfig, task: Task) -> int:
+    """Return the tokens of the longest of a task's first prompts."""
+    prompts = task.prompts(config.seed, 0, config.num_prompts)
+    return max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
 
 
 def _own(

@@ -583,6 +583,9 @@ TABLE_OF_CALLS = {
     "lora": (
         lambda p: funcrl.lora(MICRO_FN, p, rank=2).merge(funcrl.lora(MICRO_FN, p, rank=2).init(0)),
         (MICRO_PARAMS,)),
+    "choose_options": (
+        lambda: funcrl.choose_options(
+            replace(TRAIN, device="cuda"), [], MICRO.config, 6, 10**10).line, ()),
     "models.qlora": (
         lambda p: QLORA(p).merge(QLORA(p).init(0)), (MICRO_PARAMS,)),
     "load_params": (save_and_load, (MICRO_PARAMS,)),

@@ -160,6 +160,8 @@ def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
         ("--max-steps 7 --save-steps 3", {"steps": 7, "checkpoint.every": 3}),
         ("--loss_type dapo --lr-scheduler-type constant",
          {"algorithm.name": "dapo", "optimizer.schedule": "constant"}),
+        ("--max-grad-norm 0.5 --weight_decay 0.25",
+         {"optimizer.max_grad_norm": 0.5, "optimizer.weight_decay": 0.25}),
         ("--use-peft", {"lora.rank": 16}),
         ("--lora-r 4 --use_peft", {"lora.rank": 4}),
         ("--use-peft --load_in_4bit", {"lora.rank": 16, "lora.base_dtype": "nf4"}),

@@ -1,0 +1,82 @@
+"""What `funcrl train` does with GPUs: it chooses options that fit one, and says if others idle."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from funcrl.cli.options import StartConfig, given
+from funcrl.cli.ranks import is_first_rank
+from funcrl.config import TrainConfig
+from funcrl.core.printing import print_safely
+from funcrl.core.process import num_ranks
+from funcrl.loop import sources
+from funcrl.loop.choose import choose_options
+from funcrl.loop.data import plain_task
+from funcrl.loop.from_config import longest_prompt
+from funcrl.loop.memory import num_params
+from funcrl.models import Transformer
+from funcrl.run.trust import named_code
+
+_FEWEST_PARAMETERS = 50_000_000  # of a network for which options are chosen
+
+
+def chosen_for_gpu(
+    args: Sequence[str], start: StartConfig, options: TrainConfig, runs_code: bool
+) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the options with those that were chosen for the GPU, and why each was.
+
+    A run that goes on has its own, and so has a file; a small network is trained before a fast step
+    is compiled.
+    """
+    own = {code.option.split()[0] for code in named_code(options)}
+    begins = start.resume is None and start.config is None and "--model" not in own
+    if not (start.choose and begins and options.device == "cuda"):
+        return options, {}
+    size = _gpu_bytes(start.gpu_memory)
+    if size is None or ("--task" in own and not runs_code):
+        return options, {}
+    task = plain_task(options, sources.tokenizer_of("train", options))
+    source, tokenizer = sources.find_source("train", options.model), task.tokenizer
+    network = sources.network_of("train", options, source, tokenizer.vocab_size, tokenizer)
+    if not isinstance(network, Transformer):
+        return options, {}
+    if num_params(network.config) < _FEWEST_PARAMETERS:
+        return options, {}
+    names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
+    chosen = choose_options(
+        options, sorted(names), network.config, longest_prompt(options, task), size,
+        task.max_turns, num_ranks(), _has_compiler(),
+    )  # fmt: skip
+    if chosen.reasons and is_first_rank():
+        print_safely(f"Chosen for a GPU of {size / 1e9:.0f} GB: {chosen.line}", sys.stderr)
+    return chosen.config, chosen.reasons
+
+
+def _gpu_bytes(given_gigabytes: float | None) -> int | None:
+    """Return the memory of the GPU to choose for, None where there is none."""
+    if given_gigabytes is not None:
+        return round(given_gigabytes * 1e9)
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _has_compiler() -> bool:
+    """Return whether Triton finds what it compiles its launchers with."""
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    return any(name and shutil.which(name) for name in names)
+
+
+def say_of_other_gpus(options: TrainConfig) -> None:
+    """Say how to use the GPUs that a run in one process leaves alone."""
+    is_alone = options.device == "cuda" and num_ranks() == 1 and options.vllm.form != "server"
+    count = torch.cuda.device_count() if is_alone else 1
+    if count > 1:
+        print_safely(
+            f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train ... "
+            f"uses all (docs/scaling.md).",
+            sys.stderr,
+        )

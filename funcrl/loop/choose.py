@@ -1,0 +1,160 @@
+"""Chooses the options of speed and memory that nobody has given, for training on a GPU."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from funcrl.config import CompileConfig, TrainConfig
+from funcrl.config.sections import is_own
+from funcrl.core.arguments import checked
+from funcrl.loop.memory import MemoryEstimate, estimate_memory
+from funcrl.models import TransformerConfig
+
+_FILLED = 0.92  # the share of a GPU's memory that an estimate may take
+_ROW = 4096  # the most tokens of a packed row that holds several samples
+_MULTIPLE = 64  # of which the length of a packed row is one
+_ROWS = 16  # the number of packed rows is a multiple of at most so many
+_SLOTS = 512
+_BUSY = 8192  # tokens of a micro-batch that keep a GPU's products busy
+
+
+class Chosen(NamedTuple):
+    """A configuration with what was chosen for it, and why."""
+
+    config: TrainConfig
+    reasons: dict[str, str]  # by the name of each option that was chosen
+    estimate: MemoryEstimate
+
+    @property
+    def line(self) -> str:
+        """The choices as options of the command line."""
+        flags = []
+        for name in self.reasons:
+            value = getattr(self.config, name)
+            if isinstance(value, CompileConfig):
+                flags += [f"--compile.backend {value.backend}", f"--compile.remat {value.remat}"]
+            else:
+                flags.append(f"--{name.replace('_', '-')} {value}")
+        return " ".join(flags)
+
+
+@checked
+def choose_options(
+    config: TrainConfig,
+    given: Collection[str],
+    shape: TransformerConfig,
+    prompt_tokens: int,
+    gpu_bytes: int,
+    num_turns: int = 1,
+    num_ranks: int = 1,
+    has_compiler: bool = True,
+) -> Chosen:
+    """Return a configuration with fast options that fit a GPU, in the place of defaults.
+
+    It is what `funcrl train --device cuda` does with a network of 50 million parameters and more.
+
+    Args:
+        config: the run's, for device cuda.
+        given: the fields of it that somebody has chosen, such as "dtype": they stay. "compile" is
+            one if any option of it is given.
+        shape: the model's.
+        prompt_tokens: of the longest prompt.
+        gpu_bytes: the GPU's memory.
+        num_turns: of an environment.
+        num_ranks: that train together.
+        has_compiler: whether there is a C compiler, which Triton needs.
+
+    Example:
+        >>> import funcrl
+        >>> from funcrl.config import Sampling, TrainConfig
+        >>> config = TrainConfig(device="cuda", num_prompts=16, sampling=Sampling(max_tokens=256))
+        >>> shape = funcrl.models.shape("qwen3-0.6b", vocab_size=151936)
+        >>> chosen = funcrl.choose_options(config, ["dtype"], shape, 128, 141 * 10**9)
+        >>> chosen.config.dtype, chosen.config.packing, chosen.config.pack_length
+        ('float32', 'prefixes', 2240)
+    """
+    if config.device != "cuda":
+        raise ValueError(f"choose_options expects device cuda, got {config.device}.")
+    found = _Choices(config, given)
+    found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
+    halves = found.config.dtype == "bfloat16"
+    if config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
+        found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
+    if num_turns == 1:
+        _pack(found, shape, prompt_tokens)
+    if has_compiler:
+        fast = CompileConfig(backend="inductor", remat="selective")
+        found.choose("compile", fast, "fewer kernels, and products alone are kept")
+
+    def estimated(config: TrainConfig) -> MemoryEstimate:
+        return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks)
+
+    samples = -(-config.num_prompts // num_ranks) * config.num_generations
+    slots = min(samples, _SLOTS)
+    while slots > 1 and estimated(replace(found.config, slots=slots)).cache > gpu_bytes / 4:
+        slots = -(-slots // 2)
+    found.choose("slots", slots, "samples drawn at once; their cache takes a quarter at most")
+    length = prompt_tokens + config.sampling.max_tokens * (2 * num_turns - 1)
+    for changes in _sizes(found, length, samples):
+        tried = replace(found.config, **changes)
+        if estimated(tried).peak <= _FILLED * gpu_bytes:
+            break
+    peak = estimated(tried).peak
+    fits = "" if peak <= gpu_bytes else ", which does not fit"
+    for name, value in changes.items():
+        found.choose(name, value, f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}")
+    return Chosen(found.config, found.reasons, estimated(found.config))
+
+
+class _Choices:
+    """A configuration that is completed option by option."""
+
+    def __init__(self, config: TrainConfig, given: Collection[str]) -> None:
+        self.config, self.given = config, given
+        self.reasons: dict[str, str] = {}
+
+    def choose(self, name: str, value: Any, reason: str) -> None:
+        """Set an option that was not given and has another value."""
+        if name not in self.given and getattr(self.config, name) != value:
+            self.config = replace(self.config, **{name: value})
+            self.reasons[name] = reason
+
+
+def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
+    """Choose packed rows, unless an option of theirs is given or they are not for this run."""
+    config = found.config
+    refuses = config.optimizer.clip_per_sample is not None or config.algorithm.name == "ppo"
+    if config.attend == "native" and config.numerics == "native":
+        return  # all scores of a long row would be in memory
+    named = {"packing", "pack_length", "pack_rows"} & {*found.given}
+    if refuses or named or is_own(config.algorithm.name):
+        return
+    completion, copies = config.sampling.max_tokens, config.num_generations
+    if config.is_supervised or "delta" in shape.kinds:
+        found.choose("packing", "samples", "no padding")
+        together = copies * (prompt + completion)
+    else:
+        found.choose("packing", "prefixes", "no padding, and a prompt once for its group")
+        together = copies * (prompt + completion) - (copies - 1) * max(prompt - 1, 0)
+    length = max(min(together, _ROW), prompt + completion)
+    length += -length % _MULTIPLE
+    found.choose("pack_length", length, "a group, or some of its samples")
+    rows = -(-config.num_prompts * together // length)
+    multiple = min(_ROWS, 1 << max(rows.bit_length() - 1, 0))
+    found.choose("pack_rows", multiple, "few shapes to compile")
+
+
+def _sizes(found: _Choices, length: int, samples: int) -> Iterator[dict[str, Any]]:
+    """Yield micro-batches from large to small, with all logits kept where tokens are enough."""
+    config, given = found.config, found.given
+    row = length if config.packing == "none" else config.pack_length or length
+    most = samples if config.packing == "none" else config.pack_rows
+    rows = [1 << power for power in range(most.bit_length() - 1, -1, -1) if 1 << power <= most]
+    if "microbatch" in given:
+        rows = [config.microbatch or samples]
+    chunks = [config.logprob_chunk] if "logprob_chunk" in given else ["all", 1024, 256]
+    for chunk in chunks:
+        for count in rows:
+            if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:
+                changes = {"microbatch": count, "logprob_chunk": chunk}
+                yield {name: value for name, value in changes.items() if name not in given}

@@ -1,0 +1,161 @@
+"""The options that are chosen for a GPU: those of commands tuned by hand, and never one given."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import yaml
+
+import funcrl
+from funcrl.cli import main
+from funcrl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CompileConfig,
+    LoraConfig,
+    OptimizerConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
+
+GB = 10**9
+QWEN = funcrl.models.shape("qwen3-0.6b", vocab_size=151_936)
+FAST = CompileConfig(backend="inductor", remat="selective")
+
+
+def config(**options):
+    return TrainConfig(**{
+        "device": "cuda", "num_prompts": 16, "num_generations": 8, "microbatch": 8, "slots": 256,
+        "sampling": Sampling(max_tokens=256), "checkpoint": CheckpointConfig(every=0),
+        "algorithm": AlgorithmConfig(name="dapo", kl=0.0),
+        "warm_start": WarmStartConfig(steps=0), **options,
+    })  # fmt: skip
+
+
+def test_on_an_h200_they_are_those_of_the_command_tuned_by_hand():
+    """docs/recipes.md: the fast step of Qwen3-0.6B's shape, which 80 GB were measured for."""
+    chosen = funcrl.choose_options(config(), [], QWEN, 128, 141 * GB)
+    assert chosen.line == (
+        "--dtype bfloat16 --attend flash --packing prefixes --pack-length 2240 --pack-rows 16 "
+        "--compile.backend inductor --compile.remat selective --slots 128 --microbatch 16 "
+        "--logprob-chunk all"
+    )
+    assert 0.95 < chosen.estimate.peak / (80.1 * GB) < 1.05
+
+
+@pytest.mark.parametrize("gigabytes", [24, 40, 80, 141])
+def test_they_fit_the_gpu(gigabytes):
+    chosen = funcrl.choose_options(config(), [], QWEN, 128, gigabytes * GB)
+    assert chosen.estimate.peak <= 0.92 * gigabytes * GB
+    found = funcrl.memory.estimate_memory(chosen.config, QWEN, 128)
+    assert found == chosen.estimate
+    # No larger micro-batch of as many logits would.
+    larger = replace(chosen.config, microbatch=2 * chosen.config.microbatch)
+    if chosen.config.microbatch < chosen.config.pack_rows:
+        assert funcrl.memory.estimate_memory(larger, QWEN, 128).peak > 0.92 * gigabytes * GB
+
+
+def test_what_does_not_fit_is_said():
+    chosen = funcrl.choose_options(config(), [], QWEN, 128, 4 * GB)
+    assert chosen.config.microbatch == 1
+    assert "of 4 GB estimated, which does not fit" in chosen.reasons["microbatch"]
+
+
+GIVEN = {
+    "dtype": "float32", "attend": "native", "packing": "none", "pack_length": 512, "pack_rows": 2,
+    "compile": None, "slots": 7, "microbatch": 3, "logprob_chunk": 99,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_given_stays(name):
+    own = config(**{"packing": "samples"} if "pack_" in name else {}, **{name: GIVEN[name]})
+    given = [name, *(["packing"] if "pack_" in name else [])]
+    chosen = funcrl.choose_options(own, given, QWEN, 128, 141 * GB)
+    assert getattr(chosen.config, name) == GIVEN[name]
+    assert name not in chosen.reasons
+    assert chosen.reasons
+
+
+SHAPES = ["qwen3-0.6b", "gemma3-270m", "qwen3.5-0.8b"]
+ALGORITHMS = ["grpo", "gspo", "reinforce", "ppo", "sft"]
+OTHERS = [
+    {}, {"numerics": "exact"}, {"lora": LoraConfig(rank=8)}, {"num_prompts": 1},
+    {"optimizer": OptimizerConfig(clip_per_sample=1.0)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "name"), [*product(SHAPES, ALGORITHMS)])
+def test_every_choice_is_a_configuration_that_can_be(shape, name):
+    """TrainConfig and the parts of a run refuse what contradicts; nothing here does."""
+    network = funcrl.models.shape(shape, vocab_size=13)
+    for options in OTHERS:
+        if name in ("ppo", "sft") and options.keys() & {"numerics", "lora"}:
+            continue
+        own = config(**{**options, "algorithm": AlgorithmConfig(name=name, kl=0.0, entropy=0.0)})
+        for memory, turns in ((24, 1), (141, 3)):
+            chosen = funcrl.choose_options(own, [], network, 9, memory * GB, turns)
+            packs = chosen.config.packing
+            if options.get("optimizer") or name == "ppo" or turns > 1:
+                assert packs == "none"
+            elif shape == "qwen3.5-0.8b" or name == "sft":
+                assert packs == "samples"
+            else:
+                assert packs == "prefixes"
+
+
+@pytest.mark.slow
+def test_a_run_with_what_was_chosen_trains(tmp_path):
+    """On a CPU, which has each of these options too."""
+    shape = funcrl.models.shape("micro", vocab_size=13)
+    own = TrainConfig(
+        device="cuda", run_dir=tmp_path / "run", steps=2, num_prompts=4, num_generations=4,
+        sampling=Sampling(max_tokens=4), warm_start=WarmStartConfig(steps=0),
+    )  # fmt: skip
+    chosen = funcrl.choose_options(own, [], shape, 6, 80 * GB).config
+    assert (chosen.packing, chosen.compile) == ("prefixes", FAST)
+    trained = funcrl.train(replace(chosen, device="cpu"))
+    assert all(torch.isfinite(leaf).all() for leaf in trained.state.params.values())
+    assert len(trained.history) == 3
+
+
+LINE = ["train", "--model", "qwen3-0.6b", "--device", "cuda", "--gpu-memory", "80", "--dry-run"]
+
+
+def plan(capsys, *more):
+    main([*LINE, *more])
+    out, err = capsys.readouterr()
+    return yaml.safe_load(out), err
+
+
+def test_a_dry_run_says_what_was_chosen_and_why(capsys):
+    found, err = plan(capsys, "--attend", "native", "--microbatch", "2")
+    assert found["dtype"] == "bfloat16"
+    assert (found["attend"], found["microbatch"], found["packing"]) == ("native", 2, "none")
+    assert found["compile"]["backend"] == "inductor"
+    assert not found["chosen"].keys() & {"attend", "microbatch", "packing"}
+    assert found["chosen"]["dtype"].startswith("a GPU multiplies")
+    (line,) = [line for line in err.splitlines() if line.startswith("Chosen for")]
+    assert line.startswith("Chosen for a GPU of 80 GB: --dtype bfloat16 --compile.backend")
+
+
+def test_nothing_is_chosen_where_nobody_asks(capsys, tmp_path):
+    for more in (["--no-choose"], ["--model", "micro"], ["--device", "cpu"]):
+        line = [part for part in LINE if part not in ("--model", "qwen3-0.6b")]
+        line += [] if "--model" in more else ["--model", "qwen3-0.6b"]
+        line = [part for part in line if part not in ("--device", "cuda") or "--device" not in more]
+        main([*line, *more])
+        out, err = capsys.readouterr()
+        assert "chosen" not in yaml.safe_load(out)
+        assert "Chosen" not in err
+    file = tmp_path / "config.yaml"
+    file.write_text("device: cuda\nmodel: qwen3-0.6b\n")
+    main(["train", "--config", str(file), "--gpu-memory", "80", "--dry-run"])
+    assert "Chosen" not in capsys.readouterr().err
+
+
+def test_a_cpu_has_no_such_options():
+    with pytest.raises(ValueError, match="^choose_options expects device cuda, got cpu"):
+        funcrl.choose_options(TrainConfig(), [], QWEN, 8, GB)
