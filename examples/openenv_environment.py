@@ -5,6 +5,7 @@
 A client with the methods that a policy may call is an environment as TRL's users write it.
 """
 
+import socket
 import threading
 
 import uvicorn
@@ -67,8 +68,9 @@ class Client:
 def main(steps: int = 100) -> list[float]:
     """Return the mean reward of each step."""
     app = create_fastapi_app(Digit, Guess, Hint, max_concurrent_envs=300)
-    server = uvicorn.Server(uvicorn.Config(app, port=8765, log_level="error"))
-    threading.Thread(target=server.run, daemon=True).start()
+    place = socket.create_server(("127.0.0.1", 8765))  # an error if somebody else has it
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    threading.Thread(target=server.run, args=([place],), daemon=True).start()
     while not server.started:
         threading.Event().wait(0.01)
     trained = train(Client, [{"seed": n} for n in range(200)], steps=steps, num_prompts=16)
