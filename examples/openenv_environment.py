@@ -68,11 +68,9 @@ class Client:
 def main(steps: int = 100) -> list[float]:
     """Return the mean reward of each step."""
     app = create_fastapi_app(Digit, Guess, Hint, max_concurrent_envs=300)
-    place = socket.create_server(("127.0.0.1", 8765))  # an error if somebody else has it
+    place = socket.create_server(("127.0.0.1", 8765))  # clients wait here until it serves
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     threading.Thread(target=server.run, args=([place],), daemon=True).start()
-    while not server.started:
-        threading.Event().wait(0.01)
     trained = train(Client, [{"seed": n} for n in range(200)], steps=steps, num_prompts=16)
     return [row["reward"] for row in trained.history[1:]]
 

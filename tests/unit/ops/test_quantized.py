@@ -56,7 +56,8 @@ def test_each_number_is_the_nearest_level_of_its_block(bits, columns):
 
 def test_the_bits_of_nf4_are_those_of_bitsandbytes():
     """Of 0.50.2, without its second rounding of the scales."""
-    peer = pytest.importorskip("bitsandbytes").functional
+    from bitsandbytes import functional as peer
+
     weight = weight_of(96, 256)
     codes, state = peer.quantize_4bit(
         weight, blocksize=64, quant_type="nf4", compress_statistics=False
