@@ -340,8 +340,10 @@ def adapters_of(
         linear = _linear_weights(network)  # whose names are not those of funcrl's layers
         targets = linear.__contains__
     size: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "targets": targets}
-    is_plain = options.base_dtype == "float32" and not adapts_linear(network, targets)
-    if is_plain or config.numerics == "exact":
+    # A network of one's own may read its weights in other ways than by calling their layers.
+    is_known = type(network) in (Transformer, Recurrent) or is_of_transformers(network)
+    fits = is_known and adapts_linear(network, targets)
+    if config.numerics == "exact" or (options.base_dtype == "float32" and not fits):
         return lora(score(network), base, **size)
     return qlora(
         network, base, base_dtype=options.base_dtype, dtype=dtype, score=score,

@@ -231,8 +231,10 @@ def has_adapted_weights(network: nn.Module) -> bool:
 
 
 def _is_linear(network: nn.Module, name: str) -> bool:
+    """Return whether a parameter is the weight of a linear layer that does nothing else."""
     path, _, attribute = name.rpartition(".")
-    return attribute == "weight" and isinstance(network.get_submodule(path), nn.Linear)
+    forward = type(network.get_submodule(path)).forward
+    return attribute == "weight" and forward in (nn.Linear.forward, Linear.forward)
 
 
 def _adapt(network: nn.Module, name: str, weight: AdaptedWeight) -> None:
@@ -241,8 +243,8 @@ def _adapt(network: nn.Module, name: str, weight: AdaptedWeight) -> None:
     layer = network.get_submodule(path)
     if not isinstance(layer, nn.Linear) or not _is_linear(network, name):
         raise ValueError(
-            f"qlora expects matrices that are the weight of an nn.Linear, got {name!r} of "
-            f"{type(layer).__name__}."
+            f"qlora expects matrices that are the weight of an nn.Linear without a forward of its "
+            f"own, got {name!r} of {type(layer).__name__}."
         )
     if not isinstance(layer, Linear):  # torch's own would read it as a tensor
         bias = layer.bias

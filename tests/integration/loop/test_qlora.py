@@ -18,6 +18,7 @@ from funcrl.config import (
     WarmStartConfig,
 )
 from funcrl.core.types import Sample
+from funcrl.loop.sources import Source, adapters_of
 
 
 def small(run_dir, base_dtype, **options):
@@ -128,8 +129,29 @@ def test_a_conv1d_of_gpt2_is_refused_by_name(tmp_path):
     kind = transformers.GPT2LMHeadModel
     sizes = {"n_embd": 24, "n_layer": 1, "n_head": 4, "vocab_size": 48}
     kind(kind.config_class(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"weight of an nn.Linear, got 'transformer.*Conv1D"):
+    with pytest.raises(ValueError, match=r"weight of an nn.Linear .*, got 'transformer.*Conv1D"):
         funcrl.models.qlora(*funcrl.load_params(tmp_path), targets=lambda name: ".h." in name)
+
+
+class Doubled(torch.nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_taken_for_another():
+    network = torch.nn.Sequential(torch.nn.Embedding(7, 4), Doubled(4, 7))
+    base = dict(network.named_parameters())
+    with pytest.raises(ValueError, match="^qlora expects .*forward of its own.*'1.weight' of Doub"):
+        funcrl.models.qlora(network, base, rank=1, targets=lambda name: name == "1.weight")
+    adapted = adapters_of(
+        TrainConfig(lora=LoraConfig(rank=1, targets=("1.weight",))), funcrl.logprob_fn, network,
+        Source(), torch.float32, base,
+    )  # fmt: skip
+    sample = Sample(torch.arange(5), torch.arange(5))
+    found = adapted.model_fn(adapted.init(0), sample).logprobs
+    assert torch.equal(found, funcrl.logprob_fn(network)(base, sample).logprobs)
 
 
 def test_the_memory_estimate_knows_of_the_bits():
