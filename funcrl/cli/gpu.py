@@ -17,6 +17,7 @@ from funcrl.loop.choose import choose_options
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import longest_prompt
 from funcrl.loop.memory import num_params
+from funcrl.loop.teachers import network_of_teacher
 from funcrl.models import Transformer
 from funcrl.run.trust import named_code
 
@@ -45,10 +46,14 @@ def chosen_for_gpu(
         return options, {}
     if num_params(network.config) < _FEWEST_PARAMETERS:
         return options, {}
+    teacher = None
+    if options.teacher is not None:
+        teacher = network_of_teacher("train", options, tokenizer, runs_code)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     chosen = choose_options(
         options, sorted(names), network.config, longest_prompt(options, task), size,
         task.max_turns, num_ranks(), _has_compiler(),
+        teacher.config if isinstance(teacher, Transformer) else None,
     )  # fmt: skip
     if chosen.reasons and is_first_rank():
         print_safely(f"Chosen for a GPU of {size / 1e9:.0f} GB: {chosen.line}", sys.stderr)
@@ -61,7 +66,7 @@ def _gpu_bytes(given_gigabytes: float | None) -> int | None:
         return round(given_gigabytes * 1e9)
     if not torch.cuda.is_available():
         return None
-    return int(torch.cuda.mem_get_info()[1])
+    return int(torch.cuda.get_device_properties(0).total_memory)  # of ranks, those are alike
 
 
 def _has_compiler() -> bool:

@@ -48,6 +48,7 @@ def choose_options(
     num_turns: int = 1,
     num_ranks: int = 1,
     has_compiler: bool = True,
+    teacher: TransformerConfig | None = None,
 ) -> Chosen:
     """Return a configuration with fast options that fit a GPU, in the place of defaults.
 
@@ -63,6 +64,7 @@ def choose_options(
         num_turns: of an environment.
         num_ranks: that train together.
         has_compiler: whether there is a C compiler, which Triton needs.
+        teacher: the shape of the model that `config.teacher` names.
 
     Example:
         >>> import funcrl
@@ -87,7 +89,7 @@ def choose_options(
         found.choose("compile", fast, "fewer kernels, and products alone are kept")
 
     def estimated(config: TrainConfig) -> MemoryEstimate:
-        return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks)
+        return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks, teacher)
 
     samples = -(-config.num_prompts // num_ranks) * config.num_generations
     slots = min(samples, _SLOTS)
