@@ -22,6 +22,7 @@ INNER = {
     "funcrl.loop.evaluate": ("Evaluation",),
     "funcrl.loop.parity": ("Parity", "ParityConfig"),
     "funcrl.loop.build": ("Parts",),
+    "funcrl.loop.choose": ("Chosen",),
     "funcrl.loop.export": ("Trained",),
     "funcrl.optim.schedules": ("LearningRate", "Schedule"),
     "funcrl.run.memory": ("MemoryProfiler",),

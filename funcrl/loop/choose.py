@@ -71,9 +71,9 @@ def choose_options(
         >>> from funcrl.config import Sampling, TrainConfig
         >>> config = TrainConfig(device="cuda", num_prompts=16, sampling=Sampling(max_tokens=256))
         >>> shape = funcrl.models.shape("qwen3-0.6b", vocab_size=151936)
-        >>> chosen = funcrl.choose_options(config, ["dtype"], shape, 128, 141 * 10**9)
-        >>> chosen.config.dtype, chosen.config.packing, chosen.config.pack_length
-        ('float32', 'prefixes', 2240)
+        >>> chosen = funcrl.choose_options(config, ["slots"], shape, 128, 141 * 10**9)
+        >>> chosen.config.slots, chosen.config.packing, chosen.config.pack_length
+        (512, 'prefixes', 2240)
     """
     if config.device != "cuda":
         raise ValueError(f"choose_options expects device cuda, got {config.device}.")
