@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from funcrl.cli.options import StartConfig, given
 from funcrl.cli.ranks import is_first_rank
@@ -20,6 +21,7 @@ from funcrl.loop.memory import num_params
 from funcrl.loop.teachers import network_of_teacher
 from funcrl.models import Transformer
 from funcrl.run.trust import named_code
+from funcrl.tasks import Task
 
 _FEWEST_PARAMETERS = 50_000_000  # of a network for which options are chosen
 
@@ -30,7 +32,13 @@ def chosen_for_gpu(
     """Return the options with those that were chosen for the GPU, and why each was.
 
     A run that goes on has its own, and so has a file; a small network is trained before a fast step
-    is compiled.
+    is compiled. A network that a run's folder names is looked at as the run itself will look at it.
+
+    Args:
+        args: the line.
+        start: how the run starts.
+        options: its configuration.
+        runs_code: whether a task of the user's own may be loaded.
     """
     own = {code.option.split()[0] for code in named_code(options)}
     begins = start.resume is None and start.config is None and "--model" not in own
@@ -39,16 +47,14 @@ def chosen_for_gpu(
     size = _gpu_bytes(start.gpu_memory)
     if size is None or ("--task" in own and not runs_code):
         return options, {}
-    task = plain_task(options, sources.tokenizer_of("train", options))
-    source, tokenizer = sources.find_source("train", options.model), task.tokenizer
-    network = sources.network_of("train", options, source, tokenizer.vocab_size, tokenizer)
+    task, network = task_and_network(options, start.trust)
     if not isinstance(network, Transformer):
         return options, {}
     if num_params(network.config) < _FEWEST_PARAMETERS:
         return options, {}
     teacher = None
     if options.teacher is not None:
-        teacher = network_of_teacher("train", options, tokenizer, runs_code)
+        teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     chosen = choose_options(
         options, sorted(names), network.config, longest_prompt(options, task), size,
@@ -58,6 +64,14 @@ def chosen_for_gpu(
     if chosen.reasons and is_first_rank():
         print_safely(f"Chosen for a GPU of {size / 1e9:.0f} GB: {chosen.line}", sys.stderr)
     return chosen.config, chosen.reasons
+
+
+def task_and_network(config: TrainConfig, trust: bool) -> tuple[Task, nn.Module]:
+    """Return what a run will train and on what, without the code of rewards or any weights."""
+    task = plain_task(config, sources.tokenizer_of("train", config))
+    source, tokenizer = sources.find_source("train", config.model), task.tokenizer
+    size = tokenizer.vocab_size
+    return task, sources.network_of("train", config, source, size, tokenizer, trust)
 
 
 def _gpu_bytes(given_gigabytes: float | None) -> int | None:

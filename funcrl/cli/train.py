@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from torch import nn
 
-from funcrl.cli.gpu import chosen_for_gpu, say_of_other_gpus
+from funcrl.cli.gpu import chosen_for_gpu, say_of_other_gpus, task_and_network
 from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
@@ -301,15 +301,12 @@ def describe_run(
 
 
 def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
-    task = plain_task(config, sources.tokenizer_of("train", config))
-    source, tokenizer = sources.find_source("train", config.model), task.tokenizer
-    size = tokenizer.vocab_size
-    network = sources.network_of("train", config, source, size, tokenizer, trust)
+    task, network = task_and_network(config, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
     teacher = None
     if config.teacher is not None:
-        teacher = network_of_teacher("train", config, tokenizer, trust)
+        teacher = network_of_teacher("train", config, task.tokenizer, trust)
     estimate = estimate_memory(config, network, task, num_ranks(), teacher)
     return _as_sizes(config, network, estimate)
 
