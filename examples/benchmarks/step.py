@@ -24,8 +24,9 @@ from benchmarks.packed import packed_rows
 from benchmarks.profiling import write_profile
 from benchmarks.table import Row, finish
 from funcrl import grads, grpo_step, optim, tree
+from funcrl.config.sections import BaseDtype
 from funcrl.core.types import Batch, Metrics, Params, TrainState
-from funcrl.models.lora import BaseDtype, Lora, lora, qlora
+from funcrl.models.lora import Lora, lora, qlora
 from funcrl.rl.backward import Gradient
 
 

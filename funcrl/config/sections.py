@@ -149,6 +149,10 @@ class OptimizerConfig(CheckedFields):
     them alone. Its metrics are per_sample/*, and it needs one sample a row."""
 
 
+# How a matrix that has an adapter is kept.
+BaseDtype: TypeAlias = Literal["float32", "bfloat16", "int8", "nf4"]
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters, trained in place of the parameters themselves (arXiv:2106.09685)."""
@@ -160,7 +164,7 @@ class LoraConfig:
     targets: tuple[str, ...] = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
     """Matrices whose names hold one of these get an adapter; when left out, of a model of
     transformers all linear layers but the head."""
-    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
+    base_dtype: BaseDtype = "float32"
     """How the matrices with an adapter are kept: nf4 has 4.5 bits a number with its scale (QLoRA),
     int8 8.5. The other parameters are then in --dtype."""
 

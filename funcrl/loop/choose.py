@@ -98,14 +98,14 @@ def choose_options(
     found.choose("slots", slots, "samples drawn at once; their cache takes a quarter at most")
     length = prompt_tokens + config.sampling.max_tokens * (2 * num_turns - 1)
     for changes in _sizes(found, length, samples):
-        tried = replace(found.config, **changes)
-        if estimated(tried).peak <= _FILLED * gpu_bytes:
+        estimate = estimated(replace(found.config, **changes))
+        if estimate.peak <= _FILLED * gpu_bytes:
             break
-    peak = estimated(tried).peak
-    fits = "" if peak <= gpu_bytes else ", which does not fit"
+    fits = "" if estimate.peak <= gpu_bytes else ", which does not fit"
+    reason = f"{estimate.peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}"
     for name, value in changes.items():
-        found.choose(name, value, f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}")
-    return Chosen(found.config, found.reasons, estimated(found.config))
+        found.choose(name, value, reason)
+    return Chosen(found.config, found.reasons, estimate)
 
 
 class _Choices:

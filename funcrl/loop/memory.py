@@ -11,6 +11,7 @@ from funcrl.core.arguments import checked
 from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.config import Kind
+from funcrl.ops.quantized import BLOCK
 
 _FLOAT = 4
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
@@ -108,7 +109,12 @@ def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Tensor]:
 
 
 # In bytes, a number of a matrix that is not trained, with its share of a scale.
-_NUMBER_OF_BASE = {"float32": 4, "bfloat16": 2, "int8": 1 + _FLOAT / 64, "nf4": 0.5 + _FLOAT / 64}
+_NUMBER_OF_BASE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "int8": 1 + _FLOAT / BLOCK,
+    "nf4": 0.5 + _FLOAT / BLOCK,
+}
 
 
 def _base_and_merged(
@@ -205,9 +211,8 @@ def estimate_memory(
     rows = min(config.microbatch or all_rows, all_rows)
     scores = padded if config.attend == "native" else 0
     remat = "none" if config.compile is None else config.compile.remat
+    remat = "none" if remat == "budget" else remat  # which keeps what fits, not known here
     kept_by = partial(_kept_by_block, c, scores=scores)
-    # A budget keeps what fits it, which is not known here.
-    remat = "none" if remat == "budget" else remat
     kept = [kept_by(kind, remat).bytes(compute) for kind in c.kinds]
     again = max(
         kept_by(kind, "none").bytes(compute) - block

