@@ -21,6 +21,7 @@ from funcrl.core.types import (
     TokenScores,
     TrainState,
 )
+from funcrl.generators.served_teacher import ServedTeacher
 from funcrl.graph import compile_step, donate, fuse_per_sample, remat, trace
 from funcrl.loop import memory, rollouts
 from funcrl.loop.build import build
@@ -106,6 +107,7 @@ __all__ = [
     "PackedBatch",
     "Rollout",
     "Sample",
+    "ServedTeacher",
     "Step",
     "Teacher",
     "TokenScores",

@@ -52,9 +52,7 @@ def chosen_for_gpu(
         return options, {}
     if num_params(network.config) < _FEWEST_PARAMETERS:
         return options, {}
-    teacher = None
-    if options.teacher is not None:
-        teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
+    teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     chosen = choose_options(
         options, sorted(names), network.config, longest_prompt(options, task), size,

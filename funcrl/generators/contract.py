@@ -126,7 +126,14 @@ def padded_prompts(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tens
     return padded, torch.tensor(lengths, device=device)
 
 
-class Generator(Protocol):
+class Scorer(Protocol):
+    """What scores given tokens: every generator, and a teacher that is none of funcrl's."""
+
+    def score(self, prompts: Prompts) -> list[list[float]]:
+        """Return the log-probability of each prompt's tokens, from the second on."""
+
+
+class Generator(Scorer, Protocol):
     """All that the loop knows of what draws completions."""
 
     context_length: int  # tokens of a prompt and its completion together, at most
@@ -136,9 +143,6 @@ class Generator(Protocol):
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
         """Return `sampling.num_samples` completions of each prompt, group-major."""
-
-    def score(self, prompts: Prompts) -> list[list[float]]:
-        """Return the log-probability of each prompt's tokens, from the second on."""
 
     def close(self) -> None:
         """Free what the generator holds."""

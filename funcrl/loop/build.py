@@ -22,7 +22,7 @@ from funcrl.core.types import (
     Step,
     TrainState,
 )
-from funcrl.generators import Generator
+from funcrl.generators import Generator, Scorer
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.from_config import check_model
@@ -45,8 +45,7 @@ REPLACEABLE = (
 
 # What each part is, where a task is checked by itself.
 _KINDS: dict[str, Any] = {
-    "model": nn.Module, "params": Params, "teacher": Teacher | None, "model_fn": Callable,
-    "algorithm": Algorithm,
+    "model": nn.Module, "params": Params, "model_fn": Callable, "algorithm": Algorithm,
     "optimizer": GradientTransformation, "per_sample": Callable | None,
     "prepare": PrepareFn | None, "step": Step,
 }  # fmt: skip
@@ -64,7 +63,7 @@ class _Fields(NamedTuple):
     task: Task
     model: nn.Module
     params: Params | Absent  # to start from; () for those of the model
-    teacher: Teacher | None
+    teacher: Teacher | Scorer | None
     teacher_fn: ModelFn | None  # of what a batch's `teacher_logprobs` are, if it has any
     model_fn: ModelFn  # of what is trained: the parameters, or adapters
     algorithm: Algorithm
@@ -246,6 +245,8 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
     for name, kind in _KINDS.items():
         if name in given and not (name == "params" and given[name] == ()):
             check_value(function, name, kind, given[name])
+    if given.get("teacher") is not None:
+        teachers.check_kind(function, config, given["teacher"])
     if "generator" in given:
         from_config.check_generator(function, "generator to be", given["generator"])
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -333,7 +334,7 @@ def _plain_model_fn(making: _Making, network: nn.Module) -> ModelFn:
     return from_config.plain_model_fn(making.function, config, network, making["teacher"], critic)
 
 
-def _teacher(making: _Making) -> Teacher | None:
+def _teacher(making: _Making) -> Teacher | Scorer | None:
     """Return the model that a configuration learns from besides, with its trained parameters."""
     config, tokenizer = making.config, making["task"].tokenizer
     if config.teacher is None:
@@ -343,7 +344,7 @@ def _teacher(making: _Making) -> Teacher | None:
 
 def _teacher_fn(making: _Making) -> ModelFn | None:
     config, teacher = making.config, making["teacher"]
-    if teacher is None or config.algorithm.divergence != "sampled":
+    if not isinstance(teacher, Teacher) or config.algorithm.divergence != "sampled":
         return None
     return from_config.plain_model_fn(making.function, config, teacher.model)
 
@@ -387,7 +388,7 @@ def _per_sample(making: _Making) -> PerSampleTransform | None:
 
 def _generator(making: _Making) -> Generator:
     model, task, num_ranks = making["model"], making["task"], making.mesh.all.size
-    teacher = None if making["teacher"] is None else making["teacher"].model
+    teacher = making["teacher"].model if isinstance(making["teacher"], Teacher) else None
     return from_config.generator_of(making.function, making.config, model, task, num_ranks, teacher)
 
 

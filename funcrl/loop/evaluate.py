@@ -154,7 +154,7 @@ def evaluate(
     if config.run is not None:
         # Rewards that this evaluation names itself are the user's own choice.
         named = replace(options, reward=()) if config.reward else options
-        for line in check_run("evaluate", named, config.run, given, trust):
+        for line in check_run("evaluate", named, config.run, given | {"teacher"}, trust):
             note(line)
         if "task" not in given:
             check_data("evaluate", options, config.run)

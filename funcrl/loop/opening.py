@@ -15,7 +15,7 @@ from funcrl.loop.build import REPLACEABLE, Parts
 from funcrl.loop.data import check_data, data_facts
 from funcrl.loop.ranks import of_first_rank
 from funcrl.loop.sources import options_of_run, parts_of_network
-from funcrl.loop.teachers import teacher_facts
+from funcrl.loop.teachers import check_served, teacher_facts
 from funcrl.parallel import Mesh
 from funcrl.parallel.mesh import ALONE
 from funcrl.run import runs
@@ -136,7 +136,11 @@ def _given(config: TrainConfig, objects: Collection[str], parts: Parts | None) -
 
 
 def check_teacher(config: TrainConfig, parts: Parts) -> None:
-    """Raise unless a teacher and an algorithm that learns from one come together."""
+    """Raise unless a teacher and an algorithm that learns from one come together.
+
+    A teacher behind an address must answer, too.
+    """
+    check_served("train", parts.teacher, parts.task, config.seed)
     if {"step", "model_fn"} & parts.replaced:
         return  # which have a teacher of their own, or say what they lack
     options = config.algorithm

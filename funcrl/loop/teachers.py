@@ -1,22 +1,26 @@
-"""The teacher of a run by its name: its network, and the parameters that it has learned."""
+"""The teacher of a run by its name: a network with learned parameters, or what scores tokens."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from funcrl.config import LoraConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core import tree
+from funcrl.core.files import brief
+from funcrl.generators import Scorer, ServedTeacher
 from funcrl.loop import sources
-from funcrl.loop.from_config import compute_dtype
+from funcrl.loop.from_config import compute_dtype, trained_truncation
 from funcrl.models.initial import is_shape
 from funcrl.models.logprobs import Teacher
 from funcrl.run import runs
 from funcrl.run.checkpoint import numbered
 from funcrl.tasks import load_tokenizer
-from funcrl.tasks.contracts import Tokenizer
+from funcrl.tasks.contracts import Task, Tokenizer
+from funcrl.tasks.named import call_with_known, import_named
 
 _FILE = "tokenizer.json"
 _SAME = 0.99  # of the tokens of two tokenizers that count as one
@@ -24,7 +28,7 @@ _SAME = 0.99  # of the tokens of two tokenizers that count as one
 
 def teacher_of(
     function: str, config: TrainConfig, tokenizer: Tokenizer, trust: bool = False
-) -> Teacher:
+) -> Teacher | Scorer:
     """Return the teacher that a configuration names.
 
     Args:
@@ -33,6 +37,13 @@ def teacher_of(
         tokenizer: of the run's task, which must be the teacher's too.
         trust: run a network of one's own that a run's folder names, whosever it is.
     """
+    name = str(config.teacher)
+    if is_own(name):
+        found = import_named("--teacher", name)
+        if callable(found):
+            known = {"tokenizer": tokenizer, "device": config.device}
+            found = call_with_known("--teacher", name, found, **known)
+        return check_kind(function, config, found)
     own, source = _as_model(function, config)
     _check_tokenizer(function, own.model, source, tokenizer)
     network = sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
@@ -44,10 +55,55 @@ def teacher_of(
     )
 
 
+def check_kind(function: str, config: TrainConfig, teacher: Any) -> Teacher | Scorer:
+    """Return a teacher; raise unless it is one whose scores the configuration learns from."""
+    if isinstance(teacher, Teacher):
+        return teacher
+    if not callable(getattr(teacher, "score", None)):
+        raise TypeError(
+            f"{function} expects teacher to be a funcrl.Teacher, or an object that scores tokens "
+            f"by score(prompts), as generators and funcrl.ServedTeacher do, got "
+            f"{type(teacher).__name__}."
+        )
+    if config.algorithm.divergence != "sampled":
+        raise ValueError(
+            f"{function} expects --algorithm.divergence sampled with a teacher that scores tokens "
+            f"and has no distributions, got {config.algorithm.divergence} for "
+            f"{type(teacher).__name__}."
+        )
+    temperature = config.sampling.temperature or 1.0
+    if temperature != 1 or trained_truncation(config) is not None:
+        raise ValueError(
+            f"{function} expects --sampling.temperature 1 and --behavior policy with a teacher "
+            f"that scores tokens, which are of its whole distribution, got {temperature} and "
+            f"{config.behavior} for {type(teacher).__name__}."
+        )
+    scorer: Scorer = teacher
+    return scorer
+
+
+def check_served(function: str, teacher: Teacher | Scorer | None, task: Task, seed: int) -> None:
+    """Raise unless a teacher behind an address answers, and reads a text as the task's tokens."""
+    if not isinstance(teacher, ServedTeacher):
+        return
+    text = task.prompts(seed, 0, 1)[0].text
+    own, other = task.tokenizer.encode_answer(text), teacher.tokenize(text)
+    if own != other:
+        raise ValueError(
+            f"{function} expects {teacher} to have the tokenizer of what it teaches, which gives "
+            f"the first prompt {brief(str(own))}, got {brief(str(other))}."
+        )
+
+
 def network_of_teacher(
     function: str, config: TrainConfig, tokenizer: Tokenizer, trust: bool = False
-) -> nn.Module:
-    """Return the network of the teacher that a configuration names, without its parameters."""
+) -> nn.Module | None:
+    """Return the network of the teacher that a configuration names, without its parameters.
+
+    None where it names none, or a teacher of the user's own, whose memory is not known.
+    """
+    if config.teacher is None or is_own(config.teacher):
+        return None
     own, source = _as_model(function, config)
     return sources.network_of(function, own, source, tokenizer.vocab_size, tokenizer, trust)
 
@@ -58,10 +114,11 @@ def _as_model(function: str, config: TrainConfig) -> tuple[TrainConfig, sources.
     Raise if it has not been trained.
     """
     name = str(config.teacher)
-    if is_shape(name) or is_own(name):
+    if is_shape(name):
         raise ValueError(
-            f"{function} expects --teacher to be pretrained weights or the folder of a run, got "
-            f"{name!r}; in Python, teacher=funcrl.Teacher(model, params) is any network."
+            f"{function} expects --teacher to be pretrained weights, the folder of a run, or one's "
+            f"own as file.py:Name, got {name!r}; in Python, teacher=funcrl.Teacher(model, params) "
+            f"is any network, and funcrl.ServedTeacher a model behind an address."
         )
     source = sources.find_source(function, name, "--teacher")
     return replace(config, model=name, lora=LoraConfig()), source

@@ -1,5 +1,8 @@
 """The updates of a step: a rollout scored, collated, and trained on in every pass."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from funcrl.config import TrainConfig
@@ -9,18 +12,22 @@ from funcrl.core.types import (
     Metrics,
     ModelFn,
     Params,
+    Rollout,
     Sample,
     TokenScores,
     TrainState,
 )
+from funcrl.generators import Scorer
 from funcrl.loop.build import Parts, whole_params
 from funcrl.loop.pack import to_rows
 from funcrl.loop.rollouts.roll import ORDER, Rolled, rows_of, whole_trained
-from funcrl.models.logprobs import score
-from funcrl.parallel import all_gather, own_rows
+from funcrl.models.logprobs import Teacher, score
+from funcrl.parallel import Mesh, all_gather, own_rows
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
 from funcrl.rl.critic import gae
+
+_Rows = TypeVar("_Rows")
 
 
 def update(
@@ -49,9 +56,7 @@ def update(
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
         ref_logprobs = scored(config, parts, reference, rows)
-    teacher_logprobs: torch.Tensor | Absent = ()
-    if parts.teacher is not None and parts.teacher_fn is not None:
-        teacher_logprobs = scored(config, parts, parts.teacher.params, rows, parts.teacher_fn)
+    teacher_logprobs = _teacher_logprobs(config, parts, rollout, rows)
     batch = collate(rollout, parts.algorithm, ref_logprobs, teacher_logprobs)
     if parts.algorithm.value_weight != ():
         options = config.algorithm
@@ -95,12 +100,47 @@ def _scores(
 
     They are the policy's if no other model function is given.
     """
-    axis, count = parts.mesh.all, len(rows.tokens)
+    fn = model_fn or parts.model_fn
+    return _of_ranks(parts.mesh, lambda own: score(fn, params, own, config.microbatch), rows)
+
+
+def _teacher_logprobs(
+    config: TrainConfig, parts: Parts, rollout: Rollout, rows: Sample
+) -> torch.Tensor | Absent:
+    """Return the teacher's log-probabilities [B, T] of a rollout, if the batch is to have them."""
+    teacher = parts.teacher
+    if isinstance(teacher, Teacher):
+        if parts.teacher_fn is None:
+            return ()  # it is taught by distributions, which the model function computes
+        return scored(config, parts, teacher.params, rows, parts.teacher_fn)
+    if teacher is None:
+        return ()
+    places = torch.arange(1, rollout.mask.shape[1] + 1, device=rollout.mask.device)
+    ends = (places * rollout.mask).amax(1)  # after the last token that was drawn
+    return _of_ranks(parts.mesh, lambda own: _asked(teacher, *own), (rollout.tokens, ends))
+
+
+def _asked(teacher: Scorer, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return what a teacher says of rows [B, T] up to their ends [B]: log-probabilities [B, T]."""
+    prompts = [row[:end] for row, end in zip(tokens.tolist(), ends.tolist(), strict=True)]
+    found = torch.zeros(tokens.shape, device=tokens.device)
+    asked = [row for row, prompt in enumerate(prompts) if prompt]
+    answers = teacher.score([prompts[row] for row in asked]) if asked else []
+    for row, answer in zip(asked, answers, strict=True):
+        found[row, 1 : len(prompts[row])] = torch.tensor(answer, device=tokens.device)
+    return found
+
+
+def _of_ranks(mesh: Mesh, fn: Callable[[_Rows], Any], rows: _Rows) -> Any:
+    """Return a function of all rows, of which each rank computes some."""
+    axis, count = mesh.all, len(tree.leaves(rows)[0])
     size = -(-count // axis.size)
-    places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=rows.tokens.device)
-    own = rows if axis.size == 1 else tree.map(lambda leaf: leaf[places % count], rows)
-    scores = score(model_fn or parts.model_fn, params, own, config.microbatch)
-    return tree.map(lambda leaf: all_gather(leaf, axis)[:count], scores)
+    own = rows
+    if axis.size > 1:
+        device = tree.leaves(rows)[0].device
+        places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=device) % count
+        own = tree.map(lambda leaf: leaf[places], rows)
+    return tree.map(lambda leaf: all_gather(leaf, axis)[:count], fn(own))
 
 
 def _check_agreement(report: Metrics, index: int) -> None:

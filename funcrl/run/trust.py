@@ -20,7 +20,8 @@ from funcrl.tasks.named import named_file
 
 # The options that can name code.
 CODE_OPTIONS = (
-    "task", "model", "algorithm.name", "optimizer.name", "generator", "reward", "compile.cache-dir",
+    "task", "model", "teacher", "algorithm.name", "optimizer.name", "generator", "reward",
+    "compile.cache-dir",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def named_code(config: TrainConfig, given: Collection[str] = ()) -> list[Code]:
     named = [
         ("task", "--task", "" if is_built_in(config.task) else config.task),
         ("model", "--model", config.model),
+        ("teacher", "--teacher", config.teacher or ""),
         ("algorithm", "--algorithm.name", config.algorithm.name),
         ("optimizer", "--optimizer.name", config.optimizer.name),
         ("generator", "--generator", config.generator),

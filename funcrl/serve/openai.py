@@ -27,7 +27,7 @@ _MAX_TOKENS = 16  # of a completion that says nothing; OpenAI's own
 _READ = {
     "model", "stream", "stream_options", "logprobs", "chat_template_kwargs", "max_tokens",
     "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop", "seed",
-    "min_tokens",
+    "min_tokens", "prompt_logprobs",
 }  # fmt: skip
 # What says nothing about the answer, or nothing with these values.
 _OF_NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -46,6 +46,7 @@ class Ask:
     prompts: list[list[int]]
     sampling: Sampling
     seed: int
+    scores_prompts: bool = False
     tokens: "queue.Queue[tuple[int, int] | None] | None" = None  # of a stream: (choice, token)
     is_over: threading.Event = field(default_factory=threading.Event)  # nobody reads the stream
 
@@ -53,6 +54,13 @@ class Ask:
     def size(self) -> int:
         """The number of completions."""
         return len(self.prompts) * self.sampling.num_samples
+
+
+class Drawn(NamedTuple):
+    """What one request gets."""
+
+    turns: list[Turn]
+    prompt_scores: list[list[float]]  # of each prompt's tokens from the second on, if asked for
 
 
 class ClientsGone(Exception):
@@ -108,6 +116,7 @@ class OpenAI:
         model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "funcrl"}
         return {
             "GET /v1/models": lambda _: as_json({"object": "list", "data": [model]}),
+            "POST /tokenize": self._tokenize,
             "POST /v1/completions": self._completions,
             "POST /v1/chat/completions": self._chat,
         }
@@ -122,6 +131,14 @@ class OpenAI:
             for each in (prompt if is_list else [prompt])
         ]
         return self._answer(asked, prompts, _COMPLETION)
+
+    def _tokenize(self, request: Request) -> Response:
+        """Answer as vLLM's route of this name does, without special tokens."""
+        text = request.json().get("prompt")
+        if not isinstance(text, str):
+            raise RequestError(400, f"expected a prompt of text, got {text!r}")
+        tokens = self._served.tokenizer.encode_answer(text)
+        return as_json({"tokens": tokens, "count": len(tokens)})
 
     def _chat(self, request: Request) -> Response:
         asked = self._checked(request.json(), "messages")
@@ -163,7 +180,14 @@ class OpenAI:
             raise RequestError(
                 400, f"expected logprobs of the drawn tokens alone, of no stream, got {logprobs}"
             )
-        ask = Ask(prompts, sampling, seed, queue.Queue() if is_stream else None)
+        wants_scores = asked.get("prompt_logprobs") is not None
+        if wants_scores and (asked["prompt_logprobs"] != 0 or is_stream or form is _CHAT):
+            raise RequestError(
+                400,
+                f"expected prompt_logprobs 0, of the prompt's own tokens, of completions without "
+                f"a stream, got {asked['prompt_logprobs']}",
+            )
+        ask = Ask(prompts, sampling, seed, wants_scores, queue.Queue() if is_stream else None)
         # Equal prompts of one call are drawn differently, and of one seed they should not be.
         joins = sampling if given is None else None
         number = self._shared.jobs.add(self._draw, ask, None, joins)
@@ -177,11 +201,14 @@ class OpenAI:
             wants_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = self._events(ask, number, form, head, wants_usage)
             return Response(body, kind="text/event-stream")
-        turns = self._result(number)
+        turns, scores = self._result(number)
         choices = [
             self._choice(index, turn, form, logprobs is not False)
             for index, turn in enumerate(turns)
         ]
+        for index, choice in enumerate(choices if wants_scores else []):
+            of_prompt = index // sampling.num_samples
+            choice["prompt_logprobs"] = _prompt_logprobs(prompts[of_prompt], scores[of_prompt])
         return as_json({**head, "choices": choices, "usage": _usage(ask, turns)})
 
     def _choice(self, index: int, turn: Turn, form: Form, wants_logprobs: bool) -> dict[str, Any]:
@@ -218,7 +245,7 @@ class OpenAI:
         except (ValueError, TypeError) as error:
             raise RequestError(400, str(error)) from error
 
-    def _draw(self, asks: Sequence[Ask]) -> list[list[Turn]]:
+    def _draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """Draw for several requests in one call: they are drawn alike."""
         streams = [(ask, index) for ask in asks for index in range(ask.size)]
 
@@ -233,10 +260,12 @@ class OpenAI:
         try:
             self._shared.push(_BASE, lambda: self._served.params)
             prompts = [prompt for ask in asks for prompt in ask.prompts]
-            samples = self._shared.generator.generate(prompts, sampling, asks[0].seed, listen)
-            return self._turns(samples, asks)
+            generator = self._shared.generator
+            samples = generator.generate(prompts, sampling, asks[0].seed, listen)
+            scores = [generator.score(ask.prompts) if ask.scores_prompts else [] for ask in asks]
+            return [Drawn(*each) for each in zip(self._turns(samples, asks), scores, strict=True)]
         except ClientsGone:
-            return [[] for _ in asks]
+            return [Drawn([], []) for _ in asks]
         finally:
             for ask in asks:
                 if ask.tokens is not None:
@@ -246,9 +275,9 @@ class OpenAI:
         turns = read_turns(samples, self._served.tokenizer, asks[0].sampling)
         return [[next(turns) for _ in range(ask.size)] for ask in asks]
 
-    def _result(self, number: int) -> list[Turn]:
+    def _result(self, number: int) -> Drawn:
         """Return what a job has drawn, once it has; raise what it failed with."""
-        found: list[Turn] | Failure | None = None
+        found: Drawn | Failure | None = None
         while found is None:
             found = self._shared.jobs.result(number, timeout=1.0, keep=False)
             if found is None and self._shared.jobs.is_closed:
@@ -273,7 +302,7 @@ class OpenAI:
                 if text:
                     yield _event(head, index, form.part(text))
             try:
-                turns = self._result(number)
+                turns = self._result(number).turns
             except RequestError as error:
                 yield _data(error_fields(str(error)))
                 return
@@ -307,6 +336,12 @@ def _message(given: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise ValueError(f"contents of text, got {content!r}")
     return {"role": given["role"], "content": content}
+
+
+def _prompt_logprobs(prompt: Sequence[int], scores: Sequence[float]) -> list[Any]:
+    """Return what a prompt's tokens score, as vLLM writes it: nothing of the first."""
+    pairs = zip(prompt[1:], scores, strict=True)
+    return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 
 
 def _usage(ask: Ask, turns: Sequence[Turn]) -> dict[str, int]:

@@ -4,9 +4,6 @@ import asyncio
 import hashlib
 import json
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,12 @@ import torch
 from funcrl.core import checks
 from funcrl.core.arguments import Count, FinitePositive, checked
 from funcrl.core.files import brief
+from funcrl.core.http import ask
 from funcrl.tasks.contracts import Prompt
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.sources import find
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_LONGEST = 120.0  # seconds without a byte
-_FIRST_WAIT = 0.5  # seconds before the second attempt, and twice as long before each other
 
 
 @checked
@@ -144,8 +140,6 @@ def ask_judge(
         'judge'
     """
     url = f"{address.rstrip('/')}/chat/completions"
-    headers = {"Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     kept = _Cache(None if cache is None else Path(cache))
 
     async def judge(prompt: Prompt, completion: str) -> float:
@@ -157,8 +151,8 @@ def ask_judge(
         sent = json.dumps(body, sort_keys=True).encode()
         name = hashlib.sha256(url.encode() + sent).hexdigest()
         if name not in kept.answers:
-            request = urllib.request.Request(url, sent, headers)
-            kept.add(name, await asyncio.to_thread(_answer, request, attempts))
+            answer = await asyncio.to_thread(ask, "ask_judge", url, sent, key, attempts)
+            kept.add(name, _text(answer))
         return _score(kept.answers[name], best)
 
     return judge
@@ -171,28 +165,15 @@ def _score(answer: str, best: float) -> float:
     return min(max(float(found[-1]) / best, 0.0), 1.0)
 
 
-def _answer(request: urllib.request.Request, attempts: int) -> str:
-    """Return what a service answers; a busy or failing one is asked again."""
-    wait = _FIRST_WAIT
-    for attempt in range(1, attempts + 1):
-        try:
-            with urllib.request.urlopen(request, timeout=_LONGEST) as response:
-                answer = json.load(response)["choices"][0]["message"]["content"]
-            return str(answer)
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:200]
-            failure = f"{error.code} {said}"
-            may_pass = error.code in (408, 409, 429) or error.code >= 500
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            failure, may_pass = f"{type(error).__name__}: {error}", isinstance(error, OSError)
-        if not may_pass or attempt == attempts:
-            break
-        time.sleep(wait)
-        wait *= 2
-    raise ConnectionError(
-        f"ask_judge expects an answer from {request.full_url}, got {failure} after {attempt} of "
-        f"{attempts} attempts."
-    )
+def _text(answer: Any) -> str:
+    """Return what the first choice of an answer says."""
+    try:
+        return str(answer["choices"][0]["message"]["content"])
+    except (LookupError, TypeError) as error:
+        raise ConnectionError(
+            f"ask_judge expects an answer with choices, got {type(error).__name__}: {error} in "
+            f"{brief(str(answer))}."
+        ) from error
 
 
 class _Cache:

@@ -151,7 +151,7 @@ def test_a_judge_is_asked_once_and_its_number_is_the_reward(tmp_path):
 
 
 def test_a_busy_service_is_asked_again_and_one_that_refuses_is_not(monkeypatch):
-    monkeypatch.setattr("funcrl.tasks.model_rewards._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("funcrl.core.http._FIRST_WAIT", 0.01)
     with judging([503, 429, "4"]) as (address, asked):
         judge = ask_judge(address, "m", "{completion}", best=5.0)
         assert asyncio.run(judge(PROMPT, "a")) == 0.8
