@@ -247,7 +247,10 @@ def test_a_teacher_is_counted_in_the_memory(teacher):
             {"algorithm": AlgorithmConfig(divergence="forward")},
             "--teacher MODEL with --algorithm.teacher and --algorithm.divergence",
         ),
-        ({"teacher": "micro"}, "expects --teacher to be pretrained weights, the folder of a run, or"),
+        (
+            {"teacher": "micro"},
+            "expects --teacher to be pretrained weights, the folder of a run, or",
+        ),
         ({"teacher": "./no-such"}, "train expects --teacher to be one of"),
         ({"teacher": "RUN", "numerics": "exact"}, "--algorithm.divergence sampled with --numerics"),
         ({"teacher": "RUN", "task": "calculator"}, "tokenizer that --teacher"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import verifiers_guess
 from cases import equal
-from renderers import create_renderer
+from renderers import Qwen3RendererConfig, create_renderer
 from test_episodes import Script
 from verifiers_guess import RENDERER, qwen_tokenizer
 
@@ -201,3 +201,41 @@ def test_a_run_trains_on_it_and_resumes_to_the_same_bits(tmp_path):
     rest = funcrl.train(options("cut"), task=guess(held_out=0.2), resume=True)
     assert equal(whole.state.params, rest.state.params)
     assert torch.isfinite(torch.tensor(whole.history[1]["loss"]))
+
+
+QWEN3 = (  # what of Qwen3's template is between two turns
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' }}{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_chat_tasks_go_on_after_an_answer_as_renderers_does(thinks):
+    """funcrl encodes what follows an answer from the template; renderers has it in code."""
+    inner = qwen_tokenizer().inner
+    inner.chat_template = QWEN3
+    kwargs = {"enable_thinking": thinks}
+    tokenizer = funcrl.tasks.ChatTokenizer(inner, chat_template_kwargs=kwargs)
+    config = Qwen3RendererConfig(enable_thinking=thinks, thinking_retention="all")
+    renderer = create_renderer(inner, config)
+    prompt = tokenizer.encode("Which shelf?")
+    asked = [{"role": "user", "content": "Which shelf?"}]
+    assert prompt == renderer.render_ids(asked, add_generation_prompt=True)
+    said = "<think>\nhm\n</think>\n\nfour" if thinks else "four"
+    answer = [*tokenizer.encode_answer(said), tokenizer.end]
+    for messages, written in [
+        ([{"role": "user", "content": "Are you sure?"}], tokenizer.encode_reply("Are you sure?")),
+        ([{"role": "tool", "content": "4 books"}], tokenizer.encode_results(["4 books"])),
+        (
+            [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}],
+            tokenizer.encode_results(["4", "5"]),
+        ),
+    ]:
+        bridged = renderer.bridge_to_next_turn(prompt, answer, messages)
+        assert bridged.token_ids == [*prompt, *answer, *written]
