@@ -3,11 +3,14 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from funcrl.config import TrainConfig
-from funcrl.core.types import Batch, PackedBatch, Rows
+from funcrl.core import tree
+from funcrl.core.types import Batch, ModelFn, PackedBatch, Params, Rows, TokenScores
 from funcrl.loop.build import Parts, trained_like
 from funcrl.loop.memory import LONGEST
+from funcrl.loop.rollouts.roll import rows_of
 from funcrl.models import Transformer
 from funcrl.models.logprobs import reading_segments, score
 from funcrl.rl.batching import sampled_tokens
@@ -34,6 +37,38 @@ def to_rows(config: TrainConfig, batch: Batch) -> Rows:
             f"its prompt, got {length}."
         )
     return _packing(config)(batch, length, config.pack_rows)
+
+
+def score_in_rows(
+    config: TrainConfig, model_fn: ModelFn, params: Params, tokens: Tensor, mask: Tensor
+) -> TokenScores:
+    """Return the scores [B, T] of a rollout's sampled tokens, computed in rows as the step's are.
+
+    Args:
+        config: whose `packing` and `microbatch` say how.
+        model_fn: that scores; of packed rows it reads `segment_ids`.
+        params: its parameters.
+        tokens: [B, T], one sample a row.
+        mask: [B, T], True where a token was sampled; of packed rows other tokens score 0.
+    """
+    rows = rows_of(tokens)
+    if config.packing == "none":
+        return score(model_fn, params, rows, config.microbatch)
+    nothing = torch.zeros_like(tokens)
+    places = torch.arange(1, tokens.numel() + 1, device=tokens.device).view_as(tokens)
+    # Where each token of a packed row comes from is carried in place of its advantage.
+    batch = Batch(*rows, mask, nothing, advantages=places, token_weights=nothing)
+    packed = to_rows(config, batch)
+    found = score(model_fn, params, packed, config.microbatch)
+    is_token = packed.advantages > 0
+
+    def unpacked(values: Tensor) -> Tensor:
+        padded = torch.zeros(tokens.shape, dtype=values.dtype, device=values.device)
+        padded.view(-1)[packed.advantages[is_token] - 1] = values[is_token]
+        return padded
+
+    scores: TokenScores = tree.map(unpacked, found)
+    return scores
 
 
 def check_packing(config: TrainConfig, parts: Parts) -> None:

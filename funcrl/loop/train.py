@@ -38,7 +38,6 @@ from funcrl.loop.rollouts.roll import (
     EVALUATION,
     WARM_START,
     left_out,
-    rows_of,
     whole_policy,
     whole_trained,
 )
@@ -441,5 +440,6 @@ def _eval_loss(
     if not prompts:
         return {}
     rollout = pad_length(answers_of(parts.task, prompts, config.device), config.length_multiple)
-    logprobs = scored(config, parts, trained, rows_of(rollout))[rollout.mask]
+    padded = replace(config, packing="none")  # a held-out row may be longer than a packed one
+    logprobs = scored(padded, parts, trained, rollout)[rollout.mask]
     return {"eval/loss": -logprobs.to(torch.float64).mean().item()}

@@ -13,15 +13,14 @@ from funcrl.core.types import (
     ModelFn,
     Params,
     Rollout,
-    Sample,
     TokenScores,
     TrainState,
 )
 from funcrl.generators import Scorer
 from funcrl.loop.build import Parts, whole_params
-from funcrl.loop.pack import to_rows
-from funcrl.loop.rollouts.roll import ORDER, Rolled, rows_of, whole_trained
-from funcrl.models.logprobs import Teacher, score
+from funcrl.loop.pack import score_in_rows, to_rows
+from funcrl.loop.rollouts.roll import ORDER, Rolled, whole_trained
+from funcrl.models.logprobs import Teacher
 from funcrl.parallel import Mesh, all_gather, own_rows
 from funcrl.rl import metrics
 from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_length
@@ -46,22 +45,21 @@ def update(
     if rollout is None or not len(rollout.rewards):
         return state, {"num_tokens": 0.0}  # nothing differed, so there is nothing to learn
     rollout = pad_length(rollout, config.length_multiple)
-    rows = rows_of(rollout)
     if parts.sampling.truncates and config.behavior == "policy" and not parts.is_supervised:
         # The sampler's log-probabilities are of a truncated and renormalised distribution, which is
         # not the one that is trained: the ratio would not be 1 before the first update.
         drawn_by = whole_trained(parts, rolled.policy)
-        behavior = scored(config, parts, drawn_by, rows)
+        behavior = scored(config, parts, drawn_by, rollout)
         rollout = rollout._replace(behavior_logprobs=behavior.where(rollout.mask, 0.0))
     ref_logprobs: torch.Tensor | Absent = ()
     if reference is not None:
-        ref_logprobs = scored(config, parts, reference, rows)
-    teacher_logprobs = _teacher_logprobs(config, parts, rollout, rows)
+        ref_logprobs = scored(config, parts, reference, rollout)
+    teacher_logprobs = _teacher_logprobs(config, parts, rollout)
     batch = collate(rollout, parts.algorithm, ref_logprobs, teacher_logprobs)
     if parts.algorithm.value_weight != ():
         options = config.algorithm
         # Once for all updates of the rollout, by the critic before the first.
-        scores = _scores(config, parts, whole_params(parts, state.params), rows)
+        scores = _scores(config, parts, whole_params(parts, state.params), rollout)
         batch = gae(options.gamma, options.lam, whiten=options.whiten)(scores, batch)
     reports: list[Metrics] = []
     for iteration in range(config.num_iterations):
@@ -82,37 +80,35 @@ def scored(
     config: TrainConfig,
     parts: Parts,
     params: Params,
-    rows: Sample,
+    rollout: Rollout,
     model_fn: ModelFn | None = None,
 ) -> torch.Tensor:
-    """Return the log-probabilities [B, T] of rows, as `_scores` does."""
-    return _scores(config, parts, params, rows, model_fn).logprobs
+    """Return the log-probabilities [B, T] of a rollout's sampled tokens, as `_scores` does."""
+    return _scores(config, parts, params, rollout, model_fn).logprobs
 
 
 def _scores(
     config: TrainConfig,
     parts: Parts,
     params: Params,
-    rows: Sample,
+    rollout: Rollout,
     model_fn: ModelFn | None = None,
 ) -> TokenScores:
-    """Return the scores [B, T] of rows, of which each rank computes some.
+    """Return the scores [B, T] of a rollout's sampled tokens, of which each rank computes some.
 
     They are the policy's if no other model function is given.
     """
-    fn = model_fn or parts.model_fn
-    return _of_ranks(parts.mesh, lambda own: score(fn, params, own, config.microbatch), rows)
+    fn, rows = model_fn or parts.model_fn, (rollout.tokens, rollout.mask)
+    return _of_ranks(parts.mesh, lambda own: score_in_rows(config, fn, params, *own), rows)
 
 
-def _teacher_logprobs(
-    config: TrainConfig, parts: Parts, rollout: Rollout, rows: Sample
-) -> torch.Tensor | Absent:
+def _teacher_logprobs(config: TrainConfig, parts: Parts, rollout: Rollout) -> torch.Tensor | Absent:
     """Return the teacher's log-probabilities [B, T] of a rollout, if the batch is to have them."""
     teacher = parts.teacher
     if isinstance(teacher, Teacher):
         if parts.teacher_fn is None:
             return ()  # it is taught by distributions, which the model function computes
-        return scored(config, parts, teacher.params, rows, parts.teacher_fn)
+        return scored(config, parts, teacher.params, rollout, parts.teacher_fn)
     if teacher is None:
         return ()
     places = torch.arange(1, rollout.mask.shape[1] + 1, device=rollout.mask.device)

@@ -194,14 +194,14 @@ def _by_prompt(batch: Batch, sizes: Sequence[int]) -> list[_Group]:
     A prompt is the tokens before the first sampled one, with their positions. Its last token is
     left to each sample, because it predicts the first one of a completion.
     """
-    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    found: dict[tuple[int, bytes, bytes], list[int]] = {}
     starts = sampled_tokens(batch).to(torch.int64).argmax(dim=1).tolist()
-    rows = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
-    for sample, row in enumerate(rows):
+    tokens, positions = (each.cpu().numpy() for each in (batch.tokens, batch.positions))
+    for sample, start in enumerate(starts):
         if sizes[sample]:
-            prompt = tuple(zip(*(values[: starts[sample]] for values in row), strict=True))
-            found.setdefault(prompt, []).append(sample)
-    return [_Group(max(len(prompt) - 1, 0), tuple(each)) for prompt, each in found.items()]
+            prompt = tokens[sample, :start].tobytes(), positions[sample, :start].tobytes()
+            found.setdefault((start, *prompt), []).append(sample)
+    return [_Group(max(start - 1, 0), tuple(each)) for (start, *_), each in found.items()]
 
 
 def _fill_rows(groups: Sequence[_Group], sizes: Sequence[int], length: int) -> list[list[_Group]]:
@@ -230,17 +230,21 @@ def _fill_rows(groups: Sequence[_Group], sizes: Sequence[int], length: int) -> l
     for group in sorted(groups, key=tokens_of, reverse=True):
         rest = group._replace(samples=tuple(sorted(group.samples, key=lambda each: -sizes[each])))
         while rest.samples:
-            choices = [fitting(rest, left) for left in [*room, length]]
-            most = max(len(choice) for choice in choices)
-            # A new row, the last choice, only where no other takes as many.
-            row = next(at for at, choice in enumerate(choices) if len(choice) == most)
+            taken: tuple[int, ...] = ()
+            shortest = sizes[rest.samples[-1]]
+            for at, left in enumerate([*room, length]):  # the last is a new row
+                choice = fitting(rest, left) if left >= shortest else ()
+                if len(choice) > len(taken):
+                    row, taken = at, choice
+                    if len(taken) == len(rest.samples):
+                        break
             if row == len(rows):
                 rows.append([])
                 room.append(length)
-            placed = rest._replace(samples=choices[row])
+            placed = rest._replace(samples=taken)
             rows[row].append(placed)
             room[row] -= tokens_of(placed)
-            left_over = tuple(each for each in rest.samples if each not in placed.samples)
+            left_over = tuple(each for each in rest.samples if each not in {*taken})
             rest = rest._replace(samples=left_over)
     return rows
 
@@ -269,22 +273,28 @@ def _laid(
             f"{num_rows:,} rows of {length:,}."
         )
     width, device = batch.mask.shape[1], batch.mask.device
-    # The indices are made on the CPU, slice by slice, and moved to the device once.
-    source = torch.full((num_rows, length), -1, dtype=torch.int64, device="cpu")
-    segment_ids, prefix_ids = source.clone(), source.clone()
+    # Of each segment: its first token's place in the packed batch and in the padded one, its
+    # number in its row, the segment whose tokens it sees too, and its length.
+    segments: list[tuple[int, int, int, int, int]] = []
     for row, pieces in enumerate(rows):
-        start = 0
-        for segment, piece in enumerate(pieces):
-            place = slice(start, start + piece.stop - piece.start)
-            first = piece.sample * width
-            source[row, place] = torch.arange(first + piece.start, first + piece.stop, device="cpu")
-            segment_ids[row, place] = segment
-            prefix_ids[row, place] = piece.prefix
-            start = place.stop
-    gather = _gathering(source.to(device))
-    packed: Batch = tree.map(gather, batch)
-    fields = packed._asdict()
-    return PackedBatch(segment_ids=segment_ids.to(device), **fields), prefix_ids.to(device)
+        place = row * length
+        for number, (sample, start, stop, prefix) in enumerate(pieces):
+            segments.append((place, sample * width + start, number, prefix, stop - start))
+            place += stop - start
+    table = torch.tensor(segments, dtype=torch.int64, device=device).reshape(-1, 5)
+    lengths = table[:, 4]
+    places, sources, *numbers = torch.repeat_interleave(table[:, :4], lengths, dim=0).T
+    within = torch.arange(len(places), device=device)
+    within -= torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+
+    def laid(values: Tensor) -> Tensor:
+        """Return values of tokens at their places in the packed batch, -1 where there is none."""
+        empty = torch.full((num_rows * length,), -1, dtype=torch.int64, device=device)
+        return empty.index_copy(0, places + within, values).view(num_rows, length)
+
+    segment_ids, prefix_ids = map(laid, numbers)
+    packed: Batch = tree.map(_gathering(laid(sources + within)), batch)
+    return PackedBatch(segment_ids=segment_ids, **packed._asdict()), prefix_ids
 
 
 def _gathering(source: Tensor) -> Callable[[Tensor], Tensor]:

@@ -98,7 +98,7 @@ def tokens_of_first(
     if rollout.tokens[0, : part.stop].tolist() != prompt + tokens:
         return {}
     first = pad_length(Rollout(*(leaf[:1] for leaf in rollout)), multiple)
-    scores = score(parts.model_fn, params, rows_of(first))
+    scores = score(parts.model_fn, params, rows_of(first.tokens))
     mask = completed.samples.mask[0, :count].tolist()
 
     def known(values: Tensor) -> list[float | None]:

@@ -69,10 +69,10 @@ def prompts_of(config: TrainConfig, task: Task, index: int) -> Sequence[Prompt]:
     return prompts
 
 
-def rows_of(rollout: Rollout) -> Sample:
-    """Return a rollout's rows as a model function reads them."""
-    positions = torch.arange(rollout.tokens.shape[1], device=rollout.tokens.device)
-    return Sample(rollout.tokens, positions.expand_as(rollout.tokens))
+def rows_of(tokens: torch.Tensor) -> Sample:
+    """Return a rollout's rows [B, T] as a model function reads them."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return Sample(tokens, positions.expand_as(tokens))
 
 
 def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolled:

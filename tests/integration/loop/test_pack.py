@@ -17,7 +17,7 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from funcrl.loop.pack import to_rows
+from funcrl.loop.pack import score_in_rows, to_rows
 
 PACKINGS = ["samples", "prefixes"]
 
@@ -66,6 +66,40 @@ def test_a_packed_run_is_resumed_and_compiled_to_the_same_bits(tmp_path, packing
     # Plain rows are another way to compute the same, so that a run may change to them.
     plain = small(tmp_path / "run", steps=3)
     assert len(funcrl.train(plain, resume=True).history) == 4
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", ["exact", "critic"])
+def test_what_is_scored_in_packed_rows_is_what_padded_rows_score(tmp_path, packing, kind):
+    """Samples of two turns, one without a sampled token, in micro-batches of packed rows."""
+    shape = dataclasses.replace(
+        funcrl.models.shape("micro", 20), numerics="exact" if kind == "exact" else "native"
+    )
+    model = funcrl.models.Transformer(shape)
+    params = funcrl.init_params(model, seed=0)
+    if kind == "critic":
+        params = funcrl.tree.cast(funcrl.models.with_critic(params, shape.width), torch.float64)
+        draws = torch.Generator().manual_seed(0)
+        params["critic.weight"] = torch.randn(shape.width, generator=draws, dtype=torch.float64)
+    model_fn = funcrl.logprob_fn(model, chunk=5, critic=kind == "critic")
+    draws = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 20, (12, 11), generator=draws)
+    tokens[:, :3] = torch.tensor([[1, 2, 3], [4, 5, 6]]).repeat_interleave(6, dim=0)
+    places = torch.arange(11)
+    mask = (places >= 3) & (places < torch.randint(4, 12, (12, 1), generator=draws)) & (places != 6)
+    mask[4] = False
+    padded, packed = (
+        score_in_rows(small(tmp_path, microbatch=2, **each), model_fn, params, tokens, mask)
+        for each in ({}, {"packing": packing, "pack_length": 25})
+    )
+    for name in ("logprobs", "entropy") if kind == "exact" else ("logprobs", "entropy", "values"):
+        wanted, found = (getattr(each, name) for each in (padded, packed))
+        assert found.dtype == wanted.dtype
+        if kind == "exact":
+            assert torch.equal(found[mask], wanted[mask])
+        else:
+            assert (found - wanted)[mask].abs().max() < 1e-13
+        assert wanted[mask].abs().min() > 0
 
 
 def test_rows_are_as_long_as_was_said_or_four_times_the_longest_sample(tmp_path):
