@@ -17,7 +17,7 @@ from torch import distributed
 import funcrl
 from funcrl.parallel import layout_of, make_mesh, own_rows, unshard
 
-STEPS = 20
+FEW, MANY = 6, 20  # steps in a row
 
 
 def rollout_of(seed, prompts=4, samples=2, length=9):
@@ -40,7 +40,7 @@ def rollout_of(seed, prompts=4, samples=2, length=9):
 
 def steps(
     mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
-    schedule=True, model=None, shard="none", taught=False, critic=False, **options,
+    schedule=True, model=None, shard="none", taught=False, critic=False, count=FEW, **options,
 ):  # fmt: skip
     """The parameters after some steps in a row with a schedule, and the metrics of each."""
     model = model or tiny_model()
@@ -73,7 +73,7 @@ def steps(
         model_fn, algorithm=algorithm, optimizer=optimizer, mesh=mesh, layout=layout, **options
     )
     state, reports = step.init(trained), []
-    for seed in range(STEPS):
+    for seed in range(count):
         rollout = rollout_of(seed)
         rollout = type(rollout)(*(leaf[drop:] for leaf in rollout))
         ref = ()
@@ -102,12 +102,13 @@ KL = {"algorithm": funcrl.grpo(kl=0.1), "reference": True}
 TAUGHT = {"algorithm": funcrl.grpo(kl=0.1, teacher=0.5), "reference": True, "taught": True}
 STREAMS = funcrl.grpo(teacher=0.5)._replace(ce_weight=funcrl.aggregation.token_mean)
 CLIP = {"per_sample": funcrl.clip_per_sample(0.05)}
-EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "model": tiny_model(numerics="exact")}
+EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "count": MANY}
+EXACT |= {"model": tiny_model(numerics="exact")}
 traced = funcrl.CompileConfig(backend="eager", remat="selective")
 aot = funcrl.CompileConfig(backend="aot_eager", remat="selective")  # what is sent is not
 inductor = funcrl.CompileConfig(backend="inductor")
 CASES = {
-    "grpo": partial(steps, algorithm=funcrl.grpo()),
+    "grpo": partial(steps, algorithm=funcrl.grpo(), count=MANY),
     "gspo": partial(steps, algorithm=funcrl.gspo()),
     "dapo": partial(steps, algorithm=funcrl.dapo(), microbatch=1),
     "seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1),

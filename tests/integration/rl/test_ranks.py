@@ -37,7 +37,7 @@ def together(tmp_path_factory):
     ("name", "size"), [(name, size) for size in (2, 3, 4) for name in cases_of(size)]
 )
 def test_ranks_take_the_steps_of_one(alone, together, name, size):
-    """Twenty in a row, with a schedule: parameters, and every metric; compiled as eager."""
+    """Six or twenty in a row, with a schedule: parameters, and every metric; compiled as eager."""
     wanted = alone[COMPILED[name][1] if name in COMPILED else name]
     is_exact = name.startswith("exact")
     first, *others = (rank[name] for rank in together[size])
