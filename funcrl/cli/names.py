@@ -64,7 +64,7 @@ _KNOWN_AS = {
     "max-seq-length": ("vllm.context-length",),
     "n": ("num-generations", "num-samples"),
     "num-workers": ("threads",),
-    "optim": ("optimizer.name", "optimizer.learning-rate"),
+    "optim": ("optimizer.name", "optimizer.moments"),
     "out-dir": ("run-dir", "out"),
     "output": ("run-dir", "out"),
     "per-device-train-batch-size": ("microbatch",),

@@ -142,6 +142,9 @@ class OptimizerConfig(CheckedFields):
     """The number of updates over which the learning rate rises from 0."""
     weight_decay: FiniteNotNegative = 0.0
     """The optimizer's weight decay."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """How adamw keeps its two moments: in float32, or in eight bits a number, a quarter of the
+    memory."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
     clip_per_sample: Positive | None = None

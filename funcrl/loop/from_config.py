@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -237,7 +237,8 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
     elif options.name == "sgd":
         made = optim.sgd(rate, weight_decay=options.weight_decay)
     else:
-        made = optim.adamw(rate, weight_decay=options.weight_decay)
+        kept: Literal["8bit"] | None = "8bit" if options.moments == "8bit" else None
+        made = optim.adamw(rate, weight_decay=options.weight_decay, moment_dtype=kept)
     return optim.chain(optim.clip_by_global_norm(options.max_grad_norm, axis), made)
 
 

@@ -14,6 +14,7 @@ from funcrl.models.config import Kind
 from funcrl.ops.quantized import BLOCK
 
 _FLOAT = 4
+_EIGHT_BITS = 1 + _FLOAT / 256  # bytes of a moment with its share of a scale
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
 # (docs/benchmarks.md, "The memory estimate").
 _RESERVE = 0.19
@@ -149,6 +150,12 @@ def _rows_of_training(
     return -(-(rows + -rows % config.pack_rows) // num_ranks), packed
 
 
+def _moments(config: TrainConfig, trained: int) -> int:
+    """Return the bytes of one of AdamW's moments of so many bytes of float32 parameters."""
+    share = _EIGHT_BITS / _FLOAT if config.optimizer.moments == "8bit" else 1
+    return round(share * trained)
+
+
 class _Shares(NamedTuple):
     """The bytes of float32 numbers of all that is trained, as a rank has them."""
 
@@ -161,14 +168,15 @@ class _Shares(NamedTuple):
 def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _Shares:
     whole = _FLOAT * num_trained(config, shape)
     part = -(-whole // num_ranks)
+    moments = _moments(config, whole if config.shard == "none" else part)
     if config.shard == "none" or num_ranks == 1:
-        return _Shares(whole, whole, whole, gathered=0)
+        return _Shares(whole, whole, moments, gathered=0)
     # A compiled step scatters each gradient at once, and has two layers' parameters whole.
     is_late = config.compile is not None
     gradients = part if is_late else whole
     if config.shard == "optimizer":
-        return _Shares(whole, gradients, part, gathered=0)
-    return _Shares(part, gradients, part, 2 * whole // shape.num_layers if is_late else whole)
+        return _Shares(whole, gradients, moments, gathered=0)
+    return _Shares(part, gradients, moments, 2 * whole // shape.num_layers if is_late else whole)
 
 
 @checked
@@ -242,7 +250,7 @@ def estimate_memory(
     captured = is_captured and captured_runs(c)
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
-    saved = 0 if is_put_together or not config.checkpoint.every else 3 + config.max_staleness
+    saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
@@ -262,7 +270,7 @@ def estimate_memory(
         # With several updates a step, the state before the first is kept. Inductor's pieces write
         # over the old state layer by layer.
         next_state=(share.parameters + 2 * share.moments) * (0 if is_in_place else num_states),
-        checkpoint=saved * trained,
+        checkpoint=saves * ((1 + config.max_staleness) * trained + 2 * _moments(config, trained)),
         cache=cache,
         kept_cache=cache if captured else 0,
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.custom_op import Tensors, as_rows, differentiable, operator
-from funcrl.core.numerics import at_least_float32
+from funcrl.core.numerics import at_least_float32, in_levels, of_levels
 
 Bits: TypeAlias = Literal["int8", "nf4"]
 BLOCK = 64  # numbers of a row that share a scale
@@ -58,12 +58,8 @@ def quantize(weight: Tensor, bits: Bits = "nf4") -> Quantized:
     if bits == "nf4" and width % 2:
         raise ValueError(f"quantize expects an even number of columns for nf4, got {width}.")
     levels = _levels(bits, weight.device)
-    blocks = weight.detach().float().unflatten(1, (-1, math.gcd(BLOCK, width)))
-    scales = blocks.abs().amax(-1)
-    # A block of zeros has the scale 0, and any level is right there.
-    shares = blocks / scales.where(scales > 0, 1.0).unsqueeze(-1)
-    between = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(shares, between, out_int32=True).flatten(1).to(torch.uint8)
+    bounds = (levels[1:] + levels[:-1]) / 2
+    codes, scales = in_levels(weight.detach().float(), bounds, math.gcd(BLOCK, width))
     if bits == "nf4":
         codes = codes[:, ::2] << 4 | codes[:, 1::2]
     return Quantized(codes, scales, levels)
@@ -137,8 +133,7 @@ def _matrix(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     places = codes
     if levels.shape[0] == len(_NF4):
         places = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(-2)
-    blocks = levels[places.int()].unflatten(-1, (scales.shape[-1], -1))
-    return (blocks * scales.unsqueeze(-1)).flatten(-2)
+    return of_levels(places, scales, levels)
 
 
 def _sum(parts: Sequence[Tensor], down: Tensor, up: Tensor, scale: float) -> Tensor:

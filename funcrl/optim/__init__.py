@@ -20,6 +20,11 @@ from funcrl.optim.base import (
     stateless,
     zero_count,
 )
+from funcrl.optim.eight_bits import (
+    EightBits,
+    ScaleByAdam8bitState,
+    scale_by_adam_8bit,
+)
 from funcrl.optim.of_torch import FromTorchState, from_torch
 from funcrl.optim.optimizers import (
     ScaleByAdamState,
@@ -46,9 +51,11 @@ from funcrl.optim.schedules import (
 )
 
 __all__ = [
+    "EightBits",
     "EmptyState",
     "FromTorchState",
     "MaskedState",
+    "ScaleByAdam8bitState",
     "ScaleByAdamState",
     "ScaleByLearningRateState",
     "ScaleByMuonState",
@@ -70,6 +77,7 @@ __all__ = [
     "muon",
     "newton_schulz",
     "scale_by_adam",
+    "scale_by_adam_8bit",
     "scale_by_learning_rate",
     "scale_by_muon",
     "sgd",

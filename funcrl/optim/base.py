@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +11,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core import numerics, tree
-from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
+from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked, number
 from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.parallel import Axis, all_gather, global_norm
 from funcrl.parallel.mesh import ALONE
+
+# How slowly a running mean forgets.
+Decay: TypeAlias = Annotated[
+    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+]
 
 
 class EmptyState(NamedTuple):
@@ -82,9 +87,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def update(grads: TensorTree, state: tuple[Any, ...], params: Params) -> tuple[Tree, Any]:
         new_state = []
         updates = grads
-        for number, (tx, tx_state) in enumerate(zip(transformations, state, strict=True)):
+        for index, (tx, tx_state) in enumerate(zip(transformations, state, strict=True)):
             updates, tx_state = tx.update(updates, tx_state, params)
-            what = f"the updates of transformation {number}"
+            what = f"the updates of transformation {index}"
             tree.check_same_shapes("chain", what, updates, "the gradients", grads)
             new_state.append(tx_state)
         return updates, tuple(new_state)
@@ -280,6 +285,11 @@ def zero_count(params: Params) -> Tensor:
     if not tensors:
         raise ValueError("init expects at least one parameter, got none; does a mask select none?")
     return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+
+
+def bias_correction(beta: float, num_updates: Tensor) -> Tensor:
+    """Return `1 - beta^num_updates` in float64: in fp32 it would lose four digits at first."""
+    return 1 - beta ** num_updates.to(torch.float64)
 
 
 def _all_finite(values: Tree) -> Tensor:

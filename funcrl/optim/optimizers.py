@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,17 +15,13 @@ from funcrl.core.arguments import (
     NotNegative,
     TensorTree,
     checked,
-    number,
 )
 from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
-from funcrl.optim.base import add_decayed_weights, chain, zero_count
+from funcrl.optim.base import Decay, add_decayed_weights, bias_correction, chain, zero_count
+from funcrl.optim.eight_bits import scale_by_adam_8bit
 from funcrl.optim.schedules import LearningRate, scale_by_learning_rate
 
-# How slowly a running mean forgets.
-Decay: TypeAlias = Annotated[
-    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-]
 # (rows, columns) -> the factor of a matrix's updates.
 ShapeScale: TypeAlias = Callable[[int, int], float]
 Adjust: TypeAlias = Literal["original", "match_rms_adamw"]
@@ -63,7 +59,7 @@ def adamw(
     eps: NotNegative = 1e-8,
     weight_decay: NotNegative = 0.01,
     mask: Mask | None = None,
-    moment_dtype: torch.dtype | None = None,
+    moment_dtype: torch.dtype | Literal["8bit"] | None = None,
 ) -> GradientTransformation:
     """Return Adam with decoupled weight decay, as `torch.optim.AdamW` (arXiv:1711.05101).
 
@@ -77,7 +73,7 @@ def adamw(
         weight_decay: multiplies the parameters.
         mask: which leaves decay: a tree of bools or `(path, leaf) -> bool`; all when left out.
         moment_dtype: of the moments, such as `torch.float32` for bfloat16 parameters; that of
-            each parameter when left out.
+            each parameter when left out; or "8bit", as `scale_by_adam_8bit` keeps them.
 
     Example:
         >>> import torch, funcrl
@@ -87,7 +83,9 @@ def adamw(
         {'w': tensor([-0.1000,  0.1000])}
     """
     return chain(
-        scale_by_adam(betas, eps, moment_dtype),
+        scale_by_adam_8bit(betas, eps)
+        if moment_dtype == "8bit"
+        else scale_by_adam(betas, eps, moment_dtype),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -207,7 +205,7 @@ def scale_by_adam(
         square = tree.map(
             lambda v, g: torch.addcmul(b2 * v, g, g, value=1 - b2), state.square, grads
         )
-        mean_scale, square_scale = _bias(b1, num_updates), _bias(b2, num_updates)
+        mean_scale, square_scale = (bias_correction(beta, num_updates) for beta in betas)
         updates = tree.map(
             lambda m, v: ((m / mean_scale) / ((v / square_scale).sqrt() + eps)).to(m.dtype),
             mean,
@@ -322,8 +320,3 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
 def _like_moments(function: str, grads: TensorTree, moments: Tree) -> Tree:
     tree.check_same_shapes(function, "gradients", grads, "the parameters of init", moments)
     return tree.map(lambda grad, moment: grad.to(moment.dtype), grads, moments)
-
-
-def _bias(beta: float, num_updates: Tensor) -> Tensor:
-    """Return `1 - beta^num_updates` in float64: in fp32 it would lose four digits at first."""
-    return 1 - beta ** num_updates.to(torch.float64)

@@ -411,6 +411,7 @@ TABLE_OF_CALLS = {
     "optim.clip_by_global_norm": optimizer(optim.clip_by_global_norm(0.1)),
     "optim.add_decayed_weights": optimizer(optim.add_decayed_weights(0.1)),
     "optim.scale_by_adam": optimizer(optim.scale_by_adam()),
+    "optim.scale_by_adam_8bit": optimizer(optim.scale_by_adam_8bit()),
     "optim.scale_by_muon": optimizer(optim.scale_by_muon(nesterov=False)),
     "optim.scale_by_learning_rate": optimizer(optim.scale_by_learning_rate(0.1)),
     "optim.trace": optimizer(optim.trace(0.9)),

@@ -94,7 +94,7 @@ def _place(prompt: Prompt, outcome: Any) -> str:
 
 def _is_finite(value: Any) -> bool:
     """Return whether a reward is a number of float32."""
-    is_number = isinstance(value, float | int) or isinstance(value, SupportsFloat)  # which is slow
+    is_number = isinstance(value, (float, int, SupportsFloat))  # the last of which is slow
     try:
         return is_number and abs(float(value)) <= _LARGEST
     except (OverflowError, TypeError, ValueError):  # an integer too large, an array of several
