@@ -143,8 +143,7 @@ class OptimizerConfig(CheckedFields):
     weight_decay: FiniteNotNegative = 0.0
     """The optimizer's weight decay."""
     moments: Literal["float32", "8bit"] = "float32"
-    """How adamw keeps its two moments: in float32, or in eight bits a number, a quarter of the
-    memory."""
+    """How adamw keeps its two moments; 8bit takes a quarter of the memory."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
     clip_per_sample: Positive | None = None

@@ -111,27 +111,19 @@ def pairwise_sum(parts: Iterable[Tensor]) -> Tensor:
     return pairwise(wide, torch.add)
 
 
-def in_levels(values: Tensor, bounds: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return which level each number [..., I] is nearest to, uint8, and the scales of blocks.
+def in_blocks(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return numbers [..., I] as shares of their block's scale, and the scales [..., I / size].
 
-    A scale is the largest magnitude of `block` numbers of a row, [..., I / block], of which levels
-    are shares.
-
-    Args:
-        values: float32.
-        bounds: between two levels each, in rising order.
-        block: numbers of a row that share a scale; it divides the row.
+    A scale is the largest magnitude of `size` numbers of a row, which is a multiple of it.
     """
-    blocks = values.unflatten(-1, (-1, block))
+    blocks = values.unflatten(-1, (-1, size))
     scales = blocks.abs().amax(-1)
-    # A block of zeros has the scale 0, and any level is right there.
-    shares = blocks / scales.where(scales > 0, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(shares, bounds, out_int32=True)
-    return codes.flatten(-2).to(torch.uint8), scales
+    # A block of zeros has the scale 0.
+    return (blocks / scales.where(scales > 0, 1.0).unsqueeze(-1)).flatten(-2), scales
 
 
 def of_levels(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """Return the numbers [..., I] of which `in_levels` made codes and scales, as these round."""
+    """Return the numbers [..., I] that are levels, by their codes, times their block's scale."""
     # Several times as fast as levels[codes] on a CPU.
     values = levels.index_select(0, codes.flatten().int())
     blocks = values.view(*scales.shape, codes.shape[-1] // scales.shape[-1])

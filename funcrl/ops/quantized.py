@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.custom_op import Tensors, as_rows, differentiable, operator
-from funcrl.core.numerics import at_least_float32, in_levels, of_levels
+from funcrl.core.numerics import at_least_float32, in_blocks, of_levels
 
 Bits: TypeAlias = Literal["int8", "nf4"]
 BLOCK = 64  # numbers of a row that share a scale
@@ -58,8 +58,9 @@ def quantize(weight: Tensor, bits: Bits = "nf4") -> Quantized:
     if bits == "nf4" and width % 2:
         raise ValueError(f"quantize expects an even number of columns for nf4, got {width}.")
     levels = _levels(bits, weight.device)
+    shares, scales = in_blocks(weight.detach().float(), math.gcd(BLOCK, width))
     bounds = (levels[1:] + levels[:-1]) / 2
-    codes, scales = in_levels(weight.detach().float(), bounds, math.gcd(BLOCK, width))
+    codes = torch.bucketize(shares, bounds, out_int32=True).to(torch.uint8)
     if bits == "nf4":
         codes = codes[:, ::2] << 4 | codes[:, 1::2]
     return Quantized(codes, scales, levels)
