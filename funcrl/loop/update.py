@@ -7,6 +7,7 @@ import torch
 
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
+from funcrl.core.files import brief
 from funcrl.core.types import (
     Absent,
     Metrics,
@@ -122,6 +123,13 @@ def _asked(teacher: Scorer, tokens: torch.Tensor, ends: torch.Tensor) -> torch.T
     found = torch.zeros(tokens.shape, device=tokens.device)
     asked = [row for row, prompt in enumerate(prompts) if prompt]
     answers = teacher.score([prompts[row] for row in asked]) if asked else []
+    lengths, wanted = [len(each) for each in answers], [len(prompts[row]) - 1 for row in asked]
+    if lengths != wanted:
+        raise ValueError(
+            f"train expects score(prompts) of the teacher {teacher!r} to return the "
+            f"log-probability of each token from the second on, {brief(str(wanted))} of them, got "
+            f"{brief(str(lengths))}."
+        )
     for row, answer in zip(asked, answers, strict=True):
         found[row, 1 : len(prompts[row])] = torch.tensor(answer, device=tokens.device)
     return found

@@ -138,6 +138,18 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path, exact_teacher):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_teacher_that_scores_too_little_is_named(tmp_path, exact_teacher):
+    class Short:
+        def score(self, prompts):
+            return [[0.0] * (len(prompt) - 2) for prompt in prompts]
+
+    config = distilling(tmp_path / "run", exact_teacher, **SAMPLED)
+    with pytest.raises(
+        ValueError, match=r"score\(prompts\) of the teacher .*Short.* of each token"
+    ):
+        funcrl.train(replace(config, teacher=None), teacher=Short())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
