@@ -93,6 +93,8 @@ class Pace:
     def left(self) -> str:
         """Return the time left, as far as the steps so far tell."""
         steps = self._done - self._first
+        if self._done >= self.total:
+            return "0:00"
         if steps < 3:  # the first ones compile, or fill caches
             return "?"
         each = (time.monotonic() - self._started) / steps

@@ -39,10 +39,13 @@ def plain_lines(rows, every=0.0):
 
 
 def test_plain_lines_are_aligned_and_without_control_characters():
-    lines = plain_lines([ROW, {**ROW, "step": 40, "reward": float("nan"), "grad_norm": 12345.0}])
+    row = {**ROW, "step": 40, "reward": float("nan"), "grad_norm": 12345.0}
+    lines = plain_lines([{**ROW, "step": 2}, row, {**ROW, "step": 100}])
     assert lines[0] == "a run"
     assert lines[-1] == "saved"
-    assert re.match(r"step   3/100  reward  0.438  accuracy   0.61  length   2.84 ", lines[1])
+    assert re.match(r"step   2/100  reward  0.438  accuracy   0.61  length   2.84 ", lines[1])
+    assert lines[1].endswith("left ?")  # two steps say little
+    assert lines[3].endswith("left 0:00")
     assert "reward      -" in lines[2]
     assert "12,345" in lines[2]
     assert "left " in lines[2]
