@@ -31,7 +31,7 @@ from funcrl.config import TrainConfig, read_config, to_plain
 from funcrl.config.sections import BY_ITSELF
 from funcrl.core.arguments import FinitePositive, check_value
 from funcrl.core.printing import print_safely
-from funcrl.core.process import num_ranks
+from funcrl.core.process import is_out_of_memory, num_ranks
 from funcrl.loop import memory, sources
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import estimate_memory
@@ -46,6 +46,7 @@ from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.folder import check_options_kept
 from funcrl.run.trust import CODE_OPTIONS, check_file, named_code
 from funcrl.run.views import view_for
+from funcrl.tasks import Task
 from funcrl.tasks.load import is_rows
 from funcrl.weights.sources import PACKAGES, cached
 
@@ -230,6 +231,10 @@ def _run(
             )  # fmt: skip
     except KeyboardInterrupt:
         _exit(128 + (stop.received or signal.SIGINT))
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(_largest_part(config, trust is True))
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -304,9 +309,25 @@ def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     task, network = task_and_network(config, trust)
     if not isinstance(network, Transformer):
         return _sizes_of_others(network)
+    return _as_sizes(config, network, _estimated(config, task, network, trust))
+
+
+def _estimated(
+    config: TrainConfig, task: Task, network: Transformer, trust: bool
+) -> memory.MemoryEstimate:
     teacher = network_of_teacher("train", config, task.tokenizer, trust)
-    estimate = estimate_memory(config, network, task, num_ranks(), teacher)
-    return _as_sizes(config, network, estimate)
+    return estimate_memory(config, network, task, num_ranks(), teacher)
+
+
+def _largest_part(config: TrainConfig, trust: bool) -> str:
+    """Return what a run that ran out of memory needed the most of, and what lowers it."""
+    try:
+        task, network = task_and_network(config, trust)
+        if isinstance(network, Transformer):
+            return _estimated(config, task, network, trust).advice
+    except Exception as error:  # which must not take the place of the one that is explained
+        return f"How much each part needs could not be estimated: {error}"
+    return "How much each part needs is not known for a network that is no Transformer."
 
 
 def _sizes_of_others(network: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,25 @@ _RESERVE = 0.19
 LONGEST = 4
 
 
+# What lowers each part, where memory runs out.
+_LOWERED_BY = {
+    "parameters": "--lora.rank 16 with --lora.base-dtype nf4",
+    "optimizer": "--optimizer.moments 8bit",
+    "reference": "--algorithm.kl 0",
+    "teacher": "a teacher on another device (funcrl.ServedTeacher)",
+    "older": "--max-staleness 0",
+    "sampler": "--dtype bfloat16",
+    "activations": "--microbatch, --attend flash or --compile.remat selective",
+    "logits": "--logprob-chunk 256",
+    "recomputed": "--microbatch",
+    "gradients": "--lora.rank 16",
+    "next_state": "--compile.backend inductor",
+    "checkpoint": "--checkpoint.every 0",
+    "cache": "--slots",
+    "kept_cache": "--slots",
+}
+
+
 class MemoryEstimate(NamedTuple):
     """The bytes of each part of a run."""
 
@@ -41,6 +60,16 @@ class MemoryEstimate(NamedTuple):
     cache: int  # keys and values of the samples in progress
     kept_cache: int  # of these, what a captured sampler keeps while the step trains
     reserve: int = 0  # a GPU's context, and what its allocator and its graphs hold unused
+
+    @property
+    def advice(self) -> str:
+        """Which part is the largest, and what lowers it."""
+        parts = {name: value for name, value in self._asdict().items() if name in _LOWERED_BY}
+        name = max(parts, key=parts.__getitem__)
+        return (
+            f"By the estimate the largest part is {name}, {parts[name] / 1e9:.3g} GB where the "
+            f"peak is {self.peak / 1e9:.3g} GB; {_LOWERED_BY[name]} lowers it."
+        )
 
     @property
     def state(self) -> int:

@@ -82,6 +82,27 @@ def test_only_memory_that_ran_out_is_advised_about(command, error, said, monkeyp
     assert ("--microbatch" in err) == ("--microbatch" in said)
 
 
+def test_memory_that_runs_out_names_the_largest_part(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import funcrl, torch\n\n\ndef hungry(learning_rate):\n"
+        "    def update(grads, state, params):\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory.')\n\n"
+        "    return funcrl.optim.sgd(learning_rate)._replace(update=update)\n"
+    )
+    options = ["--optimizer.name", f"{own}:hungry", "--num-prompts", "64", *SMALL[2:]]
+    code, _, err = run(["train", "--run-dir", tmp_path / "run", *options], capsys)
+    assert code == 1
+    assert "CUDA out of memory." in err
+    assert "Memory ran out: --microbatch" in err
+    assert re.search(
+        r"By the estimate the largest part is (activations|cache), \S+ GB where the peak is "
+        r"\S+ GB; --(microbatch|slots)", err
+    ), err  # fmt: skip
+    assert "Traceback" not in err
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.slow
 def test_train_report_and_resume(tmp_path, capsys):
     folder = tmp_path / "run"
