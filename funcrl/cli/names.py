@@ -64,7 +64,6 @@ _KNOWN_AS = {
     "max-seq-length": ("vllm.context-length",),
     "n": ("num-generations", "num-samples"),
     "num-workers": ("threads",),
-    "optim": ("optimizer.name", "optimizer.moments"),
     "out-dir": ("run-dir", "out"),
     "output": ("run-dir", "out"),
     "per-device-train-batch-size": ("microbatch",),
@@ -128,6 +127,16 @@ _FLAGS = {
 }
 
 
+# The values of TRL's --optim; any other is a name for --optimizer.name.
+_OPTIM = {
+    "adamw_torch": ("optimizer.name", "adamw"),
+    "adamw_torch_fused": ("optimizer.name", "adamw"),
+    "adamw_8bit": ("optimizer.moments", "8bit"),
+    "adamw_bnb_8bit": ("optimizer.moments", "8bit"),
+    "adamw_torch_8bit": ("optimizer.moments", "8bit"),
+}
+
+
 def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return a line with the names of other libraries replaced, and which those were.
 
@@ -137,13 +146,19 @@ def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], 
     """
     line: list[str] = []
     found: dict[str, str] = {}
-    for text in args:
+    words = iter(args)
+    for text in words:
         flag, equals, value = text.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
         meant = next((each for each in _SAME_AS.get(name, ()) if each in options), None)
         if text.replace("_", "-") in _FLAGS and "lora.rank" in options:
             option, given = _FLAGS[text.replace("_", "-")]
             line = [f"--{option}", given, *line]  # before one that is given: the last one counts
+            found[flag] = f"--{option} {given}"
+        elif flag == "--optim" and "optimizer.moments" in options:
+            value = value if equals else next(words, "")
+            option, given = _OPTIM.get(value, ("optimizer.name", value))
+            line += [f"--{option}", given]
             found[flag] = f"--{option} {given}"
         elif flag.startswith("--") and name not in options and meant is not None:
             line.append(f"--{meant}{equals}{value}")

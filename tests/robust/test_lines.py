@@ -166,6 +166,9 @@ def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
         ("--lora-r 4 --use_peft", {"lora.rank": 4}),
         ("--use-peft --load_in_4bit", {"lora.rank": 16, "lora.base_dtype": "nf4"}),
         ("--lora-r 4 --load-in-8bit", {"lora.rank": 4, "lora.base_dtype": "int8"}),
+        ("--optim adamw_8bit --lr 3e-4",
+         {"optimizer.moments": "8bit", "optimizer.learning_rate": 3e-4}),
+        ("--optim=adamw_torch_fused", {"optimizer.name": "adamw", "optimizer.moments": "float32"}),
         ("--beta 0.5 --algorithm.kl 0.25", {"algorithm.kl": 0.25}),
     ],
 )  # fmt: skip
