@@ -107,7 +107,7 @@ def load_run(
     options = sources.options_of_run("load_run", "folder", run)
     given = set() if task is None else {"task"}
     runs.check_given("load_run", run, {"task", *sources.parts_of_network(options)} - given)
-    for line in check_run("load_run", options, run, given, trust):
+    for line in check_run("load_run", options, run, given | {"teacher"}, trust):
         note(line)
     tokenizer = None
     if task is None:

@@ -80,6 +80,7 @@ def test_a_file_names_a_server_which_evaluation_needs_no_more(
     store_of_another = [each.unlink() for each in store.iterdir()]  # another account
     assert store_of_another
     assert funcrl.evaluate(EvalConfig(run=run)) == found
+    assert funcrl.load_run(run).task.name == "sum_digits"
     with pytest.raises(TrustError, match=re.escape(f"--teacher {own}:served")):
         funcrl.train(replace(whole, steps=6), resume=True)
     dry = run_command(["train", "--teacher", f"{own}:served", "--dry-run"], capsys)
