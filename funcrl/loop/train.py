@@ -440,6 +440,7 @@ def _eval_loss(
     if not prompts:
         return {}
     rollout = pad_length(answers_of(parts.task, prompts, config.device), config.length_multiple)
-    padded = replace(config, packing="none")  # a held-out row may be longer than a packed one
+    # A held-out row may be longer than a packed one.
+    padded = replace(config, packing="none", pack_length=None, pack_rows=1)
     logprobs = scored(padded, parts, trained, rollout)[rollout.mask]
     return {"eval/loss": -logprobs.to(torch.float64).mean().item()}

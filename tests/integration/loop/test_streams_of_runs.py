@@ -91,7 +91,7 @@ def test_a_supervised_run_trains_on_the_answers(tmp_path):
     "options",
     [
         {},
-        {"packing": "samples", "num_minibatches": 2, "lora": LoraConfig(rank=2)},
+        {"packing": "samples", "num_minibatches": 2, "lora": LoraConfig(rank=2), "pack_length": 24},
         {"numerics": "exact"},
         {"compile": CompileConfig(backend="eager"), "length_multiple": 16, "num_iterations": 2},
     ],
