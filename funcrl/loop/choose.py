@@ -101,7 +101,7 @@ def choose_options(
         estimate = estimated(replace(found.config, **changes))
         if estimate.peak <= _FILLED * gpu_bytes:
             break
-    fits = "" if estimate.peak <= gpu_bytes else ", which does not fit"
+    fits = "" if estimate.peak <= gpu_bytes else f", which does not fit. {estimate.advice}"
     reason = f"{estimate.peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB estimated{fits}"
     for name, value in changes.items():
         found.choose(name, value, reason)

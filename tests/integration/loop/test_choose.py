@@ -60,7 +60,7 @@ def test_they_fit_the_gpu(gigabytes):
 def test_what_does_not_fit_is_said():
     chosen = funcrl.choose_options(config(), [], QWEN, 128, 4 * GB)
     assert chosen.config.microbatch == 1
-    assert "of 4 GB estimated, which does not fit" in chosen.reasons["microbatch"]
+    assert "of 4 GB estimated, which does not fit. By the est" in chosen.reasons["microbatch"]
 
 
 GIVEN = {
