@@ -35,8 +35,8 @@ _LOWERED_BY = {
     "logits": "--logprob-chunk 256",
     "recomputed": "--microbatch",
     "gradients": "--lora.rank 16",
-    "next_state": "--compile.backend inductor",
-    "checkpoint": "--checkpoint.every 0",
+    "next_state": "--compile.backend inductor or --optimizer.moments 8bit",
+    "checkpoint": "--optimizer.moments 8bit (or --checkpoint.every 0, without a resume)",
     "cache": "--slots",
     "kept_cache": "--slots",
 }
