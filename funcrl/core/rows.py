@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.func import vmap
 
 from funcrl.core import checks, tree
@@ -60,3 +62,8 @@ def over_rows(
             raise
 
     return rows
+
+
+def row_ends(mask: Tensor) -> Tensor:
+    """Return one past the last True of each row of a mask [B, T]; 0 for a row without any."""
+    return (torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask).amax(dim=1)

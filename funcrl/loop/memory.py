@@ -12,9 +12,10 @@ from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.config import Kind
 from funcrl.ops.quantized import BLOCK
+from funcrl.optim import eight_bits
 
 _FLOAT = 4
-_EIGHT_BITS = 1 + _FLOAT / 256  # bytes of a moment with its share of a scale
+_EIGHT_BITS = 1 + _FLOAT / eight_bits.BLOCK  # bytes of a moment with its share of a scale
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
 # (docs/benchmarks.md, "The memory estimate").
 _RESERVE = 0.19

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcrl.config import TrainConfig
 from funcrl.core import tree
+from funcrl.core.rows import row_ends
 from funcrl.core.types import Batch, ModelFn, PackedBatch, Params, Rows, TokenScores
 from funcrl.loop.build import Parts, trained_like
 from funcrl.loop.memory import LONGEST
@@ -29,8 +30,7 @@ def to_rows(config: TrainConfig, batch: Batch) -> Rows:
         return batch
     width = batch.mask.shape[1]
     length = config.pack_length or LONGEST * width
-    places = torch.arange(1, width + 1, device=batch.mask.device)
-    longest = int((places * sampled_tokens(batch)).amax())
+    longest = int(row_ends(sampled_tokens(batch)).amax())
     if longest > length:
         raise ValueError(
             f"train expects --pack-length of at least the longest sample, {longest} tokens with "

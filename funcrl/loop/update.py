@@ -8,6 +8,7 @@ import torch
 from funcrl.config import TrainConfig
 from funcrl.core import rng, tree
 from funcrl.core.files import brief
+from funcrl.core.rows import row_ends
 from funcrl.core.types import (
     Absent,
     Metrics,
@@ -112,9 +113,8 @@ def _teacher_logprobs(config: TrainConfig, parts: Parts, rollout: Rollout) -> to
         return scored(config, parts, teacher.params, rollout, parts.teacher_fn)
     if teacher is None:
         return ()
-    places = torch.arange(1, rollout.mask.shape[1] + 1, device=rollout.mask.device)
-    ends = (places * rollout.mask).amax(1)  # after the last token that was drawn
-    return _of_ranks(parts.mesh, lambda own: _asked(teacher, *own), (rollout.tokens, ends))
+    rows = rollout.tokens, row_ends(rollout.mask)
+    return _of_ranks(parts.mesh, lambda own: _asked(teacher, *own), rows)
 
 
 def _asked(teacher: Scorer, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -137,12 +137,11 @@ def _asked(teacher: Scorer, tokens: torch.Tensor, ends: torch.Tensor) -> torch.T
 
 def _of_ranks(mesh: Mesh, fn: Callable[[_Rows], Any], rows: _Rows) -> Any:
     """Return a function of all rows, of which each rank computes some."""
-    axis, count = mesh.all, len(tree.leaves(rows)[0])
-    size = -(-count // axis.size)
-    own = rows
+    axis, first = mesh.all, tree.leaves(rows)[0]
+    count, own = len(first), rows
     if axis.size > 1:
-        device = tree.leaves(rows)[0].device
-        places = torch.arange(axis.rank * size, (axis.rank + 1) * size, device=device) % count
+        size = -(-count // axis.size)
+        places = (torch.arange(size, device=first.device) + axis.rank * size) % count
         own = tree.map(lambda leaf: leaf[places], rows)
     return tree.map(lambda leaf: all_gather(leaf, axis)[:count], fn(own))
 

@@ -12,7 +12,7 @@ from funcrl.core.numerics import in_blocks, of_levels
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.optim.base import Decay, bias_correction, zero_count
 
-_BLOCK, _LEAST = 256, 64  # numbers of a row that share a scale: at most, and at least
+BLOCK, _LEAST = 256, 64  # numbers of a row that share a scale: at most, and at least
 _DECADES = 7  # of the levels' magnitudes
 _HALF = 1 << 15  # of the numbers of bfloat16
 
@@ -129,7 +129,7 @@ def _levels(is_signed: bool, device: torch.device) -> _Levels:
 
 def _block(leaf: Tensor) -> int:
     """Return how many numbers of a row share a scale, 0 for a leaf that is kept whole."""
-    size = math.gcd(_BLOCK, leaf.shape[-1]) if leaf.ndim > 1 else 0
+    size = math.gcd(BLOCK, leaf.shape[-1]) if leaf.ndim > 1 else 0
     return size if size >= _LEAST else 0
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import Count, checked
+from funcrl.core.rows import row_ends
 from funcrl.core.types import Absent, Algorithm, Batch, PackedBatch, Rollout
 from funcrl.rl.batching import collate, sampled_tokens
 
@@ -172,8 +173,7 @@ def _packed(
     checks.check_rank(function, "batch.tokens", batch.tokens, "BT")
     sampled = sampled_tokens(batch)
     # One past the last sampled token; a sample without one has nothing to train on or to report.
-    ends = (torch.arange(1, sampled.shape[1] + 1, device=sampled.device) * sampled).amax(dim=1)
-    sizes: list[int] = ends.tolist()
+    sizes: list[int] = row_ends(sampled).tolist()
     if max(sizes) > length:
         row = sizes.index(max(sizes))
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from funcrl.config import Sampling
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.core.rows import row_ends
 from funcrl.core.types import Rollout, Samples
 from funcrl.generators import Generator
 from funcrl.loop.episodes import Episode, play, read_turns
@@ -186,8 +187,7 @@ def to_rollout(completed: Completed, total: Tensor) -> Rollout:
     rows = total.isfinite().nonzero().squeeze(-1).tolist()
     prompts = [completed.prompt_tokens[row] for row in rows]
     zeros = [[0] * len(prompt) for prompt in prompts]
-    ends = torch.arange(1, samples.mask.shape[1] + 1, device=device) * samples.mask
-    counts = ends.amax(dim=1)[rows].tolist()  # up to the last token that was sampled
+    counts = row_ends(samples.mask)[rows].tolist()  # up to the last token that was sampled
 
     def joined(before: list[list[int]], values: Tensor, dtype: torch.dtype) -> Tensor:
         # As lists, moved once: on a GPU each row's copies would be launches.
