@@ -64,6 +64,7 @@ def over_rows(
     return rows
 
 
+@checked
 def row_ends(mask: Tensor) -> Tensor:
     """Return one past the last True of each row of a mask [B, T]; 0 for a row without any."""
     return (torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask).amax(dim=1)

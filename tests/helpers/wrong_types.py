@@ -165,6 +165,7 @@ OWN: dict[str, dict[str, Any]] = {
         "shards": purity.MATRICES, "layout": funcrl.parallel.layout_of(purity.MATRICES)},
     "rollouts.to_completions": {"step": 1},
     "rows.over_rows": {"fn": purity.MODEL_FN},
+    "rows.row_ends": {"mask": purity.BATCH.mask},
     "save": {"path": FOLDER / "saved", "state": purity.MATRICES},
     "save_params": {"path": FOLDER / "model", "params": purity.MICRO_PARAMS},
     "stops.cut_at_stop": {"tokens": [65, 66], "sampling": purity.STOPPING},

@@ -316,6 +316,7 @@ TABLE_OF_CALLS = {
     "graph.recomputed_cost": (lambda: graph.recomputed_cost(AGAIN), ()),
     "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
     "rows.num_rows": (lambda b: rows.num_rows("f", b), (BATCH,)),
+    "rows.row_ends": (rows.row_ends, (BATCH.mask,)),
     "rows.split_rows": (lambda b: list(rows.split_rows("f", b, 4)), (BATCH,)),
     "rows.over_rows": (lambda p, b: rows.over_rows("f", MODEL_FN)(p, b), (PARAMS, BATCH)),
     "recenter": (funcrl.recenter(ratios.truncated(2.0)), (SCORES, COLLATED)),
