@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from funcrl import ops
 from funcrl.core.types import Params
 from funcrl.models import MLP, Attention, GatedDelta, Linear, Transformer
-from funcrl.models.functional import bind
+from funcrl.models.functional import bind, fill
 from funcrl.ops import LinearFn, Weights
 from funcrl.ops.exact import EXACT_FORWARD
 
@@ -26,7 +26,7 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     bound model.
     """
     if model.ops == ops.EXACT:
-        return bind(Transformer(model.config, EXACT_FORWARD), params)
+        return fill(Transformer(model.config, EXACT_FORWARD), params)
     first = next(iter(params.values()))
     plain = model.ops is not ops.NATIVE or first.device.type != "cpu" or first.dtype not in _DTYPES
     if plain or not torch.backends.mkldnn.is_available():
@@ -42,7 +42,7 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
         return products[id(first)](x, first, bias).split([len(w) for w, _ in weights], dim=-1)
 
     fast = ops.NATIVE._replace(linear=linear, project=project)
-    network = bind(Transformer(model.config, fast), params)
+    network = fill(Transformer(model.config, fast), params)
     for child in network.modules():
         if isinstance(child, Attention | GatedDelta):
             parts = child.projections()

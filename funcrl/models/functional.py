@@ -139,6 +139,21 @@ def bind(module: Bound, params: Params) -> Bound:
     return copy.deepcopy(module, memo)
 
 
+def fill(module: Bound, params: Params) -> Bound:
+    """Make `params` themselves the weights of a module that was made for them, and return it.
+
+    It is `bind` without a copy of the module.
+    """
+    check_params(module, params)
+    owners, filled = dict(module.named_modules()), {}
+    for name, leaf in list(module.named_parameters(remove_duplicate=False)):
+        if id(leaf) not in filled:  # the first name of a tied one
+            filled[id(leaf)] = nn.Parameter(params[name].detach(), requires_grad=False)
+        owner, _, last = name.rpartition(".")
+        setattr(owners[owner], last, filled[id(leaf)])
+    return module
+
+
 def check_params(
     module: nn.Module, params: Mapping[str, Tensor], function: str = "functional"
 ) -> None:

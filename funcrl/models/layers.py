@@ -39,6 +39,9 @@ class Linear(nn.Linear):
         super().__init__(width, out, bias=bias)
         self.ops = ops
 
+    def reset_parameters(self) -> None:
+        """Draw nothing: a network holds no weights of its own."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection [..., out]."""
         return self.ops.linear(x, self.weight, self.bias)

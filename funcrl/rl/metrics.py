@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
@@ -205,10 +206,15 @@ def describe_rollout(
     by_row |= {} if truncated is None else {"truncated": truncated}
     for what, value in by_row.items():
         checks.check_shape("describe_rollout", what, value, "rows", rows)
-    lengths = rollout.mask.sum(dim=1).to(torch.float32)
-    total = _wide(rollout.rewards)
-    groups = [total[rollout.group == index] for index in rollout.group.unique()]
-    deviations = torch.stack([_deviation(group) for group in groups])
+    # In the host's memory: a GPU would be asked for each of these small numbers.
+    lengths = rollout.mask.sum(dim=1).to("cpu", torch.float32)
+    total, group = _wide(rollout.rewards).cpu(), rollout.group.cpu()
+    sizes = group.unique(return_counts=True)[1].tolist()
+    groups = total[group.argsort(stable=True)].split(sizes)
+    if len({*sizes}) == 1:
+        deviations = vmap(_deviation)(torch.stack(groups))
+    else:
+        deviations = torch.stack([_deviation(each) for each in groups])
     left_out = rollout.mask & ~counted_tokens(rollout.mask, rollout.behavior_logprobs)
     values = {
         "reward": _mean(total),
@@ -220,12 +226,13 @@ def describe_rollout(
         "num_nonfinite_logprobs": left_out.sum(),
     }
     for name, named in (rewards or {}).items():
-        judged = _wide(named)[~named.isnan()]
+        judged = _wide(named).cpu()
+        judged = judged[~judged.isnan()]
         if len(judged):
             values[f"rewards/{name}/mean"] = _mean(judged)
             values[f"rewards/{name}/std"] = _deviation(judged)
     if truncated is not None:
-        values["completions/clipped_ratio"] = truncated.to(torch.float32).mean()
+        values["completions/clipped_ratio"] = truncated.to("cpu", torch.float32).mean()
     return {name: value.item() for name, value in values.items()}
 
 
@@ -254,7 +261,7 @@ def _mean(rewards: Tensor) -> Tensor:
 
 def _deviation(rewards: Tensor) -> Tensor:
     """Return the unbiased deviation, exactly 0 for equal rewards and for a single one."""
-    if rewards.shape[0] < 2 or bool((rewards == rewards[0]).all()):
+    if rewards.shape[0] < 2:
         return rewards.new_zeros(())
     unit = numerics.power_of_two(rewards)
-    return (rewards / unit).std() * unit
+    return torch.where((rewards == rewards[0]).all(), 0.0, (rewards / unit).std() * unit)

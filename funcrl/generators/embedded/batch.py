@@ -97,8 +97,8 @@ class Batch:
         return logits
 
     def _decode(self, rows: slice) -> Tensor:
-        longest = max(each.length(self.request) for each in self._samples(rows)) - 1
-        return self.decoder.decode(self.tokens[rows], self.positions[rows], longest)
+        positions = self.positions[rows]
+        return self.decoder.decode(self.tokens[rows], positions, int(positions.amax()))
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         """Draw the next token of the samples in some slots."""
@@ -117,12 +117,12 @@ class Batch:
         ended = [slot for slot, end in enumerate(flags) if end]
         if ended:
             self.decoder.evict(ended, [samples[slot] for slot in ended])
-            self._move(self.schedule.evict(flags), samples)
+            self._move(self.schedule.evict(flags))
 
-    def _move(self, moves: Moves, samples: Sequence[Drawn]) -> None:
+    def _move(self, moves: Moves) -> None:
         """Copy the last samples to the free slots before them, all at once."""
         if moves.to:
-            longest = max(samples[slot].length(self.request) for slot in moves.origin) - 1
+            longest = int(self.positions[moves.origin].amax())
             self.decoder.move(moves.to, moves.origin, slice(longest))
             for values in (self.tokens, self.positions, self.counts, self.uniforms):
                 values[moves.to] = values[moves.origin]

@@ -54,8 +54,9 @@ class Completions(NamedTuple):
 class Drawn:
     """One sample, growing while it is drawn."""
 
-    def __init__(self, prompt: int, listen: Callable[[int], None] | None = None) -> None:
-        self.prompt, self._listen = prompt, listen  # the prompt's index, what hears of tokens
+    def __init__(self, prompt: int, room: int, listen: Callable[[int], None] | None) -> None:
+        self.prompt, self._room = prompt, room  # the prompt's index, the most tokens that fit
+        self._listen = listen  # hears of each token
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.policy_logprobs: list[float] = []
@@ -71,29 +72,25 @@ class Drawn:
         if self._listen is not None:
             self._listen(token)
 
-    def length(self, request: Request) -> int:
-        """Return the number of tokens of the prompt and the sample together."""
-        return len(request.prompts[self.prompt]) + len(self.tokens)
-
     def end(self, request: Request) -> bool:
         """Set the reason if the sample ends here, and return whether it does."""
         sampling = request.sampling
-        full = self.length(request) >= request.context_length
         stopped = self.tokens[-1] in sampling.stop_tokens
         if sampling.stop and not stopped:  # its checks are a fifth of a small model's step
             stopped = has_stop_string(self.tokens, sampling, request.decode)
         if stopped:
             self.reason = "stop"
-        elif full or len(self.tokens) == sampling.max_tokens:
+        elif len(self.tokens) == self._room:
             self.reason = "length"
         return bool(self.reason)
 
 
 def new_samples(request: Request) -> list[Drawn]:
     """Return the samples of a request, group-major, with no tokens yet."""
-    group, listen = request.sampling.num_samples, request.listen
+    group, listen, most = request.sampling.num_samples, request.listen, request.sampling.max_tokens
+    rooms = [min(most, request.context_length - len(prompt)) for prompt in request.prompts]
     return [
-        Drawn(row // group, None if listen is None else partial(listen, row))
+        Drawn(row // group, rooms[row // group], None if listen is None else partial(listen, row))
         for row in range(group * len(request.prompts))
     ]
 

@@ -656,6 +656,16 @@ def test_rollout_metrics_by_hand():
     )
 
 
+def test_deviations_of_interleaved_groups_of_several_sizes():
+    rewards, group = torch.tensor([0.0, 2.0, 1.0, 5.0, 5.0, 7.0]), torch.tensor([3, 1, 3, 1, 1, 2])
+    rollout = random_case(3).rollout._replace(rewards=rewards, group=group)
+    rollout = tree.map(lambda leaf: leaf[:6], rollout)
+    numbers = funcrl.metrics.describe_rollout(rollout)
+    # Of (2, 5, 5): sqrt(3); of 7 alone: 0; of (0, 1): sqrt(1/2).
+    assert numbers["reward_std"] == pytest.approx((3**0.5 + 0.5**0.5) / 3)
+    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
 def test_truncated_completions_are_not_counted_as_sequences():
     rollout = random_case(3).rollout
     truncated = torch.zeros(12, dtype=torch.bool)

@@ -1,5 +1,7 @@
 """Advantages, rewards, aggregation and ratios: hand-computed values and refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import random_case
@@ -44,6 +46,19 @@ def test_groups_may_be_interleaved_and_ragged():
     lifted = advantages.by_group(advantages.center)
     group = torch.tensor([7, 2, 7, 2, 2])
     assert torch.equal(lifted(f64(1, 0, 3, 3, 6), group), f64(-1, -3, 1, 0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", [advantages.center, advantages.leave_one_out,
+                                partial(advantages.standardize, eps=1e-4)])  # fmt: skip
+def test_groups_of_one_size_have_the_bits_of_each_alone(fn, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 3, 8, 31, 200):
+        rows = torch.randn(5, size, generator=generator).to(dtype)
+        rows[1] = 0.1  # equal rewards, whose advantage is 0
+        group = torch.arange(5).repeat(size)  # interleaved
+        found = advantages.by_group(fn)(rows.t().flatten(), group)
+        assert torch.equal(found.view(size, 5).t(), torch.stack([fn(row) for row in rows]))
 
 
 def test_batch_scaling_uses_one_deviation():
