@@ -3,7 +3,7 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -183,9 +183,10 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             line = _read(command, args, configs)
     except SystemExit:
-        raise UsageError(_in_one_line(command, args, said.getvalue())) from None
+        reason = _in_one_line(command, args, said.getvalue())
+        raise UsageError(_by_option(command, args, options.values(), reason)) from None
     except (ValueError, TypeError) as error:  # of a configuration that refuses its values
-        raise UsageError(str(error)) from error
+        raise UsageError(_by_option(command, args, options.values(), str(error))) from error
     return line
 
 
@@ -328,9 +329,23 @@ def _in_one_line(command: str, args: Sequence[str], printed: str) -> str:
         return f"{command} expects {flag} to be {' or '.join(names)}, got {brief(value)}{meant}"
     where, _, reason = said.removeprefix("Error parsing ").partition(": ")
     if not where.startswith("-"):
-        return reason  # of a configuration, which names its field
+        return reason  # of a configuration that refuses its values
     tried = re.match(r"(?:No type matching (.*) could be|Could not).* \[(.*?)\]", reason)
     if tried:
         form = tried[1] or "as funcrl train --help-all says"
         return f"{command} expects {where} to be {form}, got {tried[2]}."
     return f"{command} expects {where} to be {reason.removeprefix('expects ')}"
+
+
+def _by_option(command: str, args: Sequence[str], options: Iterable[Option], reason: str) -> str:
+    """Return what a configuration says of a field in the name of the option that sets it."""
+    said = re.match(r"(\w+) expects (\w+) (.*)", reason)
+    if said is None:
+        return reason
+    names = [each.name for each in options if (each.owner.__name__, each.field) == said.group(1, 2)]
+    if not names:
+        return reason
+    name = next((each for each in names if each in given(args)), names[0])
+    group, _, last = name.rpartition(".")
+    flag = group if last == "name" and group in _NAMED else name
+    return f"{command} expects --{flag} {said[3]}"

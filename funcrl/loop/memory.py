@@ -1,6 +1,5 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -247,14 +246,10 @@ def estimate_memory(
     length = prompt_tokens + completion
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
-    scores = padded if config.attend == "native" else 0
     remat = "none" if config.compile is None else config.compile.remat
     remat = "none" if remat == "budget" else remat  # which keeps what fits, not known here
-    kept_by = partial(_kept_by_block, c, scores=scores)
-    kept = [kept_by(kind, remat).bytes(compute) for kind in c.kinds]
-    again = max(
-        kept_by(kind, "none").bytes(compute) - block
-        for kind, block in zip(c.kinds, kept, strict=True)
+    kept, again = _kept_and_recomputed(
+        c, remat, padded if config.attend == "native" else 0, compute
     )
     copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
     # Whole parameters are nowhere else where ranks share them, or have no other form.
@@ -264,16 +259,9 @@ def estimate_memory(
         cast = 0
     elif remat in ("selective", "full"):  # those of a block are cast again for its backward pass
         cast = min(cast, compute * c.vocab_size * c.width * (1 if c.tied else 2))
-    tokens, chunk = rows * padded, config.logprob_chunk
-    # Widened, exponentials and gradient of a chunk; kept logits and their gradient besides.
-    if chunk == "all":
-        has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
-        logits = tokens * (2 * compute if has_kernel else compute + 3 * _FLOAT)
-    else:
-        logits = min(chunk, tokens) * 3 * _FLOAT
+    tokens = rows * padded
+    logits = _logits(config, tokens, compute) * c.vocab_size
     head = 0 if config.lora.rank else _FLOAT * c.width * c.vocab_size
-    if teacher is not None:  # as many of its own
-        logits *= 2
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
     is_captured = config.generator == "sampler" and config.device == "cuda" and copies
@@ -293,8 +281,8 @@ def estimate_memory(
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if has_copy else 0,
-        activations=tokens * sum(kept) + cast,
-        logits=logits * c.vocab_size + head,
+        activations=tokens * kept + cast,
+        logits=logits * (1 if teacher is None else 2) + head,  # as many of the teacher's own
         recomputed=tokens * again + head if remat != "none" else 0,
         gradients=share.gradients + share.gathered + merged_within + per_sample,
         # With several updates a step, the state before the first is kept. Inductor's pieces write
@@ -306,6 +294,28 @@ def estimate_memory(
     )
     on_gpu = config.device == "cuda"
     return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
+
+
+def _logits(config: TrainConfig, tokens: int, compute: int) -> int:
+    """Return the bytes for each token of the vocabulary: of all tokens' logits, or a chunk's.
+
+    A chunk's are widened, exponentiated and differentiated; kept ones are there besides.
+    """
+    if config.logprob_chunk != "all":
+        return min(config.logprob_chunk, tokens) * 3 * _FLOAT
+    has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
+    return tokens * (2 * compute if has_kernel else compute + 3 * _FLOAT)
+
+
+def _kept_and_recomputed(
+    c: TransformerConfig, remat: str, scores: int, compute: int
+) -> tuple[int, int]:
+    """Return a token's bytes that all blocks keep, and those that one block computes again."""
+    kept, all_of_it = (
+        [_kept_by_block(c, kind, policy, scores).bytes(compute) for kind in c.kinds]
+        for policy in (remat, "none")
+    )
+    return sum(kept), max(whole - part for whole, part in zip(all_of_it, kept, strict=True))
 
 
 class _Kept(NamedTuple):

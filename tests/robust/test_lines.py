@@ -150,6 +150,23 @@ def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
 
 
 @pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("train --optimizer.name lion", "train expects --optimizer to be one of adamw, sgd, muon"),
+        ("train --algorithm.kl -1", "train expects --algorithm.kl to be a finite number of at"),
+        ("train --kl_coef -1", "train expects --algorithm.kl to be a finite number of at least 0"),
+        ("train --sampling.temperature -1", "train expects --sampling.temperature to be 0, or"),
+        ("train --vllm.context-length -3", "train expects --vllm.context-length to be a 64-bit"),
+        ("train --steps -1", "train expects --steps to be a 64-bit integer above 0, got -1."),
+    ],
+)
+def test_a_refused_value_names_its_option(capsys, line, expected):
+    code, _, err = run(line.split(), capsys)
+    assert code == 2
+    assert f"funcrl: {expected}" in err
+
+
+@pytest.mark.parametrize(
     ("line", "own"),
     [
         ("--lr 3e-4", {"optimizer.learning_rate": 3e-4}),
