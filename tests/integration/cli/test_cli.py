@@ -273,12 +273,12 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
                "--evaluation.every", "0"]  # fmt: skip
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(runs.read_lines(lines)) < 20:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and len(runs.read_lines(lines)) < 5:
         time.sleep(0.05)
     os.kill(child.pid, sent)
     try:
-        out, _ = child.communicate(timeout=60)
+        out, _ = child.communicate(timeout=300)
     finally:
         child.kill()
     assert child.returncode == code
@@ -287,7 +287,7 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
         (folder / "config.yaml").read_text())))  # fmt: skip
     like = parts.step.init(funcrl.init_params(parts.model, 0))
     state, extra = funcrl.restore(folder / "checkpoints", like)
-    assert extra["step"] == runs.read_lines(lines)[-1]["step"] >= 19
+    assert extra["step"] == runs.read_lines(lines)[-1]["step"] >= 4
     assert not equal(state.params, like.params)
 
 
