@@ -145,7 +145,7 @@ def fill(module: Bound, params: Params) -> Bound:
     It is `bind` without a copy of the module.
     """
     check_params(module, params)
-    owners, filled = dict(module.named_modules()), {}
+    owners, filled = dict(module.named_modules(remove_duplicate=False)), {}
     for name, leaf in list(module.named_parameters(remove_duplicate=False)):
         if id(leaf) not in filled:  # the first name of a tied one
             filled[id(leaf)] = nn.Parameter(params[name].detach(), requires_grad=False)

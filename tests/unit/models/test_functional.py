@@ -12,6 +12,7 @@ from torch.func import grad, vmap
 from torch.nn.utils import prune
 
 import funcrl
+from funcrl.models.functional import bind, fill
 
 
 class Tied(nn.Module):
@@ -408,3 +409,16 @@ def test_a_transformers_model_under_grad_and_vmap():
 
 def test_the_house_model_holds_no_weights():
     assert all(leaf.is_meta for leaf in tiny_model().parameters())
+
+
+@pytest.mark.parametrize("give", [bind, fill])
+def test_weights_are_given_by_reference_and_tied_ones_stay_tied(give):
+    module, weight = Tied(), torch.randn(5, 3)
+    found = give(module, {"embed.weight": weight})
+    assert (found is module) == (give is fill)
+    assert found.embed.weight is found.out.weight
+    assert found.out.weight.data_ptr() == weight.data_ptr()
+    assert not found.out.weight.requires_grad
+    assert torch.equal(found(torch.tensor([1])), weight[1:2] @ weight.T)
+    with pytest.raises(ValueError, match=r"functional expects .*'embed.weight'"):
+        give(Tied(), {})
