@@ -183,11 +183,12 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             line = _read(command, args, configs)
     except SystemExit:
-        reason = _in_one_line(command, args, said.getvalue())
-        raise UsageError(_by_option(command, args, options.values(), reason)) from None
+        reason, cause = _in_one_line(command, args, said.getvalue()), None
     except (ValueError, TypeError) as error:  # of a configuration that refuses its values
-        raise UsageError(_by_option(command, args, options.values(), str(error))) from error
-    return line
+        reason, cause = str(error), error
+    else:
+        return line
+    raise UsageError(_by_option(command, args, options.values(), reason)) from cause
 
 
 def describe(command: str, about: str, *configs: Any) -> str:

@@ -65,6 +65,22 @@ def over_rows(
 
 
 @checked
+def over_groups(
+    fn: Callable[[Tensor], Tensor], values: Tensor, group: Tensor, by_vmap: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Return `fn` of the values of each group, and the order [B] in which these were read.
+
+    Groups of one size go through one call where `fn` can be vmapped: the same bits, sooner.
+    """
+    order = group.argsort(stable=True)
+    sizes = torch.unique_consecutive(group[order], return_counts=True)[1].tolist()
+    parts = values[order].split(sizes)
+    if by_vmap and len({*sizes}) == 1:
+        return [*vmap(fn)(torch.stack(parts))], order
+    return [fn(part) for part in parts], order
+
+
+@checked
 def row_ends(mask: Tensor) -> Tensor:
     """Return one past the last True of each row of a mask [B, T]; 0 for a row without any."""
     return (torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask).amax(dim=1)

@@ -129,21 +129,11 @@ def bind(module: Bound, params: Params) -> Bound:
     For code that only runs forward, again and again: a call costs a module's call, where
     `functional` checks and swaps all parameters. The tensors do not require gradients.
     """
-    check_params(module, params)
-    named = dict(module.named_parameters())
-    # deepcopy takes what the memo has for an id, so tied parameters stay tied.
-    memo: dict[int, Any] = {
-        id(leaf): nn.Parameter(params[name].detach(), requires_grad=False)
-        for name, leaf in named.items()
-    }
-    return copy.deepcopy(module, memo)
+    return fill(without_weights(module), params)
 
 
 def fill(module: Bound, params: Params) -> Bound:
-    """Make `params` themselves the weights of a module that was made for them, and return it.
-
-    It is `bind` without a copy of the module.
-    """
+    """Make `params` themselves the weights of a module that was made for them, and return it."""
     check_params(module, params)
     owners, filled = dict(module.named_modules(remove_duplicate=False)), {}
     for name, leaf in list(module.named_parameters(remove_duplicate=False)):
@@ -167,12 +157,12 @@ def check_params(
     _check_params(function, kind, params, shapes, {})
 
 
-def without_weights(module: nn.Module) -> nn.Module:
+def without_weights(module: Bound) -> Bound:
     """Return a copy of the module whose parameters are on the meta device."""
     return _on_meta(module, module.parameters())
 
 
-def _on_meta(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
+def _on_meta(module: Bound, tensors: Iterable[Tensor]) -> Bound:
     """Return a copy of the module with these on the meta device, made without copying them."""
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {}

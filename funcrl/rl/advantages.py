@@ -5,14 +5,15 @@ a function of a single group.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from funcrl.core import checks, numerics
 from funcrl.core.arguments import NotNegative, checked
 from funcrl.core.printing import remembers
+from funcrl.core.rows import over_groups
 
 
 @checked
@@ -113,13 +114,9 @@ def by_group(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tenso
     @checked
     def advantage(rewards: Tensor, group: Tensor) -> Tensor:
         _check_groups("by_group", rewards, group)
-        order = torch.argsort(group, stable=True)
-        sizes = torch.unique_consecutive(group[order], return_counts=True)[1].tolist()
-        if getattr(fn, "func", fn) in _OURS and len({*sizes}) == 1:
-            found = vmap(fn)(rewards[order].view(-1, sizes[0])).flatten()  # the same bits, sooner
-        else:
-            found = torch.cat([_of_group(fn, part) for part in rewards[order].split(sizes)])
-        return found[torch.argsort(order)]
+        is_ours = getattr(fn, "func", fn) in _OURS
+        parts, order = over_groups(partial(_of_group, fn), rewards, group, by_vmap=is_ours)
+        return torch.cat(parts)[torch.argsort(order)]
 
     return advantage
 

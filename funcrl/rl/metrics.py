@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from funcrl.core import checks, numerics, tree
 from funcrl.core.arguments import checked
+from funcrl.core.rows import over_groups
 from funcrl.core.types import Metrics, NamedRewards, PackedBatch, Rollout, Rows
 from funcrl.parallel import Axis, all_gather
 from funcrl.rl.batching import counted_tokens, sampled_tokens
@@ -209,12 +209,7 @@ def describe_rollout(
     # In the host's memory: a GPU would be asked for each of these small numbers.
     lengths = rollout.mask.sum(dim=1).to("cpu", torch.float32)
     total, group = _wide(rollout.rewards).cpu(), rollout.group.cpu()
-    sizes = group.unique(return_counts=True)[1].tolist()
-    groups = total[group.argsort(stable=True)].split(sizes)
-    if len({*sizes}) == 1:
-        deviations = vmap(_deviation)(torch.stack(groups))
-    else:
-        deviations = torch.stack([_deviation(each) for each in groups])
+    deviations = torch.stack(over_groups(_deviation, total, group, by_vmap=True)[0])
     left_out = rollout.mask & ~counted_tokens(rollout.mask, rollout.behavior_logprobs)
     values = {
         "reward": _mean(total),

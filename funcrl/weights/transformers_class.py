@@ -9,7 +9,7 @@ from torch import nn
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
-from funcrl.models.functional import bind
+from funcrl.models.functional import without_weights
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.tensors import LONGEST_HEADER
 
@@ -33,8 +33,7 @@ def network_of_transformers(folder: Path, device: str) -> nn.Module:
 
 def _without_weights(module: nn.Module, device: str) -> nn.Module:
     """Return a model with its parameters on meta, and its buffers on a device."""
-    named = module.named_parameters()
-    found = bind(module, {name: torch.empty_like(leaf, device="meta") for name, leaf in named})
+    found = without_weights(module)
     for part in found.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)

@@ -165,6 +165,9 @@ OWN: dict[str, dict[str, Any]] = {
         "shards": purity.MATRICES, "layout": funcrl.parallel.layout_of(purity.MATRICES)},
     "rollouts.to_completions": {"step": 1},
     "rows.over_rows": {"fn": purity.MODEL_FN},
+    "rows.over_groups": {
+        "fn": torch.sum, "values": torch.zeros(4), "group": torch.zeros(4, dtype=torch.int64),
+        "by_vmap": True},
     "rows.row_ends": {"mask": purity.BATCH.mask},
     "save": {"path": FOLDER / "saved", "state": purity.MATRICES},
     "save_params": {"path": FOLDER / "model", "params": purity.MICRO_PARAMS},

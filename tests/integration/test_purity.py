@@ -316,6 +316,8 @@ TABLE_OF_CALLS = {
     "graph.recomputed_cost": (lambda: graph.recomputed_cost(AGAIN), ()),
     "grads.summed_gradient": (grads.summed_gradient(aux_loss_fn, None, 4), (PARAMS, BATCH)),
     "rows.num_rows": (lambda b: rows.num_rows("f", b), (BATCH,)),
+    "rows.over_groups": (
+        lambda r, g: rows.over_groups(torch.sum, r, g, True), (ROLLOUT.rewards, ROLLOUT.group)),
     "rows.row_ends": (rows.row_ends, (BATCH.mask,)),
     "rows.split_rows": (lambda b: list(rows.split_rows("f", b, 4)), (BATCH,)),
     "rows.over_rows": (lambda p, b: rows.over_rows("f", MODEL_FN)(p, b), (PARAMS, BATCH)),

@@ -274,7 +274,7 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = folder / "metrics.jsonl"
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and len(runs.read_lines(lines)) < 5:
+    while time.monotonic() < deadline and len(runs.read_lines(lines)) < 20:
         time.sleep(0.05)
     os.kill(child.pid, sent)
     try:
@@ -287,7 +287,7 @@ def test_ctrl_c_saves_and_says_where(tmp_path, sent, code):
         (folder / "config.yaml").read_text())))  # fmt: skip
     like = parts.step.init(funcrl.init_params(parts.model, 0))
     state, extra = funcrl.restore(folder / "checkpoints", like)
-    assert extra["step"] == runs.read_lines(lines)[-1]["step"] >= 4
+    assert extra["step"] == runs.read_lines(lines)[-1]["step"] >= 19
     assert not equal(state.params, like.params)
 
 
