@@ -3,6 +3,7 @@
 And what several files of tests share.
 """
 
+import gc
 import os
 
 import pytest
@@ -21,6 +22,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """What is alive until the end, a million objects, is not gone over at each collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture
