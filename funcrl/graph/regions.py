@@ -195,7 +195,9 @@ def _assembled(module: GraphModule, pieces: list[_Piece]) -> GraphModule:
             made[node] = graph.call_function(operator.getitem, (call, index))
         for node in piece.nodes:
             for target in written_by(node):
-                made[node] = made[source_of(target)]
+                # A fence writes into what stays in its piece, and nothing reads the fence.
+                if (source := source_of(target)) in made:
+                    made[node] = made[source]
     output = module.graph.output_node()
     for node in output.all_input_nodes:
         _copy_free(graph, node, made)

@@ -13,7 +13,7 @@ from torch import fx
 import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl import CompileConfig, optim, tree
-from funcrl.graph import split_repeated
+from funcrl.graph import add_fences, split_repeated
 from funcrl.graph.lowering import select_for_scatter
 from funcrl.graph.nodes import has_flops, is_free, origin_of, set_origin
 
@@ -410,6 +410,9 @@ def test_one_layer_is_no_repetition():
     pieces = split_repeated(graph)
     assert calls(pieces) == {"piece_0": 1}
     assert equal(run(pieces, state, batch), run(graph, state, batch))
+    again = add_fences(funcrl.remat(graph, "selective"))  # as for Inductor
+    assert torch.ops.funcrl.fence.default in {node.target for node in again.graph.nodes}
+    assert equal(run(split_repeated(again), state, batch), run(graph, state, batch))
     nothing = funcrl.trace(lambda x: {"x": x}, torch.ones(2))
     assert equal(split_repeated(nothing)(torch.ones(2)), {"x": torch.ones(2)})
 

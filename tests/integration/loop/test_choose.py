@@ -108,7 +108,7 @@ def test_every_choice_is_a_configuration_that_can_be(shape, name):
 
 @pytest.mark.slow
 def test_a_run_with_what_was_chosen_trains(tmp_path):
-    """On a CPU, which has each of these options too."""
+    """On a CPU, which has each of these options too; Inductor's kernels would take a minute."""
     shape = funcrl.models.shape("micro", vocab_size=13)
     own = TrainConfig(
         device="cuda", run_dir=tmp_path / "run", steps=2, num_prompts=4, num_generations=4,
@@ -116,7 +116,8 @@ def test_a_run_with_what_was_chosen_trains(tmp_path):
     )  # fmt: skip
     chosen = funcrl.choose_options(own, [], shape, 6, 80 * GB).config
     assert (chosen.packing, chosen.compile) == ("prefixes", FAST)
-    trained = funcrl.train(replace(chosen, device="cpu"))
+    traced = replace(chosen.compile, backend="eager")
+    trained = funcrl.train(replace(chosen, device="cpu", compile=traced))
     assert all(torch.isfinite(leaf).all() for leaf in trained.state.params.values())
     assert len(trained.history) == 3
 
