@@ -14,6 +14,7 @@ from funcrl.core.rows import over_rows
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.generators.draw import truncation_of
+from funcrl.graph.nodes import layer_of
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
@@ -89,6 +90,7 @@ def plain_model_fn(
 ) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     _check_packing(function, config, model)
+    _check_remat(function, config, model)
     if critic:
         check_critic(function, model)
     return logprob_fn(
@@ -145,6 +147,16 @@ def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None
         raise ValueError(
             f"{function} expects --packing none or samples for a network that carries a state, "
             f"which does not fork behind a shared prompt, got prefixes for {type(model).__name__}."
+        )
+
+
+def _check_remat(function: str, config: TrainConfig, model: nn.Module) -> None:
+    """Raise if a compiled step is to compute layers again in a network without a list of them."""
+    policy = "none" if config.compile is None else config.compile.remat
+    if policy != "none" and not any(layer_of(name) for name, _ in model.named_modules()):
+        raise ValueError(
+            f"{function} expects --compile.remat none for a network without a list of layers, "
+            f"whose activations it would compute again, got {policy} for {type(model).__name__}."
         )
 
 

@@ -339,6 +339,12 @@ def adapters_of(
     if is_of_transformers(network) and options.targets == LoraConfig.targets:
         linear = _linear_weights(network)  # whose names are not those of funcrl's layers
         targets = linear.__contains__
+    matrices = [name for name, leaf in base.items() if leaf.ndim == 2]
+    if not any(map(targets, matrices)):
+        raise ValueError(
+            f"train expects --lora.targets to be parts of the names of matrices, such as "
+            f"{', '.join(matrices[:3])}, got {', '.join(map(repr, options.targets))}."
+        )
     size: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "targets": targets}
     # A network of one's own may read its weights in other ways than by calling their layers.
     is_known = type(network) in (Transformer, Recurrent) or is_of_transformers(network)

@@ -6,7 +6,14 @@ from cases import equal, run_command
 from test_train import assert_kills_end_in_the_same_bits
 
 import funcrl
-from funcrl.config import CompileConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import (
+    CompileConfig,
+    EvaluationConfig,
+    LoraConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
 from funcrl.loop.sources import Source, network_of
 
 
@@ -54,9 +61,12 @@ def test_what_only_a_transformer_has_is_refused_by_name(tmp_path):
         ({"packing": "prefixes"}, "--packing none or samples for a network that carries a state"),
         ({"generator": "vllm"}, "--generator sampler for a network that is no Transformer"),
         ({"attend": "flash"}, "--attend native"),
+        ({"compile": CompileConfig(remat="full")}, "--compile.remat none"),
     ):
         with pytest.raises(ValueError, match=f"^train expects {words}.*Recurrent"):
             funcrl.build(small(tmp_path / "run", **wrong))
+    with pytest.raises(ValueError, match="^train expects --lora.targets .*such as embed.weight, "):
+        funcrl.build(small(tmp_path / "run", lora=LoraConfig(rank=2)))
     on_gpu = small(tmp_path / "run", numerics="exact", device="cuda")
     with pytest.raises(ValueError, match="^train expects --device cpu with --numerics exact.*Recu"):
         network_of("train", on_gpu, Source(), vocab_size=11)
