@@ -1,8 +1,9 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Size
 
 from funcrl.config import TrainConfig
 from funcrl.config.sections import WITHOUT_REWARDS
@@ -111,7 +112,13 @@ def num_params(config: TransformerConfig) -> int:
         >>> funcrl.memory.num_params(config)
         99520
     """
-    return sum(leaf.numel() for leaf in Transformer(config).parameters())
+    return sum(size.numel() for size in _sizes(config).values())
+
+
+@lru_cache  # an estimate asks for them four times, and choosing options makes several estimates
+def _sizes(config: TransformerConfig) -> dict[str, Size]:
+    """Return the size of each parameter of a shape."""
+    return {name: leaf.shape for name, leaf in Transformer(config).named_parameters()}
 
 
 @checked
@@ -128,14 +135,13 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     lora = config.lora
     if not lora.rank:
         return num_params(shape)
-    return sum(lora.rank * sum(leaf.shape) for leaf in _adapted(config, shape))
+    return sum(lora.rank * sum(size) for size in _adapted(config, shape))
 
 
-def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Tensor]:
-    """Return the matrices that have adapters, without their values."""
+def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Size]:
+    """Return the sizes of the matrices that have adapters."""
     adapts = config.lora.adapts
-    named = Transformer(shape).named_parameters()
-    return [leaf for name, leaf in named if leaf.ndim == 2 and adapts(name)]
+    return [size for name, size in _sizes(shape).items() if len(size) == 2 and adapts(name)]
 
 
 # In bytes, a number of a matrix that is not trained, with its share of a scale.
@@ -155,7 +161,7 @@ def _base_and_merged(
         return 0, 0
     if config.numerics == "exact":
         return _FLOAT * num_params(shape), _FLOAT * num_params(shape)
-    adapted = sum(leaf.numel() for leaf in _adapted(config, shape))
+    adapted = sum(size.numel() for size in _adapted(config, shape))
     others = compute * (num_params(shape) - adapted)
     rounded = round(_NUMBER_OF_BASE[config.lora.base_dtype] * adapted)
     return rounded + others, compute * num_params(shape)
