@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from funcrl import optim
 from funcrl.config import AlgorithmConfig, TrainConfig
 from funcrl.config.sections import GENERATORS, WITHOUT_REWARDS, is_own
+from funcrl.core import tree
 from funcrl.core.rows import over_rows
 from funcrl.core.types import Algorithm, GradientTransformation, ModelFn, Params, Sample
 from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
@@ -239,19 +240,35 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
                 f"train expects --shard none with --optimizer.name muon, which needs whole "
                 f"matrices, got {config.shard}."
             )
-        made = optim.chain(
-            optim.masked(optim.muon(rate, weight_decay=options.weight_decay), _is_muons),
-            optim.masked(
-                optim.adamw(rate, weight_decay=options.weight_decay),
-                lambda path, leaf: not _is_muons(path, leaf),
-            ),
-        )
+        made = _muon_and_adamw(rate, options.weight_decay)
     elif options.name == "sgd":
         made = optim.sgd(rate, weight_decay=options.weight_decay)
     else:
         kept: Literal["8bit"] | None = "8bit" if options.moments == "8bit" else None
         made = optim.adamw(rate, weight_decay=options.weight_decay, moment_dtype=kept)
     return optim.chain(optim.clip_by_global_norm(options.max_grad_norm, axis), made)
+
+
+def _muon_and_adamw(rate: Any, weight_decay: float) -> GradientTransformation:
+    """Return Muon for the matrices of layers and AdamW for the rest.
+
+    Adapters of layers leave no rest, and `optim.masked` refuses a mask that selects nothing.
+    """
+    muons = optim.masked(optim.muon(rate, weight_decay=weight_decay), _is_muons)
+    others = optim.masked(
+        optim.adamw(rate, weight_decay=weight_decay), lambda path, leaf: not _is_muons(path, leaf)
+    )
+
+    def needed(params: Params) -> GradientTransformation:
+        found = {*tree.leaves(tree.map_with_path(_is_muons, params))}
+        return optim.chain(
+            *[each for each, has in ((muons, True), (others, False)) if has in found]
+        )
+
+    return GradientTransformation(
+        lambda params: needed(params).init(params),
+        lambda grads, state, params: needed(params).update(grads, state, params),
+    )
 
 
 def _is_muons(path: str, leaf: Tensor) -> bool:

@@ -250,6 +250,16 @@ def test_named_optimizers_follow_the_schedule(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("targets", [LoraConfig.targets, ("embed",), (".mlp.", "embed")])
+def test_muon_trains_adapters_which_may_all_be_matrices_of_layers(tmp_path, targets):
+    """Or none of them."""
+    lora = LoraConfig(rank=2, targets=targets)
+    config = replace(SMALL, run_dir=tmp_path, lora=lora, optimizer=OptimizerConfig(name="muon"))
+    trained = funcrl.train(config)
+    assert all(leaf.abs().max() > 0 for leaf in trained.state.params.values())
+
+
+@pytest.mark.slow
 def test_a_run_is_a_model(tmp_path):
     config = replace(SMALL, run_dir=tmp_path / "first")
     first = funcrl.train(config)
