@@ -331,6 +331,7 @@ def _model_fn(making: _Making) -> ModelFn:
 
 def _plain_model_fn(making: _Making, network: nn.Module) -> ModelFn:
     config, critic = making.config, from_config.has_critic(making.config)
+    from_config.check_remat(making.function, config, network)  # a teacher's is not trained
     return from_config.plain_model_fn(making.function, config, network, making["teacher"], critic)
 
 

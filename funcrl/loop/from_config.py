@@ -91,7 +91,6 @@ def plain_model_fn(
 ) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
     _check_packing(function, config, model)
-    _check_remat(function, config, model)
     if critic:
         check_critic(function, model)
     return logprob_fn(
@@ -151,7 +150,7 @@ def _check_packing(function: str, config: TrainConfig, model: nn.Module) -> None
         )
 
 
-def _check_remat(function: str, config: TrainConfig, model: nn.Module) -> None:
+def check_remat(function: str, config: TrainConfig, model: nn.Module) -> None:
     """Raise if a compiled step is to compute layers again in a network without a list of them."""
     policy = "none" if config.compile is None else config.compile.remat
     if policy != "none" and not any(layer_of(name) for name, _ in model.named_modules()):
@@ -252,7 +251,7 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
 def _muon_and_adamw(rate: Any, weight_decay: float) -> GradientTransformation:
     """Return Muon for the matrices of layers and AdamW for the rest.
 
-    Adapters of layers leave no rest, and `optim.masked` refuses a mask that selects nothing.
+    Adapters may be of either kind alone, and an optimizer of no parameters is refused.
     """
     muons = optim.masked(optim.muon(rate, weight_decay=weight_decay), _is_muons)
     others = optim.masked(
@@ -260,10 +259,10 @@ def _muon_and_adamw(rate: Any, weight_decay: float) -> GradientTransformation:
     )
 
     def needed(params: Params) -> GradientTransformation:
-        found = {*tree.leaves(tree.map_with_path(_is_muons, params))}
-        return optim.chain(
-            *[each for each, has in ((muons, True), (others, False)) if has in found]
-        )
+        chosen = tree.leaves(tree.map_with_path(_is_muons, params))
+        if all(chosen):
+            return muons
+        return optim.chain(muons, others) if any(chosen) else others
 
     return GradientTransformation(
         lambda params: needed(params).init(params),

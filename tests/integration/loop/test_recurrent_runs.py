@@ -7,6 +7,7 @@ from test_train import assert_kills_end_in_the_same_bits
 
 import funcrl
 from funcrl.config import (
+    AlgorithmConfig,
     CompileConfig,
     EvaluationConfig,
     LoraConfig,
@@ -74,6 +75,17 @@ def test_what_only_a_transformer_has_is_refused_by_name(tmp_path):
     params = funcrl.init_params(model, seed=0)
     with pytest.raises(TypeError, match="^save_params expects .*Transformer, got Recurrent"):
         funcrl.save_params(tmp_path / "model", model, params)
+
+
+def test_a_teacher_without_layers_goes_with_a_step_that_computes_layers_again(tmp_path):
+    network = funcrl.build(small(tmp_path / "teacher")).model
+    taught = small(
+        tmp_path / "run", model="micro", warm_start=WarmStartConfig(steps=0),
+        compile=CompileConfig(backend="eager", remat="full"),
+        algorithm=AlgorithmConfig(name="distill", divergence="sampled"),
+    )  # fmt: skip
+    teacher = funcrl.Teacher(network, funcrl.init_params(network, seed=0))
+    assert len(funcrl.train(taught, teacher=teacher).history) == 4
 
 
 def test_the_commands_know_the_shapes(tmp_path, capsys):
