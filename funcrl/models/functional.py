@@ -167,7 +167,8 @@ def _on_meta(module: Bound, tensors: Iterable[Tensor]) -> Bound:
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {}
     for tensor in tensors:
-        meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+        size, strides = tensor.size(), tensor.stride()
+        meta = torch.empty_strided(size, strides, dtype=tensor.dtype, device="meta")
         memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
     return copy.deepcopy(module, memo)
 

@@ -13,9 +13,6 @@ from funcrl.models import Memory, Past, Transformer
 from funcrl.models.layers import MixFn
 from funcrl.models.transformer import LayerFn
 
-# Smaller matrices stay in the cache, where the plain product is at least as fast (measured).
-
-
 # What a layer keeps of M samples: [M, K, S, 2 C], a key and its value side by side; or a memory,
 # whose parts have M rows.
 Kept: TypeAlias = Tensor | Memory
