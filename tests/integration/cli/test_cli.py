@@ -1,6 +1,7 @@
 """The command line: what a user types, and what comes back."""
 
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -29,6 +30,18 @@ SMALL = [
     "--steps", "3", "--num-prompts", "3", "--num-generations", "4", "--warm-start.steps", "2",
     "--evaluation.num-prompts", "5", "--sampling.max-tokens", "3",
 ]  # fmt: skip
+
+
+def test_what_a_command_has_imported_is_not_collected_over_and_over(monkeypatch, capsys):
+    """Where the process is the command's own; a caller in Python has objects of its own."""
+    before = gc.get_freeze_count()
+    main(["--version"])
+    assert gc.get_freeze_count() <= before
+    monkeypatch.setattr(sys, "argv", ["funcrl", "--version"])
+    gc.collect()
+    main()
+    assert gc.get_freeze_count() > before
+    assert capsys.readouterr().out == f"funcrl {funcrl.__version__}\n" * 2
 
 
 @pytest.mark.slow
