@@ -71,7 +71,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Exit with 0, 1 (failed), 2 (usage), 130 or 143 (a signal), or 141 (nobody reads the output).
     """
-    if args is None:  # the process is this command's alone
+    is_own = args is None  # the process is this command's alone
+    if is_own:
         # No collection goes over what was imported: 200,000 objects, a tenth of a second each time.
         gc.freeze()
     args = sys.argv[1:] if args is None else list(args)
@@ -87,6 +88,9 @@ def main(args: Sequence[str] | None = None) -> None:
         # Python flushes once more as it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    finally:
+        if is_own:
+            gc.unfreeze()  # else triton tells of objects that are still there as Python exits
 
 
 def _run(args: Sequence[str]) -> None:
