@@ -1,5 +1,6 @@
 """The program `funcrl`: runs the command that its arguments name, and exits as programs do."""
 
+import atexit
 import gc
 import importlib
 import json
@@ -71,10 +72,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Exit with 0, 1 (failed), 2 (usage), 130 or 143 (a signal), or 141 (nobody reads the output).
     """
-    is_own = args is None  # the process is this command's alone
-    if is_own:
+    if args is None:  # the process is this command's alone
         # No collection goes over what was imported: 200,000 objects, a tenth of a second each time.
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else triton reports what is left at exit
     args = sys.argv[1:] if args is None else list(args)
     # vLLM logs a great deal to the screen on which the run is shown.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -88,9 +89,6 @@ def main(args: Sequence[str] | None = None) -> None:
         # Python flushes once more as it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    finally:
-        if is_own:
-            gc.unfreeze()  # else triton tells of objects that are still there as Python exits
 
 
 def _run(args: Sequence[str]) -> None:
