@@ -167,8 +167,7 @@ def _on_meta(module: Bound, tensors: Iterable[Tensor]) -> Bound:
     # deepcopy takes what the memo has for an id, so tied parameters stay tied.
     memo: dict[int, Any] = {}
     for tensor in tensors:
-        size, strides = tensor.size(), tensor.stride()
-        meta = torch.empty_strided(size, strides, dtype=tensor.dtype, device="meta")
+        meta = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
     return copy.deepcopy(module, memo)
 
