@@ -11,7 +11,7 @@ from funcrl.core import tree
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.rows import over_rows
 from funcrl.core.types import ExactModelFn, ModelFn, Params, TokenScores
-from funcrl.models.functional import forward_takes
+from funcrl.models.functional import forward_takes, without_weights
 from funcrl.models.transformer import Transformer
 from funcrl.ops import Ops, ops_of
 from funcrl.ops.choice import replace_ops
@@ -108,12 +108,11 @@ def _second_names(network: nn.Module) -> dict[str, str]:
 
 def _untied(network: nn.Module, second: dict[str, str]) -> nn.Module:
     """Return a copy without weights, in which a second name is a parameter of its own."""
-    memo: dict[int, Any] = {id(leaf): _without_values(leaf) for leaf in network.parameters()}
-    copied = copy.deepcopy(network, memo)  # which takes what it finds there for an id
+    copied = without_weights(network)
     for name in second:
         parent, _, attribute = name.rpartition(".")
-        leaf = copied.get_parameter(name)
-        setattr(copied.get_submodule(parent), attribute, _without_values(leaf))
+        own = nn.Parameter(copied.get_parameter(name).detach(), False)
+        setattr(copied.get_submodule(parent), attribute, own)
     return copied
 
 
@@ -126,7 +125,3 @@ def _summing(structure: nn.Module, blocks: int) -> nn.Module:
     copied = copy.deepcopy(structure)
     replace_ops(copied, summing)
     return copied
-
-
-def _without_values(leaf: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(leaf, device="meta"), leaf.requires_grad)
