@@ -89,8 +89,9 @@ def pack_groups(
 
     A prompt but for its last token is a segment of its own, which the samples see: each is the
     prompt's last token and the completion. Samples share what their tokens before the first sampled
-    one have in common, if they are all equal. A group that has more tokens than a row has room is
-    divided, and its prompt repeated. The loss is the same number as that of `collate`'s batch.
+    one have in common, if they are all equal. A group is divided, and its prompt repeated, if it
+    is longer than a row or if that saves rows. The loss is the same number as that of `collate`'s
+    batch.
 
     Args:
         rollout: B = N prompts x G samples, padded on the right.
@@ -205,11 +206,25 @@ def _by_prompt(batch: Batch, sizes: Sequence[int]) -> list[_Group]:
 
 
 def _fill_rows(groups: Sequence[_Group], sizes: Sequence[int], length: int) -> list[list[_Group]]:
-    """Return the groups of each row: first-fit decreasing, where a group may be divided.
+    """Return the groups of each row, in as few rows as either of two ways to fill them takes.
+
+    All rows have the same length and cost the same, so that few rows matter, and not which. Whole
+    groups lay a prompt once but leave room at the end of a row, which divided ones fill.
+    """
+    whole = _first_fit(groups, sizes, length, divides=False)
+    if all(len(group.samples) == 1 for group in groups):
+        return whole
+    return min(whole, _first_fit(groups, sizes, length, divides=True), key=len)
+
+
+def _first_fit(
+    groups: Sequence[_Group], sizes: Sequence[int], length: int, divides: bool
+) -> list[list[_Group]]:
+    """Return the groups of each row: first-fit decreasing.
 
     A group goes whole into the first row with room. If there is none, the row in which most of its
-    samples find room takes those, and the rest goes on. All rows have the same length and cost the
-    same, so that few rows matter, and not which.
+    samples find room takes those, and the rest goes on: a new row is one to choose from, or with
+    `divides` only if no row has room for a sample.
     """
     rows: list[list[_Group]] = []
     room: list[int] = []
@@ -232,12 +247,14 @@ def _fill_rows(groups: Sequence[_Group], sizes: Sequence[int], length: int) -> l
         while rest.samples:
             taken: tuple[int, ...] = ()
             shortest = sizes[rest.samples[-1]]
-            for at, left in enumerate([*room, length]):  # the last is a new row
+            for at, left in enumerate(room if divides else [*room, length]):
                 choice = fitting(rest, left) if left >= shortest else ()
                 if len(choice) > len(taken):
                     row, taken = at, choice
                     if len(taken) == len(rest.samples):
                         break
+            if not taken:
+                row, taken = len(rows), fitting(rest, length)
             if row == len(rows):
                 rows.append([])
                 room.append(length)

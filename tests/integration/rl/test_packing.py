@@ -113,6 +113,22 @@ def test_a_group_too_long_for_a_row_is_divided_and_fills_rows():
     assert [int(row.max()) for row in packed.segment_ids] == [3, 3, 2]
 
 
+def test_groups_are_divided_where_that_saves_rows():
+    """Groups of 4 samples of 3 + 3 tokens: 2 + 4 x 4 = 18. Rows of 28 hold one, or 28 in all."""
+    mask = torch.tensor([[False] * 3 + [True] * 3]).expand(12, 6).contiguous()
+    group = torch.arange(3).repeat_interleave(4)
+    rollout = funcrl.Rollout(
+        tokens=torch.cat([group[:, None].expand(12, 3), torch.arange(36).view(12, 3)], dim=1),
+        mask=mask, behavior_logprobs=torch.zeros(12, 6), rewards=torch.arange(12.0) ** 2,
+        group=group, policy_version=torch.zeros(12).long(),
+    )  # fmt: skip
+    packed = funcrl.pack_groups(rollout, funcrl.grpo(), 28)
+    assert (packed.segment_ids >= 0).sum(1).tolist() == [28, 28]
+    assert samples_of(packed) == samples_of(funcrl.pack(rollout, funcrl.grpo(), 28))
+    wide = funcrl.pack_groups(rollout, funcrl.grpo(), 54)  # no group of these needs to be divided
+    assert (wide.segment_ids >= 0).sum(1).tolist() == [54]
+
+
 def test_rows_of_padding_fill_up_to_a_multiple():
     rollout = grouped(1)
     for pack in (funcrl.pack, funcrl.pack_groups):
