@@ -48,8 +48,9 @@ class StartConfig:
     dry_run: bool = False
     """Print the resolved configuration and the memory that it needs, and stop."""
     choose: bool = True
-    """On a GPU, choose the options of speed and memory that are not given by the model's shape,
-    the lengths and the GPU's memory; a line says them. no-choose leaves the defaults."""
+    """Choose the options of speed and memory that are not given by the model's shape, the lengths
+    and the GPU's memory, on a CPU packing alone; a line says them. no-choose leaves the
+    defaults."""
     gpu_memory: FinitePositive | None = None
     """The gigabytes of the GPU to choose for; those of this machine's when left out."""
     trust: bool = False

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from torch import nn
 
-from funcrl.cli.gpu import chosen_for_gpu, say_of_other_gpus, task_and_network
+from funcrl.cli.device import chosen_for_device, say_of_other_gpus, task_and_network
 from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
@@ -88,7 +88,7 @@ def run_train(args: Sequence[str]) -> None:
     elif start.resume is not None:
         check_options_kept("train", options, start.resume)
     if start.dry_run:
-        options, reasons = chosen_for_gpu(args, start, options, start.trust)
+        options, reasons = chosen_for_device(args, start, options, start.trust)
         if is_first_rank():
             print_safely(describe_run(options, start.resume, start.trust, reasons))
         return
@@ -104,7 +104,7 @@ def run_train(args: Sequence[str]) -> None:
     command = ["funcrl", "train", *args]
     # What is checked here needs no second look; what a run in --model names does.
     trust = start.trust or CODE_OPTIONS
-    options, _ = chosen_for_gpu(args, start, options, True)
+    options, _ = chosen_for_device(args, start, options, True)
     if start.seeds:
         _check_seeds(args, start)
         _run_seeds(options, start.seeds, command, trust)

@@ -1,4 +1,4 @@
-"""Chooses the options of speed and memory that nobody has given, for training on a GPU."""
+"""Chooses the options of speed and memory that nobody has given, for the device to train on."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core.arguments import checked
-from funcrl.loop.memory import MemoryEstimate, estimate_memory
+from funcrl.loop.memory import LONGEST, MemoryEstimate, estimate_memory, num_params
 from funcrl.models import TransformerConfig
 
 _FILLED = 0.92  # the share of a GPU's memory that an estimate may take
@@ -44,23 +44,24 @@ def choose_options(
     given: Collection[str],
     shape: TransformerConfig,
     prompt_tokens: int,
-    gpu_bytes: int,
+    gpu_bytes: int | None = None,
     num_turns: int = 1,
     num_ranks: int = 1,
     has_compiler: bool = True,
     teacher: TransformerConfig | None = None,
 ) -> Chosen:
-    """Return a configuration with fast options that fit a GPU, in the place of defaults.
+    """Return a configuration with fast options that fit a device, in the place of defaults.
 
-    It is what `funcrl train --device cuda` does with a network of 50 million parameters and more.
+    It is what `funcrl train` does, on a GPU with a network of 50 million parameters and more. On a
+    CPU it chooses packed rows, if a step takes the whole batch at once and is not compiled.
 
     Args:
-        config: the run's, for device cuda.
+        config: the run's.
         given: the fields of it that somebody has chosen, such as "dtype": they stay. "compile" is
             one if any option of it is given.
         shape: the model's.
         prompt_tokens: of the longest prompt.
-        gpu_bytes: the GPU's memory.
+        gpu_bytes: the GPU's memory; none for a CPU.
         num_turns: of an environment.
         num_ranks: that train together.
         has_compiler: whether there is a C compiler, which Triton needs.
@@ -75,9 +76,17 @@ def choose_options(
         >>> chosen.config.slots, chosen.config.packing, chosen.config.pack_length
         (512, 'prefixes', 2240)
     """
-    if config.device != "cuda":
-        raise ValueError(f"choose_options expects device cuda, got {config.device}.")
     found = _Choices(config, given)
+
+    def estimated(config: TrainConfig) -> MemoryEstimate:
+        return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks, teacher)
+
+    if config.device == "cpu":
+        if num_turns == 1:
+            _pack_on_cpu(found, shape, prompt_tokens)
+        return Chosen(found.config, found.reasons, estimated(found.config))
+    if gpu_bytes is None:
+        raise ValueError("choose_options expects gpu_bytes for device cuda, got none.")
     found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
     halves = found.config.dtype == "bfloat16"
     if config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
@@ -87,10 +96,6 @@ def choose_options(
     if has_compiler:
         fast = CompileConfig(backend="inductor", remat="selective")
         found.choose("compile", fast, "fewer kernels, and products alone are kept")
-
-    def estimated(config: TrainConfig) -> MemoryEstimate:
-        return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks, teacher)
-
     samples = -(-config.num_prompts // num_ranks) * config.num_generations
     slots = min(samples, _SLOTS)
     while slots > 1 and estimated(replace(found.config, slots=slots)).cache > gpu_bytes / 4:
@@ -122,22 +127,44 @@ class _Choices:
             self.reasons[name] = reason
 
 
-def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
-    """Choose packed rows, unless an option of theirs is given or they are not for this run."""
+def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
+    """Choose packed rows where attention to a whole one costs less than the weights' products."""
+    config = found.config
+    if config.microbatch is not None or config.compile is not None:
+        return  # a packed row is longer than those meant, and their number is seldom the same
+    if config.is_supervised or "delta" in shape.kinds:
+        return  # without prompts to share it gains little
+    row = LONGEST * (prompt + config.sampling.max_tokens)
+    attention = 2 * row * shape.num_heads * shape.head_width * shape.num_layers
+    if attention <= num_params(shape):
+        _choose_packing(found, shape)
+
+
+def _choose_packing(found: _Choices, shape: TransformerConfig) -> bool:
+    """Choose how rows are packed; return False if that is given, or packing not for this run."""
     config = found.config
     refuses = config.optimizer.clip_per_sample is not None or config.algorithm.name == "ppo"
-    if config.attend == "native" and config.numerics == "native":
-        return  # all scores of a long row would be in memory
     named = {"packing", "pack_length", "pack_rows"} & {*found.given}
     if refuses or named or is_own(config.algorithm.name):
-        return
-    completion, copies = config.sampling.max_tokens, config.num_generations
+        return False
     if config.is_supervised or "delta" in shape.kinds:
         found.choose("packing", "samples", "no padding")
-        together = copies * (prompt + completion)
     else:
         found.choose("packing", "prefixes", "no padding, and a prompt once for its group")
-        together = copies * (prompt + completion) - (copies - 1) * max(prompt - 1, 0)
+    return True
+
+
+def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
+    """Choose packed rows and their sizes, unless an option of theirs is given."""
+    config = found.config
+    if config.attend == "native" and config.numerics == "native":
+        return  # all scores of a long row would be in memory
+    if not _choose_packing(found, shape):
+        return
+    completion, copies = config.sampling.max_tokens, config.num_generations
+    together = copies * (prompt + completion)
+    if found.config.packing == "prefixes":
+        together -= (copies - 1) * max(prompt - 1, 0)
     length = max(min(together, _ROW), prompt + completion)
     length += -length % _MULTIPLE
     found.choose("pack_length", length, "a group, or some of its samples")

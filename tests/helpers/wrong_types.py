@@ -203,9 +203,7 @@ OWN: dict[str, dict[str, Any]] = {
     "token_scores": {"logits": torch.zeros(3, 5)},
     "forward_backward": {"model_fn": purity.MODEL_FN},
     "models.qlora": {"score": funcrl.logprob_fn},
-    "choose_options": {
-        "config": replace(TRAINING, device="cuda"), "given": [], "shape": purity.MICRO.config,
-        "gpu_bytes": 10**10},
+    "choose_options": {"config": TRAINING, "given": [], "shape": purity.MICRO.config},
     "ops.adapted": {"down": torch.zeros(1, 4), "up": torch.zeros(4, 1)},
     "ops.adapted_linear": {
         "x": torch.zeros(2, 4), "down": torch.zeros(1, 4), "up": torch.zeros(4, 1)},

@@ -105,7 +105,14 @@ def test_memory_that_runs_out_names_the_largest_part(tmp_path, capsys):
         "        raise torch.OutOfMemoryError('CUDA out of memory.')\n\n"
         "    return funcrl.optim.sgd(learning_rate)._replace(update=update)\n"
     )
-    options = ["--optimizer.name", f"{own}:hungry", "--num-prompts", "64", *SMALL[2:]]
+    options = [
+        "--optimizer.name",
+        f"{own}:hungry",
+        "--num-prompts",
+        "64",
+        *SMALL[2:],
+        "--no-choose",
+    ]
     code, _, err = run(["train", "--run-dir", tmp_path / "run", *options], capsys)
     assert code == 1
     assert "CUDA out of memory." in err
@@ -330,7 +337,7 @@ def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path, capsys):
     folder = tmp_path / "run"
     assert run(["train", "--run-dir", folder, *SMALL], capsys).code == 0
     lines = [
-        "--help", "train --help", "train --dry-run", f"train --resume {folder} --steps 5",
+        "--help", "train --help", "train --dry-run --no-choose", f"train --resume {folder} --steps 5",
         f"report {folder}", f"export --run {folder} --out {tmp_path / 'model'}", "models",
         f"eval --run {folder} --num-prompts 2", "parity --num-prompts 1",
     ]  # fmt: skip

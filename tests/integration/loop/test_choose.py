@@ -1,4 +1,4 @@
-"""The options that are chosen for a GPU: those of commands tuned by hand, and never one given."""
+"""The options that are chosen for a device: those of commands tuned by hand, never one given."""
 
 from dataclasses import replace
 from itertools import product
@@ -143,7 +143,7 @@ def test_a_dry_run_says_what_was_chosen_and_why(capsys):
 
 
 def test_nothing_is_chosen_where_nobody_asks(capsys, tmp_path):
-    for more in (["--no-choose"], ["--model", "micro"], ["--device", "cpu"]):
+    for more in (["--no-choose"], ["--model", "micro"], ["--device", "cpu", "--compile"]):
         line = [part for part in LINE if part not in ("--model", "qwen3-0.6b")]
         line += [] if "--model" in more else ["--model", "qwen3-0.6b"]
         line = [part for part in line if part not in ("--device", "cuda") or "--device" not in more]
@@ -157,6 +157,53 @@ def test_nothing_is_chosen_where_nobody_asks(capsys, tmp_path):
     assert "Chosen" not in capsys.readouterr().err
 
 
-def test_a_cpu_has_no_such_options():
-    with pytest.raises(ValueError, match="^choose_options expects device cuda, got cpu"):
-        funcrl.choose_options(TrainConfig(), [], QWEN, 8, GB)
+def test_a_gpu_must_have_a_size():
+    with pytest.raises(ValueError, match="^choose_options expects gpu_bytes for device cuda"):
+        funcrl.choose_options(config(), [], QWEN, 8)
+
+
+MICRO = funcrl.models.shape("micro", vocab_size=13)
+HYBRID = funcrl.models.shape("micro-hybrid", vocab_size=13)
+FLAT = AlgorithmConfig(kl=0.0, entropy=0.0)
+SFT = {"algorithm": replace(FLAT, name="sft"), "warm_start": WarmStartConfig(steps=0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "shape", "turns", "packing"),
+    [
+        ({}, [], MICRO, 1, "prefixes"),
+        ({"numerics": "exact"}, ["numerics"], MICRO, 1, "prefixes"),
+        ({"algorithm": replace(FLAT, name="gspo")}, [], MICRO, 1, "prefixes"),
+        ({}, ["packing"], MICRO, 1, "none"),
+        ({"packing": "samples"}, ["packing"], MICRO, 1, "samples"),
+        ({}, [], MICRO, 2, "none"),
+        ({"microbatch": 4}, ["microbatch"], MICRO, 1, "none"),
+        ({"compile": CompileConfig()}, ["compile"], MICRO, 1, "none"),
+        ({"algorithm": replace(FLAT, name="ppo")}, [], MICRO, 1, "none"),
+        (SFT, [], MICRO, 1, "none"),
+        ({"optimizer": OptimizerConfig(clip_per_sample=1.0)}, [], MICRO, 1, "none"),
+        ({"sampling": Sampling(max_tokens=200)}, [], MICRO, 1, "none"),
+        ({}, [], HYBRID, 1, "none"),
+    ],
+)  # fmt: skip
+def test_on_a_cpu_packing_alone_is_chosen(options, given, shape, turns, packing):
+    own = TrainConfig(**options)
+    chosen = funcrl.choose_options(own, given, shape, 6, num_turns=turns)
+    assert chosen.config == replace(own, packing=packing)
+    assert set(chosen.reasons) == ({"packing"} if packing == "prefixes" else set())
+
+
+def test_a_run_on_a_cpu_begins_with_what_was_chosen_and_goes_on_with_it(capsys, tmp_path):
+    line = ["train", "--num-prompts", "2", "--warm-start.steps", "0", "--evaluation.every", "0"]
+    main([*line, "--run-dir", str(tmp_path / "run"), "--steps", "1"])
+    assert "Chosen for a CPU: --packing prefixes\n" in capsys.readouterr().err
+    main(["train", "--resume", str(tmp_path / "run"), "--steps", "2"])
+    assert "Chosen" not in capsys.readouterr().err
+    main([*line, "--run-dir", str(tmp_path / "same"), "--steps", "2", "--packing", "prefixes"])
+    main([*line, "--run-dir", str(tmp_path / "plain"), "--steps", "2", "--no-choose"])
+    assert "Chosen" not in capsys.readouterr().err
+    configs = {each: yaml.safe_load((tmp_path / each / "config.yaml").read_text())["packing"]
+               for each in ("run", "same", "plain")}  # fmt: skip
+    assert configs == {"run": "prefixes", "same": "prefixes", "plain": "none"}
+    resumed, whole = (funcrl.load_run(tmp_path / each).params for each in ("run", "same"))
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)

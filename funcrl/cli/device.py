@@ -1,4 +1,4 @@
-"""What `funcrl train` does with GPUs: it chooses options that fit one, and says if others idle."""
+"""What `funcrl train` does about its device: it chooses options for it, and says if GPUs idle."""
 
 import os
 import shutil
@@ -26,13 +26,14 @@ from funcrl.tasks import Task
 _FEWEST_PARAMETERS = 50_000_000  # of a network for which options are chosen
 
 
-def chosen_for_gpu(
+def chosen_for_device(
     args: Sequence[str], start: StartConfig, options: TrainConfig, runs_code: bool
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the options with those that were chosen for the GPU, and why each was.
+    """Return the options with those that were chosen for the device, and why each was.
 
-    A run that goes on has its own, and so has a file; a small network is trained before a fast step
-    is compiled. A network that a run's folder names is looked at as the run itself will look at it.
+    A run that goes on has its own, and so has a file; on a GPU a small network is trained before a
+    fast step is compiled. A network that a run's folder names is looked at as the run itself will
+    look at it.
 
     Args:
         args: the line.
@@ -42,15 +43,15 @@ def chosen_for_gpu(
     """
     own = {code.option.split()[0] for code in named_code(options)}
     begins = start.resume is None and start.config is None and "--model" not in own
-    if not (start.choose and begins and options.device == "cuda"):
-        return options, {}
-    size = _gpu_bytes(start.gpu_memory)
-    if size is None or ("--task" in own and not runs_code):
+    on_gpu = options.device == "cuda"
+    size = _gpu_bytes(start.gpu_memory) if on_gpu else None
+    can_be = size is not None if on_gpu else options.microbatch is None
+    if not (start.choose and begins and can_be) or ("--task" in own and not runs_code):
         return options, {}
     task, network = task_and_network(options, start.trust)
     if not isinstance(network, Transformer):
         return options, {}
-    if num_params(network.config) < _FEWEST_PARAMETERS:
+    if on_gpu and num_params(network.config) < _FEWEST_PARAMETERS:
         return options, {}
     teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
@@ -60,7 +61,8 @@ def chosen_for_gpu(
         teacher.config if isinstance(teacher, Transformer) else None,
     )  # fmt: skip
     if chosen.reasons and is_first_rank():
-        print_safely(f"Chosen for a GPU of {size / 1e9:.0f} GB: {chosen.line}", sys.stderr)
+        device = f"GPU of {size / 1e9:.0f} GB" if size is not None else "CPU"
+        print_safely(f"Chosen for a {device}: {chosen.line}", sys.stderr)
     return chosen.config, chosen.reasons
 
 
