@@ -338,7 +338,8 @@ def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path, capsys):
     assert run(["train", "--run-dir", folder, *SMALL], capsys).code == 0
     lines = [
         "--help", "train --help", "train --dry-run --no-choose",
-        f"train --resume {folder} --steps 5", f"report {folder}", f"export --run {folder} --out {tmp_path / 'model'}", "models",
+        f"train --resume {folder} --steps 5", f"report {folder}",
+        f"export --run {folder} --out {tmp_path / 'model'}", "models",
         f"eval --run {folder} --num-prompts 2", "parity --num-prompts 1",
     ]  # fmt: skip
     child = subprocess.run([sys.executable, "-c", PIPES, *lines], stderr=subprocess.PIPE, text=True)
