@@ -45,6 +45,7 @@ def chosen_for_device(
     begins = start.resume is None and start.config is None and "--model" not in own
     on_gpu = options.device == "cuda"
     size = _gpu_bytes(start.gpu_memory) if on_gpu else None
+    # A pretrained model begins with micro-batches: on a CPU it need not be looked at.
     can_be = size is not None if on_gpu else options.microbatch is None
     if not (start.choose and begins and can_be) or ("--task" in own and not runs_code):
         return options, {}

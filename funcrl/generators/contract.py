@@ -106,8 +106,8 @@ def seeds_of(hashes: Sequence[Hash], num_samples: int, seed: int) -> list[int]:
         content = each.digest()
         first = seen[content] * num_samples
         seen[content] += 1
-        digest = int.from_bytes(content)
-        seeds += [rng.fold_in(seed, digest, first + number) for number in range(num_samples)]
+        of_prompt = rng.fold_in(seed, int.from_bytes(content))
+        seeds += [rng.fold_in(of_prompt, first + number) for number in range(num_samples)]
     return seeds
 
 

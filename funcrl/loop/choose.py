@@ -131,7 +131,7 @@ def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None
     """Choose packed rows where attention to a whole one costs less than the weights' products."""
     config = found.config
     if config.microbatch is not None or config.compile is not None:
-        return  # a packed row is longer than those meant, and their number is seldom the same
+        return  # so many rows were meant to be shorter, or all batches to be of one shape
     if config.is_supervised or "delta" in shape.kinds:
         return  # without prompts to share it gains little
     row = LONGEST * (prompt + config.sampling.max_tokens)
