@@ -29,6 +29,7 @@ from funcrl.run import runs
 ROOT = Path(__file__).parents[3]
 CONFIG = TrainConfig(
     steps=6, threads=1, numerics="exact", num_prompts=6, num_generations=4,
+    packing="prefixes",  # as the command line chooses it
     warm_start=WarmStartConfig(steps=2), checkpoint=CheckpointConfig(every=2),
     evaluation=EvaluationConfig(every=3, num_prompts=9), algorithm=AlgorithmConfig(kl=0.05),
 )  # fmt: skip
