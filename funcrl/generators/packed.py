@@ -1,4 +1,4 @@
-"""A network for decoding on a CPU: weights laid out once a push, and few calls of torch a layer."""
+"""Weights laid out for decoding on a CPU, made once a push: each token multiplies by them all."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from funcrl import ops
 from funcrl.core.types import Params
-from funcrl.models import MLP, Attention, GatedDelta, Linear, Transformer, rotate
+from funcrl.models import MLP, Attention, GatedDelta, Linear, Transformer
 from funcrl.models.functional import bind, fill
-from funcrl.models.layers import RMSNorm
 from funcrl.ops import LinearFn, Weights
 from funcrl.ops.exact import EXACT_FORWARD
 
@@ -22,9 +21,9 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
     """Return the model bound to `params`, on a CPU with copies laid out for products of few rows.
 
     Matrices that multiply the same input are joined to one, and large ones take oneDNN's blocked
-    layout, which halves the time of a product with a few rows. Queries and keys are normed and
-    rotated together. A model of exact numerics calls its kernels directly. One with operations of
-    its own, other dtypes, and other devices get the plain bound model.
+    layout, which halves the time of a product with a few rows. A model of exact numerics calls its
+    kernels directly. One with operations of its own, other dtypes, and other devices get the plain
+    bound model.
     """
     if model.ops == ops.EXACT:
         return fill(Transformer(model.config, EXACT_FORWARD), params)
@@ -34,7 +33,6 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
         return bind(model, params)
     # By the id of a weight, which stays its own because the network keeps the weight alive.
     products: dict[int, LinearFn] = {}
-    gains: dict[int, Tensor] = {}  # of queries and of keys, one above the other
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return products[id(weight)](x, weight, bias)
@@ -43,55 +41,18 @@ def pack_weights(model: Transformer, params: Params) -> Transformer:
         first, bias = weights[0]
         return products[id(first)](x, first, bias).split([len(w) for w, _ in weights], dim=-1)
 
-    def norm_rotate(
-        q: Tensor, k: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, factors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        heads = torch.cat([q, k], dim=-2)
-        if norms is not None:
-            heads = _normed(heads, eps) * gains[id(norms[0])]
-        turned = rotate(heads.transpose(-2, -3), factors)
-        turned_q, turned_k = turned.split([q.shape[-2], k.shape[-2]], dim=-3)
-        return turned_q, turned_k
-
-    fast = ops.NATIVE._replace(
-        linear=linear, project=project, rms_norm=_rms_norm, add_rms_norm=_add_rms_norm,
-        norm_rotate=norm_rotate,
-    )  # fmt: skip
+    fast = ops.NATIVE._replace(linear=linear, project=project)
     network = fill(Transformer(model.config, fast), params)
     for child in network.modules():
         if isinstance(child, Attention | GatedDelta):
             parts = child.projections()
             products[id(parts[0].weight)] = _joined(parts)
             products[id(child.o.weight)] = _product(child.o.weight)
-        if isinstance(child, Attention):
-            q, k = child.q_norm, child.k_norm
-            if isinstance(q, RMSNorm) and isinstance(k, RMSNorm):
-                heads = model.config.num_heads, model.config.num_kv_heads
-                each = zip((q.weight, k.weight), heads, strict=True)
-                gains[id(q.weight)] = torch.cat([gain.expand(count, -1) for gain, count in each])
         if isinstance(child, MLP):
             products[id(child.gate.weight)] = _joined([child.gate, child.up])
             products[id(child.down.weight)] = _product(child.down.weight)
     products[id(network.unembed.weight)] = _product(network.unembed.weight)
     return network
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps)`: the bits of `ops.rms_norm` by one call for six."""
-    return nn.functional.rms_norm(x, x.shape[-1:], None, eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    if offset:
-        return ops.rms_norm(x, weight, eps, offset)
-    return _normed(x, eps) * weight
-
-
-def _add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    total = x + delta
-    return total, _rms_norm(total, weight, eps, offset)
 
 
 def _joined(parts: Sequence[Linear]) -> LinearFn:
@@ -114,5 +75,5 @@ def _product(weight: Tensor) -> LinearFn:
 
 
 def _has_blocked_layout(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has its layout of such weights on this processor."""
+    """Return whether oneDNN has a layout for weights of a dtype on this processor."""
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

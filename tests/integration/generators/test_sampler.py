@@ -82,35 +82,6 @@ def test_packed_weights_in_bfloat16_are_as_near_to_float64_as_others():
     assert 0 < errors[0] <= 2 * errors[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_packed_weights_have_the_bits_of_the_network_s_own(dtype):
-    model, params = make(dtype, 1.0, num_kv_heads=2)
-    draws = torch.Generator().manual_seed(0)
-    params = funcrl.tree.map(
-        lambda leaf: leaf + torch.randn(leaf.shape, generator=draws).to(dtype), params
-    )
-    network, c = pack_weights(model, params), model.config
-    norm, attention = network.norm.weight, network.blocks[0].attention
-    x, delta = torch.randn(2, 3, 5, c.width, generator=draws).to(dtype)
-    for constants in ((1e-6,), (1e-6, 1.0)):
-        packed = network.ops.add_rms_norm(x, delta, norm, *constants)
-        assert torch.equal(packed[0], x + delta)
-        assert torch.equal(packed[1], funcrl.ops.rms_norm(x + delta, norm, *constants))
-    norms = attention.q_norm.weight, attention.k_norm.weight
-    factors = funcrl.ops.NATIVE.rotation(torch.arange(5).expand(3, 5), c.head_width, 100.0)
-    parts = [
-        torch.randn(3, 5, heads, c.head_width, generator=draws).to(dtype)
-        for heads in (c.num_heads, c.num_kv_heads)
-    ]
-    for gains in (norms, None):
-        normed = parts
-        if gains is not None:
-            normed = [funcrl.ops.rms_norm(x, g, 1e-6) for x, g in zip(parts, gains, strict=True)]
-        plain = funcrl.ops.NATIVE.rotate([each.transpose(1, 2) for each in normed], factors)
-        packed = network.ops.norm_rotate(*parts, gains, 1e-6, factors)
-        assert all(torch.equal(*pair) for pair in zip(packed, plain, strict=True))
-
-
 def test_tempered_log_probabilities_are_those_of_the_tempered_policy():
     model, params = make()
     samples = sample(model, params, PROMPTS, Sampling(max_tokens=9, temperature=0.7), seed=1)
