@@ -16,6 +16,7 @@ _MULTIPLE = 64  # of which the length of a packed row is one
 _ROWS = 16  # the number of packed rows is a multiple of at most so many
 _SLOTS = 512
 _BUSY = 8192  # tokens of a micro-batch that keep a GPU's products busy
+_WHY = {"samples": "no padding", "prefixes": "no padding, and a prompt once for its group"}
 
 
 class Chosen(NamedTuple):
@@ -132,26 +133,21 @@ def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None
     config = found.config
     if config.microbatch is not None or config.compile is not None:
         return  # so many rows were meant to be shorter, or all batches to be of one shape
-    if config.is_supervised or "delta" in shape.kinds:
-        return  # without prompts to share it gains little
     row = LONGEST * (prompt + config.sampling.max_tokens)
     attention = 2 * row * shape.num_heads * shape.head_width * shape.num_layers
-    if attention <= num_params(shape):
-        _choose_packing(found, shape)
+    # Without prompts to share it gains little.
+    if attention <= num_params(shape) and _packing_for(found, shape) == "prefixes":
+        found.choose("packing", "prefixes", _WHY["prefixes"])
 
 
-def _choose_packing(found: _Choices, shape: TransformerConfig) -> bool:
-    """Choose how rows are packed; return False if that is given, or packing not for this run."""
+def _packing_for(found: _Choices, shape: TransformerConfig) -> str | None:
+    """Return how rows can be packed; None if that is given, or packing is not for this run."""
     config = found.config
     refuses = config.optimizer.clip_per_sample is not None or config.algorithm.name == "ppo"
     named = {"packing", "pack_length", "pack_rows"} & {*found.given}
     if refuses or named or is_own(config.algorithm.name):
-        return False
-    if config.is_supervised or "delta" in shape.kinds:
-        found.choose("packing", "samples", "no padding")
-    else:
-        found.choose("packing", "prefixes", "no padding, and a prompt once for its group")
-    return True
+        return None
+    return "samples" if config.is_supervised or "delta" in shape.kinds else "prefixes"
 
 
 def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
@@ -159,11 +155,13 @@ def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
     config = found.config
     if config.attend == "native" and config.numerics == "native":
         return  # all scores of a long row would be in memory
-    if not _choose_packing(found, shape):
+    packing = _packing_for(found, shape)
+    if packing is None:
         return
+    found.choose("packing", packing, _WHY[packing])
     completion, copies = config.sampling.max_tokens, config.num_generations
     together = copies * (prompt + completion)
-    if found.config.packing == "prefixes":
+    if packing == "prefixes":
         together -= (copies - 1) * max(prompt - 1, 0)
     length = max(min(together, _ROW), prompt + completion)
     length += -length % _MULTIPLE
