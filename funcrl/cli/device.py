@@ -54,7 +54,9 @@ def chosen_for_device(
         return options, {}
     if on_gpu and num_params(network.config) < _FEWEST_PARAMETERS:
         return options, {}
-    teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
+    teacher = None
+    if on_gpu:  # whose memory it takes a part of
+        teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     chosen = choose_options(
         options, sorted(names), network.config, longest_prompt(options, task), size,

@@ -105,14 +105,8 @@ def test_memory_that_runs_out_names_the_largest_part(tmp_path, capsys):
         "        raise torch.OutOfMemoryError('CUDA out of memory.')\n\n"
         "    return funcrl.optim.sgd(learning_rate)._replace(update=update)\n"
     )
-    options = [
-        "--optimizer.name",
-        f"{own}:hungry",
-        "--num-prompts",
-        "64",
-        *SMALL[2:],
-        "--no-choose",
-    ]
+    options = ["--optimizer.name", f"{own}:hungry", "--num-prompts", "64", "--no-choose"]
+    options += SMALL[2:]
     code, _, err = run(["train", "--run-dir", tmp_path / "run", *options], capsys)
     assert code == 1
     assert "CUDA out of memory." in err
