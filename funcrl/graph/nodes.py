@@ -201,9 +201,9 @@ def _is_constant(node: Node) -> bool:
 
 
 def _can_wait(node: Node) -> bool:
-    """Return whether a cast has the same value wherever it is read, none of which is by the caller.
+    """Return whether a cast can be computed at any of its readers instead of at its place.
 
-    What it is a cast of may be written into before it is read.
+    Not if the graph returns it, or if its source is written into before one of them.
     """
     readers = _readers(node)
     written = [user for user in _readers(source_of(node.all_input_nodes[0])) if writes(user)]
@@ -262,7 +262,7 @@ def runs_of(graph: Graph, labels: Mapping[Node, Label]) -> list[list[Node]]:
 def _in_turn(
     graph: Graph, waits: Mapping[Node, set[Node]], followers: Mapping[Node, list[Node]]
 ) -> list[Node]:
-    """Return the nodes in order, those that wait for nothing, as a cast, before a first reader."""
+    """Return the nodes in order, but those that wait for nothing just before their first reader."""
     place = {node: number for number, node in enumerate(graph.nodes)}
 
     def order(node: Node) -> tuple[int, int]:
@@ -274,9 +274,9 @@ def _in_turn(
 
 
 def _waits(labels: Mapping[Node, Label]) -> dict[Node, set[Node]]:
-    """Return the nodes that must run before each node: its inputs, and readers of its target.
+    """Return the nodes that must run before each node: its inputs, and those that read its target.
 
-    What is read through a view after it was written into waits for the writing.
+    A node that reads memory through a view waits for the last write into that memory.
     """
     readers: dict[Node, list[Node]] = {}
     written: dict[Node, Node] = {}

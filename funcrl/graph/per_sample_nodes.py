@@ -1,6 +1,6 @@
-"""Which nodes of a graph are per-sample gradients, written as algebra (`outer`, beside this).
+"""Which nodes of a graph are per-sample gradients, as sums of outer products (`per_sample_terms`).
 
-Each rule reads one kind of operation (`spelling`) of inputs that are per-sample gradients, and
+Each rule reads one kind of operation (`Spelled`) of inputs that are per-sample gradients, and
 returns what its result is, or None: an operation that no rule understands ends the algebra.
 """
 

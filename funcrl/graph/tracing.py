@@ -134,8 +134,8 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
             return fn(*inputs)
 
     try:
-        # No code is written for a graph that passes go on to change (`edit.as_module`), and the
-        # names of Python functions, which torch would collect, are not read.
+        # No code is written for a graph that passes go on to change (`nodes.as_module`), and
+        # the names of Python functions, which torch would collect, are not read.
         with torch.no_grad(), _use_lazy_graph_module(True):
             traced = make_fx(
                 recorded,

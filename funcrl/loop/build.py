@@ -49,7 +49,7 @@ _KINDS: dict[str, Any] = {
     "optimizer": GradientTransformation, "per_sample": Callable | None,
     "prepare": PrepareFn | None, "step": Step,
 }  # fmt: skip
-# Where what is no part belongs.
+# Arguments that are not parts, and where to give them instead.
 _INSTEAD = {
     "reward": "; rewards belong to a task, which funcrl.tasks.from_rows(rows, reward=...) makes, "
     "and funcrl.tasks.with_rewards(task, {...}) of another",

@@ -132,7 +132,7 @@ def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None
     """Choose packed rows where attention to a whole one costs less than the weights' products."""
     config = found.config
     if config.microbatch is not None or config.compile is not None:
-        return  # so many rows were meant to be shorter, or all batches to be of one shape
+        return  # the caller chose both for rows that are not packed
     row = LONGEST * (prompt + config.sampling.max_tokens)
     attention = 2 * row * shape.num_heads * shape.head_width * shape.num_layers
     # Without prompts to share it gains little.

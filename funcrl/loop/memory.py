@@ -19,8 +19,8 @@ _EIGHT_BITS = 1 + _FLOAT / eight_bits.BLOCK  # bytes of a moment with its share 
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
 # (docs/benchmarks.md, "The memory estimate").
 _RESERVE = 0.19
-# A packed row is so many times as long as the longest sample, where its length is not given: that
-# leaves little room at its end.
+# A packed row whose length is not given is this many times as long as the longest sample: little
+# of it is then left empty.
 LONGEST = 4
 
 

@@ -30,7 +30,7 @@ from funcrl.run.trust import check_run, named_code, remember
 from funcrl.tasks.contracts import TaskOrRows
 from funcrl.tasks.load import is_rows, rows_name
 
-# Options that change no part of a run, so that given parts may be of another value of these.
+# Options that no part depends on: given parts may have been built with other values of these.
 _OF_NO_PART = ("run_dir", "warm_start", "evaluation", "checkpoint", "log")
 
 

@@ -246,7 +246,7 @@ def _own_network(
 
 
 def parts_of_network(options: TrainConfig) -> set[str]:
-    """Return the parts that are needed to make again what a run has trained, if it got them."""
+    """Return the parts that, if a run was given them, are needed again to load what it trained."""
     return {"model", "model_fn", *(["params"] if options.lora.rank else [])}
 
 

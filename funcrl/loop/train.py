@@ -60,8 +60,8 @@ from funcrl.run.views import SilentView, View, view_for
 from funcrl.tasks.contracts import Prompt, TaskOrRows
 from funcrl.tasks.tokenizers import tokenizer_files
 
-_TELL_EVERY = 10.0  # seconds between two lines about a warm start
-_SKIPPED_STEPS = (5, 50, 500, 5000)  # how many in a row are told of
+_TELL_EVERY = 10.0  # seconds between two lines of progress in a warm start
+_SKIPPED_STEPS = (5, 50, 500, 5000)  # numbers of skipped steps in a row that print a line
 
 
 @checked

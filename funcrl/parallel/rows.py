@@ -91,7 +91,7 @@ def _num_tokens(batch: Rows) -> list[int]:
 
 
 def _without(rows: Rows, is_row: Tensor) -> Rows:
-    """Return the rows with nothing to learn from those that are none."""
+    """Return the rows with nothing to learn in those that only fill a rank's share."""
     nothing = {
         "mask": rows.mask & is_row,
         "behavior_logprobs": rows.behavior_logprobs.where(is_row, 0.0),

@@ -29,7 +29,7 @@ from funcrl.rl.backward import Gradient, one_number, reduce_rows, value_and_grad
 from funcrl.rl.grads import PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
 
-_LOSS = "loss"  # a name that no metric of a loss has
+_LOSS = "loss"  # a key for the loss itself among its metrics, none of which has this name
 # (scores of one sample, the sample) -> (loss, metrics)
 ScoreLossFn: TypeAlias = Callable[[TokenScores, Any], tuple[Tensor, Metrics]]
 
@@ -124,9 +124,9 @@ def _metrics_of_ranks(found: Gradient, batch: Rows, axis: Axis) -> Gradient:
 
 
 def _of_real_rows(metrics: Metrics, rows: Tensor, count: int) -> Metrics:
-    """Return metrics whose means, over all rows, are over those that have something to learn.
+    """Return metrics with each mean taken over the rows that have something to learn.
 
-    A row that a rank has only to have as many as the others has a gradient of zero.
+    A row that only fills a rank's share has a gradient of zero, and should not count.
     """
     scale = count / rows.clamp(min=1).to(torch.float64)
     means = {name: value * scale.to(value.dtype) for name, value in metrics.means.items()}

@@ -71,7 +71,7 @@ def _mixes_in(algorithm: Algorithm, row: PackedBatch, scores: Tensor) -> bool:
     first = _loss(algorithm, scores, row)
     for attempt in range(_ATTEMPTS):
         found = _loss(algorithm, scores, row) if attempt else first
-        # Samples that are not finite by themselves are not, either, with a weight of 0.
+        # A sample whose loss is not finite makes a row's not finite even where its weight is 0.
         alone = (_apart(algorithm, scores, row, each) for each in ((_MIDDLE,), _SAMPLES))
         if not _close(found, first) or any(_close(found, each) for each in alone):
             return False  # it does not mix, or it is random

@@ -119,7 +119,7 @@ def read(
 
 @contextmanager
 def _kept(path: Path) -> Iterator[None]:
-    """Keep a process that thins checkpoints out from deleting one that is read."""
+    """Keep a checkpoint from being deleted by another process while this block reads it."""
     with ExitStack() as at_end:
         with suppress(OSError):  # it is not there, or its disk has no locks
             at_end.callback(os.close, _lock(path, fcntl.LOCK_SH))
@@ -128,7 +128,7 @@ def _kept(path: Path) -> Iterator[None]:
 
 @contextmanager
 def unread(path: Path) -> Iterator[bool]:
-    """Give whether no process reads a checkpoint; none begins to until the end."""
+    """Yield whether no process reads a checkpoint, and let none begin to within the block."""
     with ExitStack() as at_end:
         try:
             at_end.callback(os.close, _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB))

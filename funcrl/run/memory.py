@@ -15,7 +15,7 @@ from torch.autograd.profiler import profile
 from funcrl.core.arguments import checked
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_PEAK_OF_RESIDENT = "5"  # what Linux takes as "the peak is what is resident now"
+_PEAK_OF_RESIDENT = "5"  # written to clear_refs: Linux then resets the peak of resident memory
 
 
 class MemoryStats(NamedTuple):
@@ -27,7 +27,7 @@ class MemoryStats(NamedTuple):
 
     device: str
     allocated: int  # of tensors that are alive
-    reserved: int  # these, and what torch keeps to give out again
+    reserved: int  # these, and freed memory that torch keeps for the next ones
     peak_allocated: int  # the most since the start of the process, or the last `reset_peak`
     peak_reserved: int
 

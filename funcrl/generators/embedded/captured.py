@@ -19,8 +19,8 @@ from funcrl.models import MLP, Attention, Transformer, TransformerConfig
 from funcrl.models.functional import bind
 from funcrl.ops.exact import EXACT_FORWARD
 
-# The options of a network that the program knows: it would draw from another network than one that
-# uses any other, so a new option belongs here once `program` has it.
+# The options that `program` computes. A network with any other option is not captured: the graphs
+# would ignore that option. Add a new one here once `program` computes it.
 _KNOWN = {
     "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width",
     "qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps", "tied", "context_length",
@@ -204,7 +204,7 @@ def collect(results: Results, request: Request, ends: dict[int, int]) -> Complet
 
 
 def _check_finite(mask: Tensor, logprobs: Tensor, policy_logprobs: Tensor, group: int) -> None:
-    """Raise for the first token whose log-probability is no number, of the first such sample."""
+    """Raise for the earliest token whose log-probability is not finite."""
     broken = mask & ~(logprobs + policy_logprobs).isfinite()
     if bool(broken.any()):
         count, row = min((column, row) for row, column in broken.nonzero().tolist())

@@ -15,7 +15,7 @@ from funcrl.generators.stops import has_stop_string
 
 
 class HostCopy(NamedTuple):
-    """Numbers of a device on their way to the host, and the samples that they are of."""
+    """A copy of some samples' numbers from a device to the host, which may still be under way."""
 
     samples: list[int]
     numbers: Tensor  # [n, ...]

@@ -1,4 +1,4 @@
-"""One program: static memory of some sizes, what runs on it, and its CUDA graphs."""
+"""A program: memory at fixed addresses, the functions that run on it, and their CUDA graphs."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
@@ -25,7 +25,7 @@ from funcrl.graph.capture import recording
 from funcrl.models import Transformer
 from funcrl.ops.exact.paged import Sharing
 
-# A graph holds some memory of its own; those of samplings long past are let go.
+# A graph holds some memory of its own: beyond this many, those of older samplings are freed.
 _MOST = 256
 
 
@@ -227,6 +227,6 @@ def send_to(
 
 
 def _constants(sampling: Sampling) -> tuple[object, ...]:
-    """Return what a graph of a draw has of a sampling: constants, which replays do not read."""
+    """Return the options of a sampling that a captured draw has as constants, not as inputs."""
     s = sampling
     return (s.temperature, s.top_k, s.min_p, s.min_tokens, s.stop_tokens)

@@ -12,7 +12,7 @@ from funcrl.generators.embedded.batch import Batch
 from funcrl.generators.embedded.schedule import Completions, Drawn, Request, completions
 from funcrl.models import Recurrent, RecurrentState
 
-# Last tokens of a sequence that are compared first: most lengths are then not tried in full.
+# A sequence's last tokens are compared first: for most lengths that already rules a match out.
 _TAIL = 8
 
 

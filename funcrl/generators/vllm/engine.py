@@ -48,7 +48,7 @@ class InProcess:
         self._llm = _start(setup)
         settings = self._llm.vllm_config
         (self._groups,) = self._llm.collective_rpc(_groups)
-        self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # one is vLLM's own
+        self._blocks = int(settings.cache_config.num_gpu_blocks) - 1  # vLLM keeps one for itself
         self.context_length = int(settings.model_config.max_model_len)
 
     @property

@@ -262,12 +262,12 @@ def engine_settings(setup: EngineSetup) -> dict[str, Any]:
 
 
 def who_draws(setup: EngineSetup, sampling: Sampling) -> tuple[Sampling, Sampling, VLLMConfig]:
-    """Return what vLLM is to draw by, whose log-probabilities it gets, and which it then keeps.
+    """Return the sampling that vLLM applies, the one that its model applies, and what is reported.
 
-    vLLM gets logits, and does as `sampling` says. With exact numerics it gets log-probabilities and
-    keeps them as they are: the policy's, or, for those of `sampling`, its very distribution, of
-    which there is nothing left to divide or to leave out. Those of the policy are kept where vLLM
-    changes what it draws from after that, and for the most likely token.
+    vLLM gets logits from its model, and applies `sampling` to them. With exact numerics the model
+    returns log-probabilities, which are reported as they are: either the policy's, or those under
+    `sampling`, whose temperature and truncation the model has then applied, so that vLLM applies
+    none. Temperature 0 and `min_tokens` are left to vLLM, and the policy's are reported.
     """
     policy, config = Sampling(), setup.config
     if not setup.is_exact or config.logprobs == "policy":
@@ -297,8 +297,8 @@ def sample_fields(sampling: Sampling, seed: int, max_tokens: int) -> dict[str, A
 def _logprobs_mode(setup: EngineSetup) -> str:
     if not setup.is_exact:
         return _LOGPROBS_MODES[setup.config.logprobs]
-    # As they are. The runner for GPUs does not know that mode in 0.24: there funcrl's sampler
-    # does it, `inside.sampler`.
+    # Reported as they are. The runner for GPUs does not know that mode in 0.24, and reports them by
+    # `GivenLogprobs`.
     return "raw_logprobs" if torch.cuda.is_available() else "raw_logits"
 
 

@@ -166,7 +166,7 @@ def has_kernels(q: Tensor, v: Tensor) -> bool:
 
 
 def _choose(impl: Callable[..., Any], q: Tensor, v: Tensor) -> Callable[..., Any]:
-    """Return the kernels' form, or else these operations, which any device has."""
+    """Return the implementation by Triton's kernels if they take these inputs, else torch's."""
     return per_device(impl) if has_kernels(q, v) else impl
 
 

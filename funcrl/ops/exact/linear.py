@@ -172,7 +172,7 @@ _SMALL = 16
 # The most numbers of a weight for calls of over 512 rows, and the most columns of any call.
 _SMALL_WEIGHT = 2**17
 _COLUMNS = 8192
-# Factors whose place in memory decides about the order of a sum are filled up to multiples of this.
+# Sizes are padded to multiples of this where the order of a sum depends on a factor's address.
 _ALIGNED = 16
 
 

@@ -125,9 +125,9 @@ def folded(score, values, top, total, summed, scale, IEEE: tl.constexpr):
 
 @triton.jit
 def prefix_span(span, first):
-    """Return the number at which keys begin, and the shift of those before `first` to places.
+    """Return the number of the first key, and what to add to a prefix's numbers for their places.
 
-    The keys of a prefix are counted as if they lay before the segment's own.
+    Keys are numbered as if those of the prefix lay just before the segment's own, from `first` on.
     """
     start, count = tl.load(span).to(tl.int32), tl.load(span + 1).to(tl.int32)
     begin = first - count
