@@ -13,13 +13,16 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 # (which gradients are wanted, gradients of the results, inputs, results) -> the gradients wanted
 BackwardFn: TypeAlias = Callable[
     [Sequence[bool], Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Tensor]
 ]
+
+# (shapes of the inputs) -> the operations of an operator's products. Not in torch's registry, whose
+# module imports Triton: a third of the time of `import funcrl`.
+FLOPS: dict[Any, Callable[..., int]] = {}
 
 
 def operator(
@@ -58,7 +61,7 @@ def operator(
         op.register_vmap(over_batch or more_rows)
         packet = getattr(torch.ops.funcrl, name)
         if flops is not None:
-            register_flop_formula(packet)(lambda *shapes, **_: flops(*shapes))
+            FLOPS[packet] = lambda *shapes, **_: flops(*shapes)
         overload: Callable[..., Any] = packet.default
         return overload
 

@@ -12,8 +12,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
+from funcrl.core.custom_op import FLOPS
 from funcrl.graph.aliases import is_view, writes, written_by
 
 Phase: TypeAlias = Literal["input", "forward", "backward", "optimizer", "output"]
@@ -84,8 +84,8 @@ _ATTENTION = {
 
 def has_flops(node: fx.Node) -> bool:
     """Return whether a node is a product, as torch's flop counter says, or attention."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return packet in flop_registry or packet in _ATTENTION
+    packet = _packet(node)
+    return packet in _ATTENTION or _formula(packet) is not None
 
 
 def count_flops(node: fx.Node) -> int:
@@ -94,11 +94,23 @@ def count_flops(node: fx.Node) -> int:
         return 0
     values: Any = fx.node.map_arg((node.args, node.kwargs, node), lambda read: read.meta["val"])
     args, kwargs, result = values
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    packet = _packet(node)
     if packet in _ATTENTION:
         q, k = args[:2] if _ATTENTION[packet] == 2 else args[1:3]
         return _ATTENTION[packet] * 2 * q.numel() * k.shape[-2]
-    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return int(_formula(packet)(*args, **kwargs, out_val=result))
+
+
+def _packet(node: fx.Node) -> Any:
+    """Return the operator that a node calls, whichever of its overloads."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _formula(packet: Any) -> Any:
+    """Return what counts the operations of an operator from a node's values, None for others."""
+    from torch.utils.flop_counter import flop_registry, shape_wrapper  # imports Triton
+
+    return shape_wrapper(FLOPS[packet]) if packet in FLOPS else flop_registry.get(packet)
 
 
 def draws(node: fx.Node) -> bool:

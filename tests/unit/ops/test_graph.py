@@ -5,9 +5,11 @@ import torch
 from graphs import flatten
 from recurrent_cases import CELLS, WIDTH, WIDTH_IN, case, loss_of
 from torch.func import grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 import funcrl
 from funcrl import tree
+from funcrl.core.custom_op import FLOPS
 from funcrl.graph import live_bytes
 from funcrl.graph.nodes import count_flops
 
@@ -49,6 +51,9 @@ def test_the_operations_of_the_products_are_counted(cell, recompute, again):
     flat = flatten(gradient(cell, recompute), *case(cell, (4,), 9))
     counted = [count for node in flat.gm.graph.nodes if (count := count_flops(node))]
     assert counted == [forward, (2 + again) * forward]
+    with FlopCounterMode(custom_mapping=FLOPS, display=False) as counter:
+        gradient(cell, recompute)(*case(cell, (4,), 9))
+    assert counter.get_total_flops() == sum(counted)
 
 
 def test_the_predicted_peak_is_less_by_what_is_not_kept():
