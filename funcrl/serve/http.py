@@ -45,6 +45,17 @@ class RequestError(ValueError):
         self.status = status
 
 
+@contextmanager
+def refusing(status: int, expected: str = "") -> Iterator[None]:
+    """Answer with this status where what a client sent is refused, or of another type."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise RequestError(status, f"{expected}{error}") from error
+
+
 # "GET /v1/models", or "GET /v1/models/" for all paths that begin so
 Routes: TypeAlias = Mapping[str, Callable[[Request], Response]]
 # (path, message) -> the fields of an error

@@ -14,7 +14,7 @@ from funcrl.config import Sampling
 from funcrl.core import rng
 from funcrl.core.types import Samples
 from funcrl.loop.episodes import Turn, read_turns
-from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
+from funcrl.serve.http import Request, RequestError, Response, Routes, as_json, refusing
 from funcrl.serve.jobs import Failure
 from funcrl.serve.served import Served, check_tokens
 from funcrl.serve.shared import SharedGenerator
@@ -22,6 +22,7 @@ from funcrl.serve.text import GrowingText, encode_messages, encode_text
 from funcrl.tasks.contracts import all_ends
 
 _BASE = ""  # the name of the served parameters among those that are pushed
+_TEXT = "expected a text that the tokenizer reads: "
 _MAX_TOKENS = 16  # of a completion that says nothing; OpenAI's own
 # The fields that are read, besides the prompt or the messages.
 _READ = {
@@ -126,10 +127,11 @@ class OpenAI:
         prompt = asked["prompt"]
         is_list = isinstance(prompt, list) and not all(type(each) is int for each in prompt)
         tokenizer = self._served.tokenizer
-        prompts = [
-            encode_text(tokenizer, each) if isinstance(each, str) else each
-            for each in (prompt if is_list else [prompt])
-        ]
+        with refusing(400, _TEXT):
+            prompts = [
+                encode_text(tokenizer, each) if isinstance(each, str) else each
+                for each in (prompt if is_list else [prompt])
+            ]
         return self._answer(asked, prompts, _COMPLETION)
 
     def _tokenize(self, request: Request) -> Response:
@@ -137,17 +139,16 @@ class OpenAI:
         text = request.json().get("prompt")
         if not isinstance(text, str):
             raise RequestError(400, f"expected a prompt of text, got {text!r}")
-        tokens = self._served.tokenizer.encode_answer(text)
+        with refusing(400, _TEXT):
+            tokens = self._served.tokenizer.encode_answer(text)
         return as_json({"tokens": tokens, "count": len(tokens)})
 
     def _chat(self, request: Request) -> Response:
         asked = self._checked(request.json(), "messages")
-        try:
+        with refusing(400, "expected messages: "):
             messages = [_message(each) for each in asked["messages"]]
             options = asked.get("chat_template_kwargs")
             prompt = encode_messages(self._served.tokenizer, messages, options)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RequestError(400, f"expected messages: {error}") from error
         return self._answer(asked, [prompt], _CHAT)
 
     def _checked(self, asked: dict[str, Any], wanted: str) -> dict[str, Any]:
@@ -175,6 +176,8 @@ class OpenAI:
         if type(seed) is not int:
             raise RequestError(400, f"expected a seed that is an integer, got {seed!r}")
         is_stream = bool(asked.get("stream"))
+        with refusing(400, "expected stream_options with include_usage: "):
+            wants_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         logprobs = asked.get("logprobs", False)  # 0 is a number of alternatives
         if logprobs not in (False, True) or (is_stream and logprobs is not False):
             raise RequestError(
@@ -198,7 +201,6 @@ class OpenAI:
             "model": self._served.name,
         }
         if is_stream:
-            wants_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = self._events(ask, number, form, head, wants_usage)
             return Response(body, kind="text/event-stream")
         turns, scores = self._result(number)
@@ -230,7 +232,7 @@ class OpenAI:
         room = self._shared.generator.context_length - length
         most = asked.get("max_completion_tokens", asked.get("max_tokens", most))
         stop = asked.get("stop") or []
-        try:
+        with refusing(400):
             return Sampling(
                 num_samples=asked.get("n", 1),
                 max_tokens=room if most is None else min(most, room),
@@ -242,8 +244,6 @@ class OpenAI:
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 stop_tokens=tuple(all_ends(self._served.tokenizer)),
             )
-        except (ValueError, TypeError) as error:
-            raise RequestError(400, str(error)) from error
 
     def _draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """Draw for several requests in one call: they are drawn alike."""

@@ -14,7 +14,7 @@ from funcrl.core.types import Params
 from funcrl.models import Recurrent, Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.serve import training, wire
-from funcrl.serve.http import Request, RequestError, Response, Routes, as_json
+from funcrl.serve.http import Request, RequestError, Response, Routes, as_json, refusing
 from funcrl.serve.jobs import Failure
 from funcrl.serve.served import Served, check_tokens
 from funcrl.serve.shared import SharedGenerator
@@ -169,11 +169,11 @@ class Tinker:
         return self._promise(run, ("unload", model_id))
 
     def _forward_backward(self, request: Request) -> Response:
-        try:
+        with refusing(422):
             asked = wire.read_gradients(request.body)
-            self._check_tokens([each.tokens for each in asked.data])
-        except ValueError as error:
-            raise RequestError(422, str(error)) from error
+        targets = [each.inputs.get("target_tokens") for each in asked.data]
+        last = [each[-1:].tolist() for each in targets if each is not None]
+        self._check_tokens([*(each.tokens for each in asked.data), *last])
         trained = self._model(asked.model_id)
 
         def run() -> Found:
@@ -186,9 +186,8 @@ class Tinker:
         return as_json(self._promise(run, _once(asked.model_id, asked.number)))
 
     def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
-        trained, numbers = self._model(asked["model_id"]), asked.get("adam_params")
-        if numbers is None:
-            raise RequestError(400, "optim_step expects adam_params, got others")
+        trained = self._model(asked["model_id"])
+        numbers = {name: float(value) for name, value in asked["adam_params"].items()}
 
         def run() -> Found:
             return {"metrics": training.update(trained, numbers)}
@@ -229,9 +228,10 @@ class Tinker:
     def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
         model_id = asked.get("model_id") or f"{asked['session_id']}:train:{asked['model_seq_id']}"
         path, whole = asked["path"], bool(asked["optimizer"])
+        folder = self._folder_of(path)
 
         def run() -> Found:
-            found = self._load(path, whole)
+            found = self._load(folder, whole)
             before = self._models.get(model_id)
             if before is None:
                 self._models[model_id] = found
@@ -250,11 +250,10 @@ class Tinker:
             "base_model": self._served.name, "is_lora": True, "lora_rank": kind.rank, **flags
         }  # fmt: skip
 
-    def _load(self, path: str, with_optimizer: bool) -> Trained:
+    def _load(self, folder: Path, with_optimizer: bool) -> Trained:
         return training.load_model(
-            self._model_fn, self._served.params, self._folder_of(path), self._served.name,
-            with_optimizer,
-        )  # fmt: skip
+            self._model_fn, self._served.params, folder, self._served.name, with_optimizer
+        )
 
     def _path(self, model_id: str, kind: str, name: str) -> str:
         path = f"{_SCHEME}{model_id}/{kind}/{name}"
@@ -287,7 +286,7 @@ class Tinker:
             raise RequestError(404, str(error)) from error
 
         def merged() -> Params:
-            loaded = self._load(path, with_optimizer=False)
+            loaded = self._load(folder, with_optimizer=False)
             return loaded.adapters.merge(loaded.state.params)
 
         self._samplers[sampler] = Sampled(path, merged)
@@ -335,7 +334,7 @@ class Tinker:
             ends = tuple(each for each in stop if not isinstance(each, str))
         room = self._generator.context_length - length
         most = options.get("max_tokens") or room
-        try:
+        with refusing(422):
             return Sampling(
                 num_samples=count,
                 max_tokens=min(int(most), room),
@@ -345,8 +344,6 @@ class Tinker:
                 stop_tokens=tuple(dict.fromkeys(ends)),
                 stop=texts,
             )
-        except (ValueError, TypeError) as error:
-            raise RequestError(422, str(error)) from error
 
     def _draw(self, draws: Sequence[Draw]) -> list[Found]:
         """Draw for several requests in one call: they are of one sampler, and alike."""
@@ -409,10 +406,9 @@ class Tinker:
 
 def _answered(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
-        try:
+        # `fn` only reads fields: what it does with them, a job does later.
+        with refusing(400, "expected fields as tinker's SDK sends them: "):
             return as_json(fn(request.json()))
-        except KeyError as error:
-            raise RequestError(400, f"expected the field {error}, got none") from error
 
     return answer
 

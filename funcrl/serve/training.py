@@ -186,27 +186,28 @@ def to_batch(data: Sequence[Datum], loss: str) -> Batch:
     if not data:
         raise ValueError("forward_backward expects at least one datum, got none.")
     is_policy = loss != "cross_entropy"
-    needed = ("target_tokens", *(("logprobs", "advantages") if is_policy else ()))
+    needed = ("target_tokens", *(("logprobs", "advantages") if is_policy else ("weights",)))
     length = 1 + max(len(each.tokens) for each in data)
     tokens = torch.zeros(len(data), length, dtype=torch.int64, device="cpu")
     columns = torch.zeros(3, len(data), length, dtype=torch.float32, device="cpu")
     for row, datum in enumerate(data):
         count = len(datum.tokens)
+        inputs = {"weights": torch.ones(count, device="cpu"), **datum.inputs}
         for name in needed:
-            got = datum.inputs.get(name)
+            got = inputs.get(name)
             if not count or got is None or len(got) != count:
                 raise ValueError(
                     f"forward_backward expects {name} of {count} numbers, one for each input token "
                     f"of datum {row}, got {'none' if got is None else len(got)}."
                 )
-        targets = datum.inputs["target_tokens"]
+        targets = inputs["target_tokens"]
         if is_policy:
-            behavior, advantages = datum.inputs["logprobs"], datum.inputs["advantages"]
+            behavior, advantages = inputs["logprobs"], inputs["advantages"]
             # A prompt's tokens have neither.
             weights = ((behavior != 0) | (advantages != 0)).float()
             values = torch.stack([weights, behavior, advantages])
         else:
-            weights = datum.inputs.get("weights", torch.ones(count, device="cpu"))
+            weights = inputs["weights"]
             values = weights[None]
         if not values.isfinite().all():
             raise ValueError(f"forward_backward expects finite numbers, got others in datum {row}.")

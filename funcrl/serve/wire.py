@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as messages
 from torch import Tensor
 
@@ -35,7 +36,10 @@ class Gradients(NamedTuple):
 def read_gradients(body: bytes) -> Gradients:
     """Return the request of a message."""
     message = messages.ForwardBackwardRequest()
-    message.ParseFromString(body)
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"forward_backward expects a message of Tinker's: {error}.") from error
     texts = [name for name, value in message.loss_fn_config_v2.items() if value.text]
     if texts:
         raise ValueError(f"forward_backward expects numbers in loss_fn_config, got {texts[0]!r}.")
@@ -65,6 +69,10 @@ def _tensor(name: str, message: Any) -> Tensor:
         raise ValueError(
             f"forward_backward expects one number a token in {name}, got the shape "
             f"{list(message.shape)}."
+        )
+    if message.dtype not in _NUMPY:
+        raise ValueError(
+            f"forward_backward expects float32 or int64 in {name}, got the type {message.dtype}."
         )
     found = np.frombuffer(message.dense, dtype=_NUMPY[message.dtype])
     return torch.from_numpy(found.copy())

@@ -187,11 +187,13 @@ def test_a_client_that_goes_does_not_hold_the_others(served):
         ({"prompt": []}, "expected prompt"),
         ({"prompt": [[1, 5000]]}, "got the token 5000"),
         ({"prompt": [3.5]}, "text or tokens"),
+        ({"prompt": "\ud800"}, "a text that the tokenizer reads"),
         ({"temperature": -1}, "temperature"),
         ({"seed": "x"}, "an integer"),
         ({"logprobs": 5}, "of the drawn tokens alone"),
         ({"logprobs": 1, "stream": True}, "of no stream"),
         ({"n": 0}, "num_samples"),
+        ({"stream": True, "stream_options": True}, "include_usage"),
     ],
 )
 def test_what_cannot_be_asked_is_said(served, changes, message):

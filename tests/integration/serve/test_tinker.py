@@ -279,6 +279,10 @@ def test_a_policy_learns_by_the_sdks_own_loop(service, base):
             "cross_entropy"), "shifted by one"),
         (lambda client: client.forward_backward([datum([1, 2, 99999, 3])], "cross_entropy"),
          "tokens below"),
+        (lambda client: client.forward_backward([datum([1, 2, 99999])], "cross_entropy"),
+         "tokens below"),
+        (lambda client: client.forward_backward(
+            [datum([1, 2, 3], weights=torch.ones(3))], "cross_entropy"), "weights of 2 numbers"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_named(service, base, ask, named):
@@ -305,9 +309,8 @@ def test_a_request_that_is_sent_again_is_done_once(service, base):
 
 
 def posted(address, path, fields, key=KEY):
-    request = urllib.request.Request(
-        f"{address}/api/v1/{path}", json.dumps(fields).encode(), {"X-API-Key": key}
-    )
+    body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    request = urllib.request.Request(f"{address}/api/v1/{path}", body, {"X-API-Key": key})
     try:
         with urllib.request.urlopen(request) as response:
             return response.status, json.load(response)
@@ -326,6 +329,9 @@ def posted(address, path, fields, key=KEY):
             "other",
         ),
         ("create_model", {}, 400, "base_model"),
+        ("create_model", {"lora_config": 3}, 400, "SDK"),
+        ("weights_info", {"tinker_path": 3}, 400, "SDK"),
+        ("forward_backward", b"{}", 422, "a message of Tinker's"),
         ("get_info", {"model_id": "none"}, 404, "none"),
         ("retrieve_future", {"request_id": "99999"}, 404, "99999"),
         ("retrieve_future", {"request_id": "x"}, 404, "x"),
