@@ -261,8 +261,8 @@ def _first_fit(
             placed = rest._replace(samples=taken)
             rows[row].append(placed)
             room[row] -= tokens_of(placed)
-            left_over = tuple(each for each in rest.samples if each not in {*taken})
-            rest = rest._replace(samples=left_over)
+            gone = {*taken}
+            rest = rest._replace(samples=tuple(each for each in rest.samples if each not in gone))
     return rows
 
 
