@@ -1,8 +1,14 @@
 """Many ranks: a mesh as a value, collectives that are the identity without one, rows of a rank."""
 
-from funcrl.parallel.collectives import all_gather, broadcast, pmax, psum, psum_scatter
+from funcrl.parallel.collectives import (
+    all_gather,
+    broadcast,
+    gather_objects,
+    pmax,
+    psum,
+    psum_scatter,
+)
 from funcrl.parallel.mesh import Axis, Mesh, make_mesh
-from funcrl.parallel.objects import gather_objects
 from funcrl.parallel.rows import own_rows
 from funcrl.parallel.shards import (
     Layout,

@@ -1,8 +1,8 @@
-"""Collectives of tensors as pure functions, the identity along an axis of one rank.
+"""Collectives of tensors as pure functions, and of Python objects; along one rank the identity.
 
-They are right in eager mode, in `torch.func` transforms, in a trace and in what is compiled of it:
-torch's own functional collectives raise under `func.grad`, and its `all_reduce` is silently wrong
-under `vmap`, so each is an `autograd.Function` around the raw operator and its wait.
+Those of tensors are right in eager mode, in `torch.func` transforms, in a trace and in what is
+compiled of it: torch's own functional collectives raise under `func.grad`, and its `all_reduce` is
+silently wrong under `vmap`, so each is an `autograd.Function` around the raw operator and its wait.
 
 A sum over ranks within what is differentiated has two transposes, for a loss that each rank has
 whole and for one of which each has a part, and the wrong one makes gradients too large by the
@@ -13,13 +13,15 @@ a gather is differentiated to is not open: parts of the sum of all ranks' gradie
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd import Function
+from torch.distributed import distributed_c10d
 
 from funcrl.core.arguments import checked
 from funcrl.parallel.mesh import Axis
 
 _OPS = torch.ops._c10d_functional
+_C10D: Any = distributed_c10d
 
 
 def _reduce(x: Tensor, op: str, axis: Axis) -> Tensor:
@@ -188,6 +190,28 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     with torch.no_grad():
         first: Tensor = _OPS.wait_tensor(_OPS.broadcast(x.detach().contiguous(), 0, axis.group))
     return first
+
+
+@checked
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return what each rank of an axis gives, in their order.
+
+    Values travel as pickles between the ranks of one run, which trust each other.
+
+    Args:
+        value: anything that can be pickled.
+        axis: `mesh.host`, or `mesh.rollouts` in the thread that draws.
+
+    Example:
+        >>> import funcrl
+        >>> funcrl.parallel.gather_objects("mine", funcrl.parallel.Mesh().host)
+        ['mine']
+    """
+    if axis.size == 1:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    distributed.all_gather_object(found, value, group=_C10D._resolve_process_group(axis.group))
+    return found
 
 
 def _dim(function: str, x: Tensor, dim: int) -> int:

@@ -1,10 +1,13 @@
-"""Work that requests ask for, done one after another in a thread of its own."""
+"""Work that requests ask for, done one after another in a thread, and the generator it shares."""
 
 import threading
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from funcrl.core.types import Params
+from funcrl.generators.embedded.engine import EmbeddedGenerator
 
 Result = TypeVar("Result")
 _KEPT = 4096  # results, until the oldest is forgotten: a client may ask for one again
@@ -116,3 +119,23 @@ class Jobs(Generic[Result]):
             return [Failure(str(error), is_of_user=True)] * len(jobs)
         except Exception:  # a bug, of which the client should hear and the others should not
             return [Failure(traceback.format_exc(), is_of_user=False)] * len(jobs)
+
+
+class SharedGenerator:
+    """A generator, and the jobs that use it: only these push to it and draw from it."""
+
+    def __init__(self, generator: EmbeddedGenerator) -> None:
+        self.generator = generator
+        self.jobs: Jobs[Any] = Jobs()
+        self._pushed: str | None = None
+
+    def push(self, name: str, params: Callable[[], Params]) -> None:
+        """Draw from parameters of a name, which are made only if others were pushed last."""
+        if self._pushed != name:
+            self.generator.push(params())
+            self._pushed = name
+
+    def close(self) -> None:
+        """Finish the job that is under way, and free what the generator holds."""
+        self.jobs.close()
+        self.generator.close()

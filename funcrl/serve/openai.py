@@ -15,9 +15,8 @@ from funcrl.core import rng
 from funcrl.core.types import Samples
 from funcrl.loop.episodes import Turn, read_turns
 from funcrl.serve.http import Request, RequestError, Response, Routes, as_json, refusing
-from funcrl.serve.jobs import Failure
+from funcrl.serve.jobs import Failure, SharedGenerator
 from funcrl.serve.served import Served, check_tokens
-from funcrl.serve.shared import SharedGenerator
 from funcrl.serve.text import GrowingText, encode_messages, encode_text
 from funcrl.tasks.contracts import all_ends
 

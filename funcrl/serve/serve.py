@@ -11,9 +11,9 @@ import torch
 from funcrl.config import ServeConfig
 from funcrl.loop.from_config import embedded
 from funcrl.serve.http import listening
+from funcrl.serve.jobs import SharedGenerator
 from funcrl.serve.openai import OpenAI, error_fields
 from funcrl.serve.served import load_served
-from funcrl.serve.shared import SharedGenerator
 
 Note = Callable[[str], None]
 

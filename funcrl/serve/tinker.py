@@ -15,9 +15,8 @@ from funcrl.models import Recurrent, Transformer
 from funcrl.models.logprobs import logprob_fn
 from funcrl.serve import training, wire
 from funcrl.serve.http import Request, RequestError, Response, Routes, as_json, refusing
-from funcrl.serve.jobs import Failure
+from funcrl.serve.jobs import Failure, SharedGenerator
 from funcrl.serve.served import Served, check_tokens
-from funcrl.serve.shared import SharedGenerator
 from funcrl.serve.training import Kind, Trained
 from funcrl.tasks.contracts import all_ends
 
