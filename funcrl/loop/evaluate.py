@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -152,13 +152,7 @@ def evaluate(
     if task is not None or config.task is not None:  # another task than the run's
         given.add("task")
     if config.run is not None:
-        # Rewards that this evaluation names itself are the user's own choice.
-        named = replace(options, reward=()) if config.reward else options
-        for line in check_run("evaluate", named, config.run, given | {"teacher"}, trust):
-            note(line)
-        if "task" not in given:
-            check_data("evaluate", options, config.run)
-        runs.check_given("evaluate", config.run, {"task", *parts_of_network(options)} - given)
+        _check_run(config, options, config.run, given, trust, note)
     own_generator = parts is None
     if parts is None:
         # A teacher is of no use here, and need not be there any more.
@@ -177,11 +171,7 @@ def evaluate(
     with closing(parts.generator) if own_generator else nullcontext(parts.generator) as generator:
         generator.push(parts.policy(params), step)
         completed = complete(parts.task, generator, prompts, sampling, rng.fold_in(config.seed, 0))
-    trained_on = facts.get("task", facts.get("task_object", parts.task.name))
-    own = config.run is not None and parts.task.name == trained_on
-    # A file may have the name of the run's.
-    own = own and not (config.task is not None and is_rows(config.task))
-    weights = options.reward_weights if own else None  # they are of the run's rewards
+    weights = options.reward_weights if _is_of_run(config, parts.task, facts) else None
     graded = _grade(out, step, parts.task, completed, weights, options)
     result = _summarise(config, parts.task, completed, graded)
     if json_file is not None:
@@ -239,6 +229,31 @@ def _options(config: EvalConfig, task: TaskOrRows | None) -> TrainConfig:
         # Nothing is trained, so neither flash attention nor compilation is needed.
         attend="native", compile=None,
     )  # fmt: skip
+
+
+def _check_run(
+    config: EvalConfig,
+    options: TrainConfig,
+    run: Path,
+    given: Collection[str],
+    trust: bool,
+    note: Note,
+) -> None:
+    """Raise unless a run can be evaluated: its code may run, and its rows and parts are there."""
+    # Rewards that this evaluation names itself are the user's own choice.
+    named = replace(options, reward=()) if config.reward else options
+    for line in check_run("evaluate", named, run, {*given, "teacher"}, trust):
+        note(line)
+    if "task" not in given:
+        check_data("evaluate", options, run)
+    runs.check_given("evaluate", run, {"task", *parts_of_network(options)} - {*given})
+
+
+def _is_of_run(config: EvalConfig, task: Task, facts: Mapping[str, str]) -> bool:
+    """Return whether a task is the run's own, whose rewards its weights are of."""
+    if config.run is None or (config.task is not None and is_rows(config.task)):
+        return False  # another file may have the name of the run's
+    return task.name == facts.get("task", facts.get("task_object", task.name))
 
 
 def _held_out(config: EvalConfig, options: TrainConfig, chosen: TrainConfig) -> float:
