@@ -244,9 +244,9 @@ def test_a_policy_learns_by_the_sdks_own_loop(service, base):
     embedding = funcrl.load_params(base)[1]["embed.weight"]
     rewarded = {*(embedding @ embedding[0] > 0).nonzero().squeeze(1).tolist()}
     client = client_of(service, base)
-    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=4, stop=[])
-    means = []
-    for _ in range(12):
+    prompt, means = types.ModelInput.from_ints(PROMPT), []
+    for number in range(12):
+        params = types.SamplingParams(max_tokens=4, stop=[], seed=number)
         sampler = made(client.save_weights_and_get_sampling_client())
         drawn = sampler.sample(prompt=prompt, num_samples=32, sampling_params=params).result()
         shares = [sum(token in rewarded for token in each.tokens) / 4 for each in drawn.sequences]
@@ -260,9 +260,9 @@ def test_a_policy_learns_by_the_sdks_own_loop(service, base):
             tokens = [*PROMPT, *sequence.tokens]
             data.append(datum(tokens, logprobs=behavior, advantages=advantages))
         gradient = client.forward_backward(data, "importance_sampling")
-        client.optim_step(types.AdamParams(learning_rate=3e-2))
+        client.optim_step(types.AdamParams(learning_rate=1e-2))
         gradient.result()
-    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.4  # 0.67 to 0.88 with 14 sets of seeds
 
 
 @pytest.mark.parametrize(
