@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from heapq import heappop, heappush
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -84,33 +84,32 @@ _ATTENTION = {
 
 def has_flops(node: fx.Node) -> bool:
     """Return whether a node is a product, as torch's flop counter says, or attention."""
-    packet = _packet(node)
-    return packet in _ATTENTION or _formula(packet) is not None
+    return _formula(node) is not None
 
 
 def count_flops(node: fx.Node) -> int:
     """Return the operations of a product, a causal one counted in full, and 0 for other nodes."""
-    if not has_flops(node):
+    formula = _formula(node)
+    if formula is None:
         return 0
     values: Any = fx.node.map_arg((node.args, node.kwargs, node), lambda read: read.meta["val"])
     args, kwargs, result = values
-    packet = _packet(node)
-    if packet in _ATTENTION:
-        q, k = args[:2] if _ATTENTION[packet] == 2 else args[1:3]
-        return _ATTENTION[packet] * 2 * q.numel() * k.shape[-2]
-    return int(_formula(packet)(*args, **kwargs, out_val=result))
+    return int(formula(*args, **kwargs, out_val=result))
 
 
-def _packet(node: fx.Node) -> Any:
-    """Return the operator that a node calls, whichever of its overloads."""
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def _formula(packet: Any) -> Any:
-    """Return what counts the operations of an operator from a node's values, None for others."""
+def _formula(node: fx.Node) -> Callable[..., int] | None:
+    """Return what counts a node's operations, given its arguments and its result."""
     from torch.utils.flop_counter import flop_registry, shape_wrapper  # imports Triton
 
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    if packet in _ATTENTION:
+        return partial(_count_attention, _ATTENTION[packet])
     return shape_wrapper(FLOPS[packet]) if packet in FLOPS else flop_registry.get(packet)
+
+
+def _count_attention(products: int, *args: Any, **_: Any) -> int:
+    q, k = args[:2] if products == 2 else args[1:3]
+    return products * 2 * int(q.numel()) * int(k.shape[-2])
 
 
 def draws(node: fx.Node) -> bool:

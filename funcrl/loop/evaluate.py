@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +152,7 @@ def evaluate(
     if task is not None or config.task is not None:  # another task than the run's
         given.add("task")
     if config.run is not None:
-        _check_run(config, options, config.run, given, trust, note)
+        _check_can_evaluate(config, options, config.run, given, trust, note)
     own_generator = parts is None
     if parts is None:
         # A teacher is of no use here, and need not be there any more.
@@ -231,22 +231,22 @@ def _options(config: EvalConfig, task: TaskOrRows | None) -> TrainConfig:
     )  # fmt: skip
 
 
-def _check_run(
+def _check_can_evaluate(
     config: EvalConfig,
     options: TrainConfig,
     run: Path,
-    given: Collection[str],
+    given: set[str],
     trust: bool,
     note: Note,
 ) -> None:
     """Raise unless a run can be evaluated: its code may run, and its rows and parts are there."""
     # Rewards that this evaluation names itself are the user's own choice.
     named = replace(options, reward=()) if config.reward else options
-    for line in check_run("evaluate", named, run, {*given, "teacher"}, trust):
+    for line in check_run("evaluate", named, run, given | {"teacher"}, trust):
         note(line)
     if "task" not in given:
         check_data("evaluate", options, run)
-    runs.check_given("evaluate", run, {"task", *parts_of_network(options)} - {*given})
+    runs.check_given("evaluate", run, {"task", *parts_of_network(options)} - given)
 
 
 def _is_of_run(config: EvalConfig, task: Task, facts: Mapping[str, str]) -> bool:
