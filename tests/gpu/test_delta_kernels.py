@@ -1,7 +1,7 @@
 """The kernels of the gated delta scan, against the loop in float64 and against themselves.
 
-The cases run on a GPU, in bfloat16 and float32, and in float32 through Triton's interpreter on a
-machine without one, in a process of its own, as Triton reads its switch when it is imported.
+The cases run on a GPU, and through Triton's interpreter on a machine without one, in a process of
+its own.
 """
 
 import pytest

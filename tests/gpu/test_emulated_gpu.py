@@ -39,7 +39,7 @@ def emulated(tmp_path_factory):
     subprocess.run(["g++", *options, *headers, source, "-o", str(built), *libraries], check=True)
     environment = {
         **os.environ, "EMULATED_CUDA": str(built), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (EMULATED, TESTS.parent))),
+        "PYTHONPATH": os.pathsep.join(map(str, (EMULATED, EMULATED.parent, TESTS.parent))),
     }  # fmt: skip
 
     def run(*words):
