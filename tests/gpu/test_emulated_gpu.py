@@ -67,7 +67,7 @@ def test_tests_of_a_gpu_pass(emulated):
     ],
 )
 def test_a_run_has_the_numbers_of_the_cpu(emulated, options, tmp_path):
-    """Captured decoding, steps, evaluations, checkpoints: the same draws, numbers up to rounding.
+    """Decoding, steps, evaluations, checkpoints: the same draws, and numbers up to rounding.
 
     Triton's kernels add in another order, in float32, and AdamW divides by a gradient's own size: a
     gradient that is rounding alone moves its number by a whole step, so parameters are compared by
@@ -91,6 +91,39 @@ def test_a_run_has_the_numbers_of_the_cpu(emulated, options, tmp_path):
     state, _ = funcrl.restore(folder / "checkpoints", like=empty_state(funcrl.build(config)))
     for name, leaf in host.state.params.items():
         assert (state.params[name] - leaf).norm() <= 1e-4 * leaf.norm(), name
+
+
+CAPTURED = """
+import emulated_cuda, sys
+from funcrl.ops.exact.cuda import linear
+linear._candidates = lambda rows: ()  # the ways of a product are compared in 2,000 launches
+import funcrl.cli
+assert not funcrl.cli.main(sys.argv[1:])
+assert emulated_cuda.CUDAGraph.num_replays, "nothing was captured"
+"""
+
+
+@interpreting
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        (["--numerics", "exact"], 0.0),
+        (["--numerics", "native"], 2**-5),  # some roundings of 2^-8 of logits around 1
+    ],
+)
+def test_captured_decoding_has_the_trainers_logprobs(emulated, options, largest, tmp_path):
+    line = [
+        "--steps", "2", "--num-prompts", "2", "--num-generations", "2", "--sampling.max-tokens",
+        "3", "--warm-start.steps", "0", "--evaluation.every", "0", "--evaluation.num-prompts", "2",
+        "--checkpoint.every", "0", "--no-choose", "--device", "cuda", "--dtype",
+        "bfloat16", *options,
+    ]  # fmt: skip
+    emulated("-c", CAPTURED, "train", *line, "--run-dir", tmp_path / "run")
+    _, *steps = runs.read_history(tmp_path / "run")
+    assert len(steps) == 2
+    for row in steps:
+        assert row["num_tokens"] > 0
+        assert row["sampling/sampling_logp_difference/max"] <= largest
 
 
 def completions_of(folder):

@@ -104,6 +104,8 @@ class Captured(TorchDispatchMode):
 class CUDAGraph:
     """Operations in the order in which they were captured."""
 
+    num_replays = 0  # of all graphs
+
     def __init__(self, keep_graph=False):
         self.operations = []
         self.mode = Captured(self.operations)
@@ -118,6 +120,7 @@ class CUDAGraph:
 
     @torch.no_grad()
     def replay(self):
+        CUDAGraph.num_replays += 1
         for func, args, kwargs, result in self.operations:
             again = pytree.tree_leaves(func(*args, **kwargs))
             for old, new in zip(pytree.tree_leaves(result), again, strict=True):

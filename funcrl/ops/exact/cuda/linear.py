@@ -254,9 +254,8 @@ def _choice(shape: Shape) -> str:
 def _verified(shape: Shape) -> str:
     """Return the first way that has the bits of the definition, on random numbers."""
     device = torch.device("cuda", shape.device)
-    generator = torch.Generator(device=device).manual_seed(
-        0
-    )  # a caller's random numbers stay as they are
+    # One of its own: a caller's random numbers stay as they are.
+    generator = torch.Generator(device=device).manual_seed(0)
 
     def randn(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, dtype=shape.dtype, device=device)
