@@ -147,7 +147,7 @@ Tensor empty_strides(IntArrayRef size, IntArrayRef stride, std::optional<ScalarT
 }
 
 // A result in memory of the device, so that it is counted.
-Tensor moved(const Tensor& result) {
+Tensor to_device(const Tensor& result) {
   auto copy = empty_strides(result.sizes(), result.strides(), result.scalar_type(), {}, {}, {});
   on_cpu(copy).copy_(result);
   return copy;
@@ -211,7 +211,7 @@ FlashResults flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   auto [out, normaliser] = _scaled_dot_product_flash_attention_for_cpu(
       on_cpu(q), on_cpu(k), on_cpu(v), dropout, causal, {}, scale);
   const auto state = empty_memory_format({0}, kLong, {}, {}, {}, {});
-  return {moved(out), moved(normaliser), {}, {}, q.size(2), k.size(2), state, state, {}};
+  return {to_device(out), to_device(normaliser), {}, {}, q.size(2), k.size(2), state, state, {}};
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_attention_gradients(
@@ -221,12 +221,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_gradients(
   auto [dq, dk, dv] = _scaled_dot_product_flash_attention_for_cpu_backward(
       on_cpu(grad), on_cpu(q), on_cpu(k), on_cpu(v), on_cpu(out), on_cpu(normaliser), dropout, causal,
       {}, scale);
-  return {moved(dq), moved(dk), moved(dv)};
+  return {to_device(dq), to_device(dk), to_device(dv)};
 }
 
 // All else.
 
-struct Moved {
+// Tensors of a call, and the CPU's of the same memory.
+struct Arguments {
   std::vector<Tensor> cuda, cpu;
 
   Tensor operator()(const Tensor& tensor) {
@@ -255,7 +256,7 @@ struct Moved {
         return view_of(cuda[i], result.sizes(), result.strides(), result.storage_offset(), result.dtype());
       }
     }
-    return moved(result);
+    return to_device(result);
   }
 };
 
@@ -280,22 +281,22 @@ void by_the_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   bool of_host = false;
-  Moved moved_tensors;
+  Arguments arguments;
   for (size_t i = first; i < stack->size(); ++i) {
     IValue& value = (*stack)[i];
     const bool indices = value.isOptionalTensorList();  // may lie on the host
     replace_tensors(value, [&](const Tensor& tensor) {
       of_host |= tensor.defined() && tensor.is_cpu() && tensor.dim() && !indices;
-      return moved_tensors(tensor);
+      return arguments(tensor);
     });
     if (value.isDevice() && value.toDevice().is_cuda()) value = Device(DeviceType::CPU);
   }
-  TORCH_CHECK(!of_host || moved_tensors.cuda.empty(), schema.name(),
+  TORCH_CHECK(!of_host || arguments.cuda.empty(), schema.name(),
               " got tensors on two devices, cuda:0 and cpu");
   op.callBoxed(stack);
-  moved_tensors.follow();
+  arguments.follow();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
-    replace_tensors((*stack)[i], [&](const Tensor& tensor) { return moved_tensors.back(tensor); });
+    replace_tensors((*stack)[i], [&](const Tensor& tensor) { return arguments.back(tensor); });
   }
 }
 
