@@ -80,6 +80,17 @@ class Event:
         return 1000 * (later.time - self.time)
 
 
+@contextlib.contextmanager
+def uncaptured():
+    """Yield the graph that is captured, to which kernels within are not appended."""
+    with launch_alone:
+        graph = capturing.pop()
+        try:
+            yield graph
+        finally:
+            capturing.append(graph)
+
+
 class Captured(TorchDispatchMode):
     """What appends the operations to a graph's."""
 
@@ -91,12 +102,8 @@ class Captured(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in READ_BY_THE_HOST:
             raise RuntimeError(f"{name} cannot be captured in a CUDA graph")
-        with launch_alone:  # a kernel within is a part of this operation
-            graph = capturing.pop()
-            try:
-                result = func(*args, **(kwargs or {}))
-            finally:
-                capturing.append(graph)
+        with uncaptured():  # a kernel within is a part of this operation
+            result = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, result))
         return result
 
@@ -158,13 +165,12 @@ def launch(executor, *args, **options):
         if not capturing:
             launch_kernel(executor, *args, **options)
             return
-        graph = capturing.pop()
-        graph.mode.__exit__(None, None, None)
-        try:
-            launch_kernel(executor, *args, **options)
-        finally:
-            graph.mode.__enter__()
-            capturing.append(graph)
+        with uncaptured() as graph:
+            graph.mode.__exit__(None, None, None)
+            try:
+                launch_kernel(executor, *args, **options)
+            finally:
+                graph.mode.__enter__()
         graph.operations.append((launch_kernel, (executor, *args), options, None))
 
 
