@@ -111,7 +111,7 @@ Tensor view_of(const Tensor& tensor, IntArrayRef size, IntArrayRef stride,
   return view;
 }
 
-Tensor on_device(const Tensor& tensor, DeviceType type) {
+Tensor same_memory_on(const Tensor& tensor, DeviceType type) {
   const Device device = type == DeviceType::CUDA ? CUDA_0 : Device(type);
   auto release = [](void* owner) { delete static_cast<Tensor*>(owner); };
   c10::DataPtr memory(const_cast<void*>(tensor.storage().data()), new Tensor(tensor), release, device);
@@ -128,7 +128,7 @@ Tensor on_device(const Tensor& tensor, DeviceType type) {
 
 Tensor on_cpu(const Tensor& tensor) {
   const bool ours = tensor.defined() && tensor.is_cuda();
-  return ours ? on_device(tensor, DeviceType::CPU) : tensor;
+  return ours ? same_memory_on(tensor, DeviceType::CPU) : tensor;
 }
 
 // What makes tensors, looks at them in another way, or reads and writes across devices.
@@ -147,7 +147,7 @@ Tensor empty_strides(IntArrayRef size, IntArrayRef stride, std::optional<ScalarT
 }
 
 // A result in memory of the device, so that it is counted.
-Tensor to_device(const Tensor& result) {
+Tensor copy_on_device(const Tensor& result) {
   auto copy = empty_strides(result.sizes(), result.strides(), result.scalar_type(), {}, {}, {});
   on_cpu(copy).copy_(result);
   return copy;
@@ -211,7 +211,7 @@ FlashResults flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   auto [out, normaliser] = _scaled_dot_product_flash_attention_for_cpu(
       on_cpu(q), on_cpu(k), on_cpu(v), dropout, causal, {}, scale);
   const auto state = empty_memory_format({0}, kLong, {}, {}, {}, {});
-  return {to_device(out), to_device(normaliser), {}, {}, q.size(2), k.size(2), state, state, {}};
+  return {copy_on_device(out), copy_on_device(normaliser), {}, {}, q.size(2), k.size(2), state, state, {}};
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_attention_gradients(
@@ -221,7 +221,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_gradients(
   auto [dq, dk, dv] = _scaled_dot_product_flash_attention_for_cpu_backward(
       on_cpu(grad), on_cpu(q), on_cpu(k), on_cpu(v), on_cpu(out), on_cpu(normaliser), dropout, causal,
       {}, scale);
-  return {to_device(dq), to_device(dk), to_device(dv)};
+  return {copy_on_device(dq), copy_on_device(dk), copy_on_device(dv)};
 }
 
 // All else.
@@ -242,7 +242,7 @@ struct Arguments {
     for (size_t i = 0; i < cpu.size(); ++i) {
       auto* impl = cuda[i].unsafeGetTensorImpl();
       if (cpu[i].storage().data() != cuda[i].storage().data()) {
-        impl->set_storage_keep_dtype(on_device(cpu[i], DeviceType::CUDA).storage());
+        impl->set_storage_keep_dtype(same_memory_on(cpu[i], DeviceType::CUDA).storage());
       }
       impl->set_sizes_and_strides(cpu[i].sizes(), cpu[i].strides(), cpu[i].storage_offset());
     }
@@ -256,7 +256,7 @@ struct Arguments {
         return view_of(cuda[i], result.sizes(), result.strides(), result.storage_offset(), result.dtype());
       }
     }
-    return to_device(result);
+    return copy_on_device(result);
   }
 };
 
