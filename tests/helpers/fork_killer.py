@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import orbax.checkpoint  # noqa: F401 (imported once for all children)
 import torch
 from cases import equal
+from children import child_of
 
 import funcrl
 from funcrl.config import (
@@ -39,21 +39,6 @@ PARENT = TrainConfig(
     evaluation=EvaluationConfig(every=0), checkpoint=CheckpointConfig(every=2, keep_last=1),
 )  # fmt: skip
 FORK = replace(PARENT, steps=6, optimizer=OptimizerConfig(learning_rate=5e-4))
-
-
-def child_of(work: Callable[[], object]) -> int:
-    """Do some work in a child and return its id: orbax does not bear a fork after it was used."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return child
 
 
 def done(work: Callable[[], object]) -> None:

@@ -2,7 +2,7 @@
 
     python killer.py FOLDER KILLS [MAX_STALENESS [MODEL]]
 
-Forks from one process that has imported everything, so that a life costs no start-up.
+KILLS are at most 3: each life does some steps of thirty.
 """
 
 import os
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import orbax.checkpoint  # noqa: F401 (imported once for all children)
+from children import child_of
 
 import funcrl
 from funcrl.config import (
@@ -23,6 +24,7 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.run import runs
 
 
 def config(folder: Path, max_staleness: int = 0, model: str = "micro") -> TrainConfig:
@@ -30,7 +32,7 @@ def config(folder: Path, max_staleness: int = 0, model: str = "micro") -> TrainC
     return TrainConfig(
         run_dir=folder,
         model=model,
-        steps=80,
+        steps=30,
         seed=7,
         threads=1,
         max_staleness=max_staleness,
@@ -48,18 +50,23 @@ def config(folder: Path, max_staleness: int = 0, model: str = "micro") -> TrainC
     )
 
 
-def life(folder: Path, max_staleness: int, model: str) -> int:
-    """Start or take up the run in a child; return the child's id."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            run = config(folder, max_staleness, model)
-            funcrl.train(run, resume=(folder / "config.yaml").exists())
-            status = 0
-        finally:
-            os._exit(status)
-    return child
+def life(folder: Path, max_staleness: int, model: str) -> None:
+    """Start or take up the run."""
+    run = config(folder, max_staleness, model)
+    funcrl.train(run, resume=(folder / runs.CONFIG).exists())
+
+
+def steps_written(folder: Path) -> int:
+    """The lines of the run so far."""
+    metrics = folder / runs.METRICS
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def raise_if_ended(child: int) -> None:
+    """A life goes on until it is killed."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        raise SystemExit(f"a life ended by itself with {status}")
 
 
 def main() -> None:
@@ -67,19 +74,19 @@ def main() -> None:
     folder, kills, *others = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     max_staleness, model = int(others[0]) if others else 0, "".join(others[1:]) or "micro"
     dice = random.Random(0)
-    killed = 0
-    while killed < kills:
-        child = life(folder, max_staleness, model)
-        # Short lives at first: the warm start and the first checkpoint are cut off, too.
-        time.sleep(dice.uniform(0.0, 0.25 + 0.05 * killed))
-        finished, status = os.waitpid(child, os.WNOHANG)
-        if finished:
-            raise SystemExit(f"a life ended by itself with {status} after {killed} kills")
+    for killed in range(kills):
+        before = steps_written(folder)
+        child = child_of(lambda: life(folder, max_staleness, model))
+        # The first ends in the warm start or before it, the others in or between steps and saves.
+        while killed and steps_written(folder) <= before:
+            raise_if_ended(child)
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.0, 0.5))
+        raise_if_ended(child)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        killed += 1
-    _, status = os.waitpid(life(folder, max_staleness, model), 0)
-    print(f"killed {killed}")
+    _, status = os.waitpid(child_of(lambda: life(folder, max_staleness, model)), 0)
+    print(f"killed {kills}")
     raise SystemExit(os.waitstatus_to_exitcode(status))
 
 

@@ -1,6 +1,9 @@
 """Data parallelism: processes that take a step together against one with the whole batch."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import rank_cases
@@ -14,33 +17,31 @@ from funcrl.parallel import Axis, Mesh, own_rows
 from funcrl.parallel.mesh import ALONE
 
 
-def results(folder, size):
-    """What each case comes to on each of so many ranks."""
-    run_ranks([rank_cases.__file__, folder], size)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What each case comes to in one process, of one thread as the ranks are."""
-    return results(tmp_path_factory.mktemp("alone"), 1)[0]
-
-
-@pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """What each case comes to on each of 2, 3 and 4 ranks."""
-    return {size: results(tmp_path_factory.mktemp("ranks"), size) for size in (2, 3, 4)}
+def results(tmp_path_factory):
+    """What each case comes to on each of 1, 2, 3 and 4 ranks, of one thread each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    helpers = Path(rank_cases.__file__).parent
+    environment = {"PYTHONPATH": f"{helpers.parents[1]}:{helpers}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", rank_cases.__file__, folder],
+        check=True, timeout=600, env=os.environ | environment,
+    )  # fmt: skip
+    return {
+        size: [torch.load(folder / str(size) / f"{rank}.pt") for rank in range(size)]
+        for size in (1, 2, 3, 4)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"), [(name, size) for size in (2, 3, 4) for name in cases_of(size)]
 )
-def test_ranks_take_the_steps_of_one(alone, together, name, size):
+def test_ranks_take_the_steps_of_one(results, name, size):
     """Six or twenty in a row, with a schedule: parameters, and every metric; compiled as eager."""
-    wanted = alone[COMPILED[name][1] if name in COMPILED else name]
+    wanted = results[1][0][COMPILED[name][1] if name in COMPILED else name]
     is_exact = name.startswith("exact")
-    first, *others = (rank[name] for rank in together[size])
+    first, *others = (rank[name] for rank in results[size])
     for other in others:
         assert equal(first["params"], other["params"])
         assert first["reports"] == other["reports"]
