@@ -15,10 +15,11 @@ import funcrl
 from funcrl import runs
 from funcrl.core import files
 from funcrl.core.printing import print_safely, printable, safe_warnings, warn_safely
-from funcrl.run import trackers, views
+from funcrl.run import trackers
 from funcrl.run.runs import Completion
+from funcrl.run.terminal import LiveView, sparkline
 from funcrl.run.trackers import tracker
-from funcrl.run.views import LiveView, PlainView, view_for
+from funcrl.run.views import PlainView, view_for
 
 ROW = {
     "step": 3, "reward": 0.4375, "eval/accuracy": 0.61, "completions/mean_length": 2.84,
@@ -136,9 +137,9 @@ def test_the_view_fits_the_stream():
 
 
 def test_sparklines_scale_between_lowest_and_highest():
-    assert views.sparkline([3.0, 3.0], 5) == "▁▁"
-    assert views.sparkline([], 5) == ""
-    assert views.sparkline([float("nan"), 0.0, 7.0, 3.5], 2) == "█▁"
+    assert sparkline([3.0, 3.0], 5) == "▁▁"
+    assert sparkline([], 5) == ""
+    assert sparkline([float("nan"), 0.0, 7.0, 3.5], 2) == "█▁"
 
 
 def read_board(folder):
