@@ -330,9 +330,13 @@ class TestServer:
         """The server's own process lives on, and waits for its engine's without end."""
         vllm, _, params = running
         children = subprocess.check_output(
-            ["ps", "-o", "pid,args", "--ppid", str(processes(vllm)[0].pid)], text=True
+            ["ps", "-o", "pid=,args=", "--ppid", str(processes(vllm)[0].pid)], text=True
         )
-        core = next(int(row.split()[0]) for row in children.splitlines() if "EngineCore" in row)
+        # By what it is not: its own title, VLLM::EngineCore, was missing once.
+        rows = [row for row in children.splitlines() if "resource_tracker" not in row]
+        cores = [int(row.split()[0]) for row in rows]
+        assert len(cores) == 1, children
+        (core,) = cores
         os.kill(core, signal.SIGSTOP)
         # The server says that all is well, and would let this wait without end.
         hung, started = vllm._engine._servers[0], time.monotonic()
