@@ -330,9 +330,9 @@ class TestServer:
         """The server's own process lives on, and waits for its engine's without end."""
         vllm, _, params = running
         children = subprocess.check_output(
-            ["ps", "-o", "pid=,args=", "--ppid", str(processes(vllm)[0].pid)], text=True
+            ["ps", "-wwo", "pid=,args=", "--ppid", str(processes(vllm)[0].pid)], text=True
         )
-        # By what it is not: its own title, VLLM::EngineCore, was missing once.
+        # By what it is not: its own title, VLLM::EngineCore, was not seen once.
         rows = [row for row in children.splitlines() if "resource_tracker" not in row]
         cores = [int(row.split()[0]) for row in rows]
         assert len(cores) == 1, children
