@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import orbax.checkpoint  # noqa: F401 (imported once for all children)
@@ -73,10 +74,11 @@ def main() -> None:
     """Kill so many times, then let it finish; fail when a life fails by itself."""
     folder, kills, *others = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     max_staleness, model = int(others[0]) if others else 0, "".join(others[1:]) or "micro"
+    one_life = partial(life, folder, max_staleness, model)
     dice = random.Random(0)
     for killed in range(kills):
         before = steps_written(folder)
-        child = child_of(lambda: life(folder, max_staleness, model))
+        child = child_of(one_life)
         # The first ends in the warm start or before it, the others in or between steps and saves.
         while killed and steps_written(folder) <= before:
             raise_if_ended(child)
@@ -85,7 +87,7 @@ def main() -> None:
         raise_if_ended(child)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    _, status = os.waitpid(child_of(lambda: life(folder, max_staleness, model)), 0)
+    _, status = os.waitpid(child_of(one_life), 0)
     print(f"killed {kills}")
     raise SystemExit(os.waitstatus_to_exitcode(status))
 

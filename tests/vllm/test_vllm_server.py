@@ -332,11 +332,9 @@ class TestServer:
         children = subprocess.check_output(
             ["ps", "-wwo", "pid=,args=", "--ppid", str(processes(vllm)[0].pid)], text=True
         )
-        # By what it is not: its own title, VLLM::EngineCore, was not seen once.
         rows = [row for row in children.splitlines() if "resource_tracker" not in row]
-        cores = [int(row.split()[0]) for row in rows]
-        assert len(cores) == 1, children
-        (core,) = cores
+        assert len(rows) == 1, children
+        core = int(rows[0].split()[0])
         os.kill(core, signal.SIGSTOP)
         # The server says that all is well, and would let this wait without end.
         hung, started = vllm._engine._servers[0], time.monotonic()

@@ -1,9 +1,6 @@
 """Data parallelism: processes that take a step together against one with the whole batch."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import rank_cases
@@ -21,12 +18,7 @@ from funcrl.parallel.mesh import ALONE
 def results(tmp_path_factory):
     """What each case comes to on each of 1, 2, 3 and 4 ranks, of one thread each."""
     folder = tmp_path_factory.mktemp("ranks")
-    helpers = Path(rank_cases.__file__).parent
-    environment = {"PYTHONPATH": f"{helpers.parents[1]}:{helpers}", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", rank_cases.__file__, folder],
-        check=True, timeout=600, env=os.environ | environment,
-    )  # fmt: skip
+    run_ranks([rank_cases.__file__, folder], 1, seconds=600.0)  # which forks them all
     return {
         size: [torch.load(folder / str(size) / f"{rank}.pt") for rank in range(size)]
         for size in (1, 2, 3, 4)
