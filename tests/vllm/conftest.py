@@ -1,26 +1,28 @@
 """vLLM's engines come and go in the process of the tests."""
 
 import gc
+from importlib.util import find_spec
 
 import pytest
 
 
-@pytest.fixture(scope="session")
-def vllm_is_imported():
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects_stay_frozen():
+    """An engine freezes what is alive, and thaws it and collects several times when it ends.
+
+    Here that is every test and module: a second or more each time. An engine of a class ends
+    after the class's last test: for the whole of a module, and by whatever module of vLLM.
+    """
+    if find_spec("vllm") is None:
+        yield
+        return
     import vllm.v1.engine.core  # noqa: F401
+    import vllm.v1.worker.gpu_worker  # noqa: F401
 
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def frozen_objects_stay_frozen(request, monkeypatch):
-    """An engine freezes what is alive, and ends with several collections of all that there is.
-
-    Here those would be of every test and module, and take most of an engine's time.
-    """
-    if request.node.get_closest_marker("vllm") is None:
-        return
-    request.getfixturevalue("vllm_is_imported")
-    monkeypatch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None, raising=False)
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"):
+            patch.setattr(f"{module}.freeze_gc_heap", lambda: None, raising=False)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
