@@ -24,8 +24,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish():
-    """What is alive until the end, a million objects, is not gone over at each collection."""
+@pytest.fixture(scope="module", autouse=True)
+def freeze_survivors():
+    """Millions of objects outlive their file; a full collection would go over them each time."""
     gc.collect()
     gc.freeze()
 

@@ -7,19 +7,18 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen_objects_stay_frozen():
+def frozen_objects_stay_frozen(freeze_survivors):
     """An engine freezes what is alive, and thaws it and collects several times when it ends.
 
-    Here that is every test and module: a second or more each time. An engine of a class ends
-    after the class's last test: for the whole of a module, and by whatever module of vLLM.
+    Here that is every test and module: seconds each time. An engine of a class ends after the
+    class's last test: for the whole of a module, and by whatever module of vLLM.
     """
     if find_spec("vllm") is None:
         yield
         return
-    import vllm.v1.engine.core  # noqa: F401
+    import vllm.v1.engine.core
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
-    gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"):
