@@ -9,10 +9,11 @@ import torch
 import funcrl
 from funcrl.config import Sampling
 
+has_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    has_vllm,
     # vLLM and what it imports warn of their own affairs.
     pytest.mark.filterwarnings("default"),
 ]

@@ -1,23 +1,16 @@
 """The benchmark of vLLM, for real: a row for plain vLLM and one for each form."""
 
-import importlib.util
 import json
 
 import pytest
+from engines import needs_vllm
 
 from benchmarks.table import format_rows
 from benchmarks.vllm import VLLMBenchConfig, bench_vllm
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-    # vLLM and what it imports warn of their own affairs.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = needs_vllm
 
 
-@pytest.mark.slow
 def test_bench_vllm_compares_a_form_with_plain_vllm(tmp_path, monkeypatch):
     # A process less to start for plain vLLM.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

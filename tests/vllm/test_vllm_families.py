@@ -4,7 +4,17 @@ import importlib.util
 
 import pytest
 import torch
-from engines import PROMPTS, SHAPES, bound_of, largest, make, needs_vllm, rows_of, scored
+from engines import (
+    PROMPTS,
+    SHAPES,
+    bound_of,
+    has_vllm,
+    largest,
+    make,
+    needs_vllm,
+    rows_of,
+    scored,
+)
 
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.generators import VLLM
@@ -19,7 +29,6 @@ VARIANTS = [
     ("native", "gemma3", "float32"), ("unified", "gemma3", "float32"),
     ("unified", "options", "float32"), ("native", "qwen3.5", "bfloat16"),
 ]  # fmt: skip
-has_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 
 
 @pytest.mark.parametrize(("form", "name", "dtype"), VARIANTS)

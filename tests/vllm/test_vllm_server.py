@@ -1,6 +1,5 @@
 """vLLM in servers of its own, for real: parameters arrive, answers are the policy's, it ends."""
 
-import importlib.util
 import ipaddress
 import os
 import signal
@@ -26,6 +25,7 @@ from engines import (
     bound_of,
     cache_of,
     check_nan_leaves_nothing_in_the_cache,
+    has_vllm,
     largest,
     make,
     needs_vllm,
@@ -450,7 +450,7 @@ def test_a_server_that_would_not_find_the_plugin_is_refused(uninstalled):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@has_vllm
 @pytest.mark.filterwarnings("default")
 def test_it_is_refused_before_a_server_starts(uninstalled, tmp_path):
     config = TrainConfig(run_dir=tmp_path / "run", generator="vllm", vllm=server())

@@ -1,12 +1,12 @@
 """Stop strings: what draws, what reads and vLLM agree on where each completion ends."""
 
-import importlib.util
 import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from cases import tiny_model
+from engines import has_vllm
 
 import funcrl
 from funcrl.config import Sampling
@@ -132,7 +132,7 @@ def test_a_sampler_ends_where_its_completions_are_cut(min_tokens):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@has_vllm
 @pytest.mark.filterwarnings("default")  # vLLM and what it imports warn of their own affairs
 def test_vllm_ends_completions_at_the_same_places():
     """vLLM's own search, fed one token at a time, for tokens of whole characters."""
