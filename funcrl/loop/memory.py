@@ -240,38 +240,30 @@ def estimate_memory(
         >>> estimate.optimizer == 2 * estimate.parameters
         True
     """
-    c, trained = shape, _FLOAT * num_trained(config, shape)
+    trained = _FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
-    is_shared = share.parameters < trained
-    compute = 2 if config.dtype == "bfloat16" else _FLOAT
+    is_half = config.dtype == "bfloat16"
+    compute = 2 if is_half else _FLOAT
     base, merged = _base_and_merged(config, shape, compute)
     # Within an exact step the merged parameters have a gradient as large as they.
     merged_within = merged if config.numerics == "exact" else 0
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
-    length = prompt_tokens + completion
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
     remat = "none" if config.compile is None else config.compile.remat
     remat = "none" if remat == "budget" else remat  # which keeps what fits, not known here
-    kept, again = _kept_and_recomputed(
-        c, remat, padded if config.attend == "native" else 0, compute
-    )
-    copies = num_params(shape) * compute if config.dtype == "bfloat16" else 0
-    # Whole parameters are nowhere else where ranks share them, or have no other form.
-    has_copy = config.device == "cpu" or bool(copies) or is_shared
-    cast = min(copies, share.gathered) if is_shared and not merged else copies
-    if config.lora.rank and not merged_within:
-        cast = 0
-    elif remat in ("selective", "full"):  # those of a block are cast again for its backward pass
-        cast = min(cast, compute * c.vocab_size * c.width * (1 if c.tied else 2))
+    scores = padded if config.attend == "native" else 0
+    kept, again = _kept_and_recomputed(shape, remat, scores, compute)
     tokens = rows * padded
-    logits = _logits(config, tokens, compute) * c.vocab_size
-    head = 0 if config.lora.rank else _FLOAT * c.width * c.vocab_size
+    logits = _logits(config, tokens, compute) * shape.vocab_size
+    head = 0 if config.lora.rank else _FLOAT * shape.width * shape.vocab_size
+    # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
+    has_copy = config.device == "cpu" or is_half or bool(share.gathered)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
-    cache = slots * sum(_kept_by_sampler(c, kind, length, compute) for kind in c.kinds)
-    is_captured = config.generator == "sampler" and config.device == "cuda" and copies
-    captured = is_captured and captured_runs(c)
+    length = prompt_tokens + completion
+    cache = slots * sum(_kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
+    is_captured = config.generator == "sampler" and config.device == "cuda" and is_half
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
     saves = bool(config.checkpoint.every) and not is_put_together
@@ -287,7 +279,7 @@ def estimate_memory(
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if has_copy else 0,
-        activations=tokens * kept + cast,
+        activations=tokens * kept + _cast(config, shape, share, remat),
         logits=logits * (1 if teacher is None else 2) + head,  # as many of the teacher's own
         recomputed=tokens * again + head if remat != "none" else 0,
         gradients=share.gradients + share.gathered + merged_within + per_sample,
@@ -296,10 +288,23 @@ def estimate_memory(
         next_state=(share.parameters + 2 * share.moments) * (0 if is_in_place else num_states),
         checkpoint=saves * ((1 + config.max_staleness) * trained + 2 * _moments(config, trained)),
         cache=cache,
-        kept_cache=cache if captured else 0,
+        kept_cache=cache if is_captured and captured_runs(shape) else 0,
     )
     on_gpu = config.device == "cuda"
     return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
+
+
+def _cast(config: TrainConfig, shape: TransformerConfig, share: _Shares, remat: str) -> int:
+    """Return the bytes of the parameters that a step has in half precision besides."""
+    has_adapters = config.lora.rank > 0
+    if config.dtype != "bfloat16" or (has_adapters and config.numerics != "exact"):
+        return 0
+    cast = 2 * num_params(shape)
+    if share.gathered and not has_adapters:
+        cast = min(cast, share.gathered)
+    if remat in ("selective", "full"):  # those of a block are cast again for its backward pass
+        cast = min(cast, 2 * shape.vocab_size * shape.width * (1 if shape.tied else 2))
+    return cast
 
 
 def _logits(config: TrainConfig, tokens: int, compute: int) -> int:
