@@ -349,12 +349,14 @@ def test_which_model_functions_read_where_samples_begin(way):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_one_context_tie_however_their_entropies_are_rounded(layout):
-    tokens = torch.tensor([[1, 2, 3, own] for own in range(6)])
-    mask = torch.tensor([[False, False, False, True]] * 6)
-    ones = torch.ones(6, 4)
-    batch = funcrl.Batch(tokens, torch.arange(4).repeat(6, 1), mask, -ones, ones, ones)
+    # Two prompts with one ending: what follows them has two contexts, which do not tie.
+    tokens = torch.tensor([[20 + own // 6, 2, 3, own] for own in range(12)])
+    mask = torch.tensor([[False, False, False, True]] * 12)
+    ones = torch.ones(12, 4)
+    batch = funcrl.Batch(tokens, torch.arange(4).repeat(12, 1), mask, -ones, ones, ones)
     packed = laid(layout, batch)
     noise = torch.randn(packed.mask.shape, generator=torch.Generator().manual_seed(0))
-    scores = funcrl.TokenScores(packed.behavior_logprobs, 2 + 1e-6 * noise)
+    entropy = torch.where(packed.tokens < 6, 2, 1) + 1e-6 * noise
+    scores = funcrl.TokenScores(packed.behavior_logprobs, entropy)
     kept = funcrl.top_entropy(0.2)(scores, packed).advantages != 0
-    assert int((kept & packed.mask).sum()) == 6
+    assert sorted(packed.tokens[kept & packed.mask].tolist()) == [*range(6)]

@@ -186,7 +186,8 @@ def test_the_gradient_in_blocks_is_the_gradient():
         return score_loss(model_fn(params, sample), sample)
 
     def score_loss(scores, sample):
-        return funcrl.policy_loss(funcrl.grpo(), scores, sample)
+        loss, report = funcrl.policy_loss(funcrl.grpo(), scores, sample)
+        return loss, report._replace(means={"entropy": scores.entropy.mean()})
 
     for rows, micro in ((8, None), (8, 3), (6, None), (7, 2), (1, None)):
         part = funcrl.tree.map(lambda leaf, rows=rows: leaf[:rows], batch)
@@ -197,6 +198,8 @@ def test_the_gradient_in_blocks_is_the_gradient():
             bound = 64 * torch.finfo(leaf.dtype).eps * leaf.abs().amax().item()
             torch.testing.assert_close(found.grads[name], leaf, rtol=0.0, atol=bound)
         torch.testing.assert_close(found.loss, plain.loss)
+        mean, expected = (each.metrics.means["entropy"] for each in (found, plain))
+        torch.testing.assert_close(mean, expected, check_dtype=False)  # float64 in micro-batches
         for name, value in plain.metrics.maxes.items():
             assert torch.equal(found.metrics.maxes[name], value)
 

@@ -129,6 +129,19 @@ def test_groups_are_divided_where_that_saves_rows():
     assert (wide.segment_ids >= 0).sum(1).tolist() == [54]
 
 
+def test_a_group_is_divided_beside_samples_that_are_alone():
+    """Two of 4 + 1 tokens, a pair of 2 + 1: 5, 5 and 1 + 2 + 2. Rows of 9 hold one, or 5 + 3."""
+    lengths, prompts = torch.tensor([[5], [5], [3], [3]]), torch.tensor([[4], [4], [2], [2]])
+    places, group = torch.arange(5)[None], torch.tensor([0, 1, 2, 2])
+    rollout = funcrl.Rollout(
+        tokens=places + 10 * group[:, None], mask=(places >= prompts) & (places < lengths),
+        behavior_logprobs=torch.zeros(4, 5), rewards=torch.arange(4.0),
+        group=group, policy_version=torch.zeros(4).long(),
+    )  # fmt: skip
+    packed = funcrl.pack_groups(rollout, funcrl.grpo(), 9)
+    assert (packed.segment_ids >= 0).sum(1).tolist() == [8, 8]
+
+
 def test_rows_of_padding_fill_up_to_a_multiple():
     rollout = grouped(1)
     for pack in (funcrl.pack, funcrl.pack_groups):
