@@ -230,6 +230,16 @@ def test_a_reward_may_be_async():
     assert rewards(task, completed)["environment"] == [0.5]
 
 
+def test_an_environment_without_a_reward_is_rewarded_by_functions():
+    def found(completions):
+        return [float("yes" in str(each)) for each in completions]
+
+    task = from_environment(without("get_reward"), ROWS, found, held_out=0)
+    prompt = next(p for p in task.prompts(0, 0, 10) if p.data["secret"] == 7)
+    completed = play(task, prompt, "guess(digit=7)", "It is 7.")
+    assert rewards(task, completed) == {"calls": [1.0], "failed_calls": [0.0], "found": [1.0]}
+
+
 def test_a_reset_that_raises_is_named():
     class Gone(Guess):
         def reset(self, **row):

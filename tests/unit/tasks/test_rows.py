@@ -177,6 +177,9 @@ def test_a_template_writes_prompts_from_any_columns():
     assert filled("Q: {question}\nA ({level}):") == "Q: 1+1?\nA (2):"
     assert filled("{{{question}}} {{}}") == "{1+1?} {}"
     assert filled("> {a b}", {"a b": "c", "answer": 1}) == "> c"
+    for value in (True, None, ["a"], {"b": 1}):
+        with pytest.raises(ValueError, match="text or a number in the column 'a' of --prompt-temp"):
+            filled("{a}", {"a": value, "answer": 1})
 
 
 @pytest.mark.parametrize(
