@@ -183,6 +183,14 @@ def test_a_gguf_file_comes_back_as_it_was(tmp_path, kind, dtype):
     assert file_type.name.endswith(storage)
 
 
+def test_a_gguf_file_of_sizes_that_need_padding_comes_back(tmp_path):
+    """Its numbers begin at multiples of 32 bytes; a norm of 36 has 144."""
+    model = tiny_model(width=36, num_heads=3, num_kv_heads=1, head_width=12, mlp_width=20)
+    params = funcrl.init_params(model, seed=0)
+    _, back = funcrl.load_params(funcrl.save_params(tmp_path / "model.gguf", model, params))
+    assert all(torch.equal(back[name], leaf) for name, leaf in params.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_reads_a_gguf_file_that_was_written(tmp_path, kind, monkeypatch):
