@@ -243,7 +243,7 @@ def estimate_memory(
     trained = _FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
-    is_half = config.dtype == "bfloat16"
+    on_gpu, is_half = config.device == "cuda", config.dtype == "bfloat16"
     compute = 2 if is_half else _FLOAT
     base, merged = _base_and_merged(config, shape, compute)
     # Within an exact step the merged parameters have a gradient as large as they.
@@ -259,13 +259,13 @@ def estimate_memory(
     logits = _logits(config, tokens, compute) * shape.vocab_size
     head = 0 if config.lora.rank else _FLOAT * shape.width * shape.vocab_size
     # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
-    has_copy = config.device == "cpu" or is_half or bool(share.gathered)
+    has_copy = not on_gpu or is_half or bool(share.gathered)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     length = prompt_tokens + completion
     cache = slots * sum(_kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
-    is_captured = config.generator == "sampler" and config.device == "cuda" and is_half
+    is_captured = config.generator == "sampler" and on_gpu and is_half and captured_runs(shape)
     # What ranks share is put together for a checkpoint on the first one's host.
-    is_put_together = num_ranks > 1 and config.shard != "none" and config.device == "cuda"
+    is_put_together = num_ranks > 1 and config.shard != "none" and on_gpu
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
@@ -288,9 +288,8 @@ def estimate_memory(
         next_state=(share.parameters + 2 * share.moments) * (0 if is_in_place else num_states),
         checkpoint=saves * ((1 + config.max_staleness) * trained + 2 * _moments(config, trained)),
         cache=cache,
-        kept_cache=cache if is_captured and captured_runs(shape) else 0,
+        kept_cache=cache if is_captured else 0,
     )
-    on_gpu = config.device == "cuda"
     return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
 
 
