@@ -305,9 +305,12 @@ def test_the_systems_message_is_the_runs_or_the_one_that_is_given(tmp_path):
         )
     )  # fmt: skip
     options = {"num_prompts": 3, "num_samples": 8, "temperature": 1.0}
-    texts = []
-    for message in (None, "Be brief.", "Always shout."):
-        out = tmp_path / f"{message}.jsonl"
-        funcrl.evaluate(EvalConfig(run=run, system_prompt=message, out=out, **options))
-        texts.append(out.read_text())
-    assert texts[0] == texts[1] != texts[2]
+    rows = [{"prompt": f"{digit}+1=", "answer": str(digit + 1)} for digit in range(5)]
+    for task, more in ((None, {}), (rows, {"held_out": 1.0})):  # the run's prompts, and others
+        texts = []
+        for message in (None, "Be brief.", "Always shout."):
+            out = tmp_path / f"{message} {len(more)}.jsonl"
+            config = EvalConfig(run=run, system_prompt=message, out=out, **options, **more)
+            funcrl.evaluate(config, task=task)
+            texts.append(out.read_text())
+        assert texts[0] == texts[1] != texts[2]

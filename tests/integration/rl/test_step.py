@@ -25,6 +25,7 @@ def test_the_one_line_use():
     new, metrics = step(state, BATCH)
     assert isinstance(new, funcrl.TrainState)
     assert (state.step.item(), new.step.item(), new.seed.item()) == (0, 1, 3)
+    assert step.init(PARAMS).seed == 0
     assert not equal(state.params, new.params)
     names = set(funcrl.metrics.to_floats(metrics))
     assert names == {

@@ -220,6 +220,9 @@ def test_soft_overlong_by_hand():
         rewards.soft_overlong(lengths, max_length=12, cache=4),
         torch.tensor([0.0, -0.25, -0.75, -1.0, -1.0]),
     )
+    # Of a cache of one token, the last one before the limit is free.
+    at_once = rewards.soft_overlong(torch.tensor([11, 12]), max_length=12, cache=1)
+    assert at_once.tolist() == [0.0, -1.0]
     with pytest.raises(ValueError, match="soft_overlong .*cache"):
         rewards.soft_overlong(lengths, max_length=12, cache=13)
 
