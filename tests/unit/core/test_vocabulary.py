@@ -112,6 +112,8 @@ def test_seeds_are_spread():
     # One more, or another order, is another seed.
     assert len({rng.fold_in(0), rng.fold_in(0, 0), rng.fold_in(0, 0, 0)}) == 3
     assert rng.fold_in(0, 1, 2) != rng.fold_in(0, 2, 1)
+    assert rng.fold_in(0, 1) == rng._splitmix64(rng._splitmix64(1)) >> 1  # which a run's bits need
+    assert rng.fold_in(1 << 62) != rng.fold_in(0)
 
 
 def test_splitmix64_is_the_published_one():

@@ -117,6 +117,15 @@ def test_shapes_are_checked():
         losses.k3(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
+def test_what_policy_loss_and_an_entropy_bonus_expect():
+    scores = funcrl.TokenScores(torch.zeros(3), torch.zeros(3))
+    sample = funcrl.Sample(torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    with pytest.raises(TypeError, match=r"policy_loss expects .* got Sample without mask"):
+        funcrl.policy_loss(funcrl.grpo(), scores, sample)
+    with pytest.raises(ValueError, match="grpo expects entropy to be a finite number, got inf"):
+        funcrl.grpo(entropy=torch.inf)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("dapo", {}), ("cispo", {}), ("grpo", {}), ("dr_grpo", {"length": 7}), ("rloo", {})],
