@@ -71,7 +71,7 @@ def test_what_killed_processes_left_is_swept_at_a_resume(tmp_path, capsys):
     foreign = folder / ".metrics.jsonl.bak"
     foreign.write_text("somebody's")
     newest = folder / "checkpoints" / str(SMALL.steps)
-    newest.rename(newest.with_name(f".{SMALL.steps}.old"))  # which a save was about to replace
+    newest.rename(newest.with_name(f".{SMALL.steps}.old"))  # as a save killed between two renames
     ended = run_command(["train", "--resume", folder, "--steps", SMALL.steps + 1], capsys)
     assert ended.code == 0
     assert not any((folder / name).exists() for name in (*files, *folders))
