@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     def adapts(self, name: str) -> bool:
         """Return whether a matrix of this name gets an adapter."""
-        if name.startswith("head."):
+        if name.startswith("unembed."):
             return self.unembed
         return (self.mlp and ".mlp." in name) or (
             self.attn and (".attention." in name or ".delta." in name)

@@ -143,13 +143,13 @@ def tiny_tokenizer(template=None):
     return funcrl.tasks.ChatTokenizer(fast)
 
 
-def tiny_pretrained(folder, template=None):
+def tiny_pretrained(folder, template=None, **options):
     """A model and its tokenizer in a Hugging Face folder; returns the folder and the parameters."""
     tokenizer = tiny_tokenizer(template)
     tokenizer._tokenizer.save_pretrained(folder)
     shape = funcrl.models.TransformerConfig(
         vocab_size=tokenizer.vocab_size + 3, width=16, num_layers=1, num_heads=2, num_kv_heads=1,
-        head_width=8, mlp_width=24, qk_norm=False,
+        head_width=8, mlp_width=24, qk_norm=False, **options,
     )  # fmt: skip
     model = funcrl.models.Transformer(shape)  # its vocabulary is padded, as is often the case
     params = funcrl.init_params(model, seed=5)

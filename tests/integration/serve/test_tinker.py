@@ -22,10 +22,11 @@ PROMPT = [71, 68, 75]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "model"
-    tiny_pretrained(folder)
+    tiny_pretrained(folder, tied=False)
     model, params = funcrl.load_params(folder)
-    # Large, so that the layers before it, which are what is trained, decide what is drawn.
+    # Large, so that what is trained decides what is drawn.
     params["embed.weight"] *= 30
+    params["unembed.weight"] *= 30
     funcrl.save_params(folder, model, params)
     return str(folder)
 
@@ -74,9 +75,8 @@ def randoms(tokens, seed):
 class Oracle:
     """The same adapters, by torch.optim.AdamW and autograd of a loss over plain log-softmaxes."""
 
-    def __init__(self, base):
+    def __init__(self, base, names=("attention", "mlp", "unembed")):
         self.model, params = funcrl.load_params(base)
-        names = ["attention", "mlp", "head"]
         self.lora = funcrl.lora(
             funcrl.logprob_fn(self.model), params, rank=4, alpha=32.0,
             targets=lambda name: any(f".{each}." in f".{name}" for each in names),
@@ -151,6 +151,21 @@ def test_losses_and_updates_equal_torchs(service, base, loss):
         assert total == pytest.approx(expected.item(), abs=2e-4)
         oracle.step(expected)
         assert update.result().metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp", "unembed"])
+def test_adapters_are_where_the_client_wants_them(service, base, part):
+    flags = {"attention": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
+    client = client_of(service, base, **{flag: name == part for name, flag in flags.items()})
+    oracle, tokens = Oracle(base, [part]), rows()[2]
+    weights = torch.ones(len(tokens) - 1)
+    given = [datum(tokens, weights=weights)]
+    for _ in range(2):
+        client.forward_backward(given, "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+        oracle.step(of_cross_entropy(oracle.logprobs(tokens), weights))
+    after = client.forward(given, "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    torch.testing.assert_close(after.to_torch(), oracle.logprobs(tokens), rtol=0, atol=2e-5)
 
 
 def test_a_custom_loss_runs_here_too(service, base):
@@ -272,6 +287,8 @@ def test_a_policy_learns_by_the_sdks_own_loop(service, base):
         (lambda client: client.forward_backward([datum(rows()[0])], "ppo"), "logprobs of 4"),
         (lambda client: client.forward_backward([datum(rows()[0])], "cross_entropy", {"x": 1.0}),
          "loss_fn_config"),
+        (lambda client: client.forward_backward([datum(rows()[0])], "dro", {"beta": "x"}),
+         "numbers in loss_fn_config"),
         (lambda client: client.optim_step(types.AdamParams()), "forward_backward before it"),
         (lambda client: client.forward_backward([types.Datum(
             model_input=types.ModelInput.from_ints([1, 2, 3]),
