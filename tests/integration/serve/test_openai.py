@@ -11,7 +11,9 @@ from cases import TEMPLATES, tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import Sampling, ServeConfig
+from funcrl.generators.embedded.engine import EmbeddedGenerator
 from funcrl.loop.episodes import read_turns
+from funcrl.serve.openai import ClientsGone
 from funcrl.serve.serve import serving
 from funcrl.serve.text import GrowingText, encode_messages
 from funcrl.tasks.contracts import all_ends
@@ -167,15 +169,29 @@ def test_clients_that_break_off_and_send_nonsense_leave_the_server_alone(served,
     assert "Traceback" not in printed.err + printed.out
 
 
-def test_a_client_that_goes_does_not_hold_the_others(served):
+def test_a_client_that_goes_does_not_hold_the_others(served, monkeypatch):
     _, client, folder = served
-    model = str(folder)
+    model, ends = str(folder), []
+    whole = EmbeddedGenerator.generate
+
+    def generate(*args):
+        try:
+            samples = whole(*args)
+        except ClientsGone as error:
+            ends.append(type(error))
+            raise
+        ends.append(samples)
+        return samples
+
+    monkeypatch.setattr(EmbeddedGenerator, "generate", generate)
     events = client.completions.create(
         model=model, prompt="x", max_tokens=10_000, temperature=0.0, stream=True
     )
     next(iter(events))
     events.close()
     assert client.completions.create(model=model, prompt="hi", max_tokens=2, seed=0).choices
+    assert ends[0] is ClientsGone
+    assert len(ends) == 2
 
 
 @pytest.mark.parametrize(
