@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrl import optim
+from funcrl.config.sections import LoraConfig
 from funcrl.core import tree
 from funcrl.core.files import write_whole
 from funcrl.core.types import (
@@ -46,9 +47,7 @@ class Kind(NamedTuple):
         """Return whether a matrix of this name gets an adapter."""
         if name.startswith("unembed."):
             return self.unembed
-        return (self.mlp and ".mlp." in name) or (
-            self.attn and (".attention." in name or ".delta." in name)
-        )
+        return LoraConfig().adapts(name) and (self.mlp if ".mlp." in name else self.attn)
 
 
 @dataclass
