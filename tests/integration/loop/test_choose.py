@@ -9,6 +9,7 @@ import yaml
 
 import funcrl
 from funcrl.cli import main
+from funcrl.cli.device import say_of_other_gpus
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -17,6 +18,7 @@ from funcrl.config import (
     OptimizerConfig,
     Sampling,
     TrainConfig,
+    VLLMConfig,
     WarmStartConfig,
 )
 
@@ -207,3 +209,19 @@ def test_a_run_on_a_cpu_begins_with_what_was_chosen_and_goes_on_with_it(capsys, 
     assert configs == {"run": "prefixes", "same": "prefixes", "plain": "none"}
     resumed, whole = (funcrl.load_run(tmp_path / each).params for each in ("run", "same"))
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "says"),
+    [
+        (4, {}, True),
+        (1, {}, False),
+        (4, {"device": "cpu"}, False),
+        (4, {"generator": "vllm", "vllm": VLLMConfig(form="server")}, False),
+    ],
+)
+def test_gpus_that_a_run_leaves_alone_are_named(count, options, says, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    say_of_other_gpus(config(**options))
+    line = f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train"
+    assert (line in capsys.readouterr().err) == says

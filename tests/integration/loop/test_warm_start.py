@@ -50,3 +50,15 @@ def test_a_reward_that_is_no_number_is_named(value):
 
     with pytest.raises(RewardError, match="reward 'correct' of 'sum_digits' is"):
         warm_start(Worded())
+
+
+@pytest.mark.parametrize("name", ["correct", "found"])
+def test_a_demonstration_that_is_not_right_is_refused(name):
+    class Named(SumDigits):
+        accuracy = "" if name == "correct" else name
+
+        def reward(self, prompt, completion):
+            return {name: 0.5, "length": 0.0}
+
+    with pytest.raises(ValueError, match=rf"are right.*'{name}' of 'sum_digits' is 0.5"):
+        warm_start(Named())
