@@ -291,16 +291,17 @@ def test_a_task_that_has_become_another_is_refused(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_systems_message_is_the_runs_or_the_one_that_is_given(tmp_path):
+def test_what_a_template_reads_is_the_runs_or_what_is_given(tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if not enable_thinking %}No thoughts.{% endif %}"
     )
     model, _ = tiny_pretrained(tmp_path / "model", template)
     run = tmp_path / "run"
     funcrl.train(
         TrainConfig(
             run_dir=run, model=str(model), steps=1, num_prompts=2, num_generations=2,
-            system_prompt="Be brief.", sampling=Sampling(max_tokens=3),
+            system_prompt="Be brief.", enable_thinking=False, sampling=Sampling(max_tokens=3),
             warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=0),
         )
     )  # fmt: skip
@@ -308,9 +309,13 @@ def test_the_systems_message_is_the_runs_or_the_one_that_is_given(tmp_path):
     rows = [{"prompt": f"{digit}+1=", "answer": str(digit + 1)} for digit in range(5)]
     for task, more in ((None, {}), (rows, {"held_out": 1.0})):  # the run's prompts, and others
         texts = []
-        for message in (None, "Be brief.", "Always shout."):
-            out = tmp_path / f"{message} {len(more)}.jsonl"
-            config = EvalConfig(run=run, system_prompt=message, out=out, **options, **more)
+        given = [(None, None), ("Be brief.", False), ("Always shout.", None), (None, True)]
+        for message, thinks in given:
+            out = tmp_path / f"{message} {thinks} {len(more)}.jsonl"
+            config = EvalConfig(
+                run=run, system_prompt=message, enable_thinking=thinks, out=out, **options, **more
+            )
             funcrl.evaluate(config, task=task)
             texts.append(out.read_text())
-        assert texts[0] == texts[1] != texts[2]
+        assert texts[0] == texts[1]
+        assert len({*texts}) == 3
