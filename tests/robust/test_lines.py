@@ -140,6 +140,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("train --algorithm drgrpo", "dr_grpo"),
         ("eval --n 4", "--num-samples?"),
         ("trian", "funcrl train?"),
+        ("--steps 3", "funcrl expects a command first, got '--steps'."),
         ("train --zzz 1", "funcrl train --help-all lists them."),
     ],
 )
