@@ -11,8 +11,9 @@ import torch
 from cases import tiny_pretrained
 
 import funcrl
-from funcrl.config import ServeConfig
+from funcrl.config import LoraConfig, ServeConfig
 from funcrl.serve.serve import serving
+from funcrl.serve.training import Kind
 
 types = tinker.types
 KEY = "tml-of-these-tests"
@@ -166,6 +167,17 @@ def test_adapters_are_where_the_client_wants_them(service, base, part):
         oracle.step(of_cross_entropy(oracle.logprobs(tokens), weights))
     after = client.forward(given, "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     torch.testing.assert_close(after.to_torch(), oracle.logprobs(tokens), rtol=0, atol=2e-5)
+
+
+def test_adapters_of_a_hybrid_network_are_where_a_run_has_them():
+    model = funcrl.models.Transformer(funcrl.models.shape("micro-hybrid", vocab_size=20))
+    names = [*funcrl.init_params(model, seed=0)]
+    of_run = {name for name in names if LoraConfig().adapts(name)}
+    of_mlp = {name for name in of_run if ".mlp." in name}
+    found = [Kind(4), Kind(4, attn=False), Kind(4, mlp=False)]
+    expected = [of_run, of_mlp, of_run - of_mlp]
+    assert [{*filter(kind.adapts, names)} for kind in found] == expected
+    assert any(".delta." in name for name in of_run - of_mlp)
 
 
 def test_a_custom_loss_runs_here_too(service, base):
