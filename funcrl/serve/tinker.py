@@ -309,7 +309,10 @@ class Tinker:
             raise RequestError(422, "asample expects prompt_logprobs of the whole prompt, or none")
         options = asked.get("sampling_params") or {}
         count = int(asked.get("num_samples", 1))
-        prompt = [token for chunk in asked["prompt"]["chunks"] for token in chunk.get("tokens", ())]
+        chunks = asked["prompt"]["chunks"]
+        if not all("tokens" in chunk for chunk in chunks):
+            raise RequestError(422, "asample expects a prompt of tokens alone, got another chunk")
+        prompt = [token for chunk in chunks for token in chunk["tokens"]]
         self._check_tokens([prompt])
         sampling = self._sampling(options, count, len(prompt))
         self._num_draws += 1
@@ -332,11 +335,11 @@ class Tinker:
             texts = tuple(each for each in stop if isinstance(each, str))
             ends = tuple(each for each in stop if not isinstance(each, str))
         room = self._generator.context_length - length
-        most = options.get("max_tokens") or room
+        most = options.get("max_tokens")
         with refusing(422):
             return Sampling(
                 num_samples=count,
-                max_tokens=min(int(most), room),
+                max_tokens=room if most is None else min(int(most), room),
                 temperature=float(options.get("temperature", 1.0)),
                 top_k=max(int(options.get("top_k", -1)), 0),
                 top_p=float(options.get("top_p", 1.0)),

@@ -92,6 +92,7 @@ def add_gradients(
     if forward_only:
         logprobs = score(model_fn, params, batch, microbatch).logprobs
     else:
+        _check_inputs(data, loss)
         gradient = forward_backward(model_fn, algorithm=algorithm, microbatch=microbatch)
         found = gradient(params, batch)
         logprobs, metrics["loss:sum"] = found.logprobs, found.loss.item()
@@ -184,8 +185,7 @@ def to_batch(data: Sequence[Datum], loss: str) -> Batch:
     """
     if not data:
         raise ValueError("forward_backward expects at least one datum, got none.")
-    is_policy = loss != "cross_entropy"
-    needed = ("target_tokens", *(("logprobs", "advantages") if is_policy else ("weights",)))
+    needed, is_policy = _inputs_of(loss), loss != "cross_entropy"
     length = 1 + max(len(each.tokens) for each in data)
     tokens = torch.zeros(len(data), length, dtype=torch.int64, device="cpu")
     columns = torch.zeros(3, len(data), length, dtype=torch.float32, device="cpu")
@@ -223,6 +223,27 @@ def to_batch(data: Sequence[Datum], loss: str) -> Batch:
         token_weights=weights if is_policy else torch.zeros_like(weights),
         ce_weights=() if is_policy else weights,
     )
+
+
+def _inputs_of(loss: str) -> tuple[str, ...]:
+    """Return what a datum has for a loss of Tinker's protocol."""
+    others = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
+    return ("target_tokens", *others)
+
+
+def _check_inputs(data: Sequence[Datum], loss: str) -> None:
+    """Raise if a datum has what its loss would not read, such as a mask.
+
+    Log-probabilities alone are asked for with what a loss of the client's own reads.
+    """
+    needed = _inputs_of(loss)
+    for row, datum in enumerate(data):
+        unknown = sorted(datum.inputs.keys() - {*needed})
+        if unknown:
+            raise ValueError(
+                f"forward_backward expects {', '.join(needed)} in loss_fn_inputs of {loss}, got "
+                f"{unknown[0]!r} in datum {row}."
+            )
 
 
 def _check_targets(row: int, tokens: Sequence[int], targets: Tensor, counts: Tensor) -> None:

@@ -187,7 +187,7 @@ def test_a_custom_loss_runs_here_too(service, base):
     def squared(data, logprobs):
         return sum((each**2).sum() for each in logprobs), {"squares": 1.0}
 
-    given = [datum(tokens)]
+    given = [datum(tokens, advantages=torch.ones(len(tokens) - 1))]  # which another loss may read
     result = client.forward_backward_custom(given, squared).result()
     assert result.metrics["squares"] == 1.0
     client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
@@ -301,6 +301,9 @@ def test_a_policy_learns_by_the_sdks_own_loop(service, base):
          "loss_fn_config"),
         (lambda client: client.forward_backward([datum(rows()[0])], "dro", {"beta": "x"}),
          "numbers in loss_fn_config"),
+        (lambda client: client.forward_backward(
+            [datum([1, 2, 3], advantages=torch.ones(2))], "cross_entropy"),
+         "target_tokens, weights in loss_fn_inputs of cross_entropy, got 'advantages' in datum 0"),
         (lambda client: client.optim_step(types.AdamParams()), "forward_backward before it"),
         (lambda client: client.forward_backward([types.Datum(
             model_input=types.ModelInput.from_ints([1, 2, 3]),
@@ -335,6 +338,25 @@ def test_a_request_that_is_sent_again_is_done_once(service, base):
     answer = posted(service[1], "retrieve_future", steps[1])[1]
     assert "forward_backward before it" in answer["error"]
     assert answer["category"] == "user"
+
+
+def test_what_cannot_be_drawn_is_refused(service, base):
+    """A picture would else be left out of the prompt, and 0 tokens would be all that fit."""
+    ids = {"session_id": "drawn", "sampling_session_seq_id": 0, "base_model": base}
+    sampler = posted(service[1], "create_sampling_session", ids)[1]["sampling_session_id"]
+    text = {"type": "encoded_text", "tokens": PROMPT}
+    for chunks, most, named in (
+        ([text, {"type": "image", "data": "x", "format": "png"}], 3, "tokens alone"),
+        ([text], 0, "max_tokens"),
+    ):
+        fields = {
+            "sampling_session_id": sampler,
+            "prompt": {"chunks": chunks},
+            "sampling_params": {"max_tokens": most},
+        }
+        code, answer = posted(service[1], "asample", fields)
+        assert code == 422
+        assert named in answer["error"]
 
 
 def posted(address, path, fields, key=KEY):
