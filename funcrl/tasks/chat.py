@@ -15,6 +15,12 @@ from funcrl.weights.gguf import read_metadata
 from funcrl.weights.load import local_path
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
+# Files that hold the vocabulary of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.model.*", "*.tiktoken", "tekken.json")
+_NONE = (
+    "load_tokenizer expects the tokenizer of a model in {}, got none; `funcrl train --tokenizer` "
+    "names another folder or file."
+)
 # The model's answer in conversations that are rendered only to see the template's form.
 _ANSWER = "an answer such as no template holds"
 
@@ -233,10 +239,17 @@ def load_tokenizer(
     # Otherwise transformers asks on the terminal whether to run code that the folder contains.
     load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
+        # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
+        if not any(any(path.glob(each)) for each in _VOCABULARIES):
+            raise FileNotFoundError(_NONE.format(path))
         ends = _generation_ends(path / "generation_config.json")
         return ChatTokenizer(load(path), system, ends, chat_template_kwargs)
+    # Of a large vocabulary, gguf's own reader takes seconds for what this one reads in one.
+    metadata = read_metadata(path)
+    if "tokenizer.ggml.model" not in metadata:
+        raise ValueError(_NONE.format(path))
     tokenizer = load(path.parent, gguf_file=path.name)
-    _split_as_written(tokenizer, path)
+    _split_as_written(tokenizer, metadata, path)
     return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
 
 
@@ -254,10 +267,8 @@ def _generation_ends(path: Path) -> list[int]:
     return ends
 
 
-def _split_as_written(tokenizer: Any, path: Path) -> None:
+def _split_as_written(tokenizer: Any, metadata: Mapping[str, Any], path: Path) -> None:
     """Make a tokenizer from a GGUF file split text as the file says."""
-    # Of a large vocabulary, gguf's own reader takes seconds for what this one reads in one.
-    metadata = read_metadata(path)
     if metadata.get("tokenizer.ggml.model") != "gpt2":
         return  # sentencepiece splits nothing
     name = metadata.get("tokenizer.ggml.pre", "default")

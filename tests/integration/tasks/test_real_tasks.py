@@ -625,6 +625,27 @@ def test_ends_that_are_no_tokens_are_refused_by_their_file(tmp_path, text):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "llama"])
+@pytest.mark.parametrize("has_config", [True, False])
+def test_weights_without_a_tokenizer_are_not_given_an_empty_one(tmp_path, kind, has_config):
+    """Transformers makes a tokenizer of a folder that has none, for some kinds of model."""
+    folder, _ = pretrained(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    if not has_config:
+        (folder / "tokenizer_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(FileNotFoundError, match=r"^load_tokenizer .* got none; .*--tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_gguf_file_without_a_tokenizer_is_refused(tmp_path):
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=20))
+    file = funcrl.save_params(tmp_path / "m.gguf", model, funcrl.init_params(model, seed=0))
+    with pytest.raises(ValueError, match=r"^load_tokenizer .* got none; .*--tokenizer"):
+        load_tokenizer(file)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
