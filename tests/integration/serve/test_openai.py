@@ -1,6 +1,10 @@
 """The openai package draws from a served model: its generator's texts, whole and streamed."""
 
 import json
+import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -304,3 +308,27 @@ def test_a_model_of_another_kind_is_heard_too(tmp_path):
         )  # fmt: skip
         rows = zip(samples.tokens, samples.mask, strict=True)
         assert [heard[row] for row in range(6)] == [row[kept].tolist() for row, kept in rows]
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    tiny_pretrained(tmp_path / "model")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "funcrl", "serve", "model", "--port", "0"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        line = process.stderr.readline()
+        address, key = re.fullmatch(
+            r"model at (http://127\.0\.0\.1:\d+), key (\S+)\n", line
+        ).groups()
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+        found = client.completions.create(model="model", prompt="hi", max_tokens=3, seed=0)
+        assert found.usage.prompt_tokens > 0
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="another").models.list()
+        client.close()
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, rest) == (130, "")
