@@ -136,6 +136,10 @@ def test_every_completion_can_be_listed_with_its_advantage_and_tokens(run):
 def test_the_learning_curve_is_a_picture_for_a_readme(run):
     width, height = size_of(run / "plots" / "learning_curve.png")
     assert (width, height) == (1050, 540)
+    read = read_run(run)
+    (axes,) = plots.draw(next(iter(plots.groups([read]).values())), [read]).axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["accuracy (held out)", "reward"]
 
 
 @pytest.mark.slow
