@@ -23,10 +23,10 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.functional import LINEAR, is_of_transformers
+from funcrl.models.functional import is_of_transformers
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.lora import Lora, adapts_linear, lora, qlora
+from funcrl.models.lora import Lora, adapts_linear, linear_weights, lora, qlora
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
@@ -337,7 +337,7 @@ def adapters_of(
     base = params or base_params(place, source, network)
     targets: Callable[[str], bool] = options.adapts
     if is_of_transformers(network) and options.targets == LoraConfig.targets:
-        linear = _linear_weights(network)  # whose names are not those of funcrl's layers
+        linear = linear_weights(network)  # whose names are not those of funcrl's layers
         targets = linear.__contains__
     matrices = [name for name, leaf in base.items() if leaf.ndim == 2]
     if not any(map(targets, matrices)):
@@ -355,16 +355,6 @@ def adapters_of(
         network, base, base_dtype=options.base_dtype, dtype=dtype, score=score,
         device=config.device, **size,
     )  # fmt: skip
-
-
-def _linear_weights(network: Any) -> set[str]:
-    """Return the names of the weights of a transformers model's linear layers, but its head's."""
-    head = network.get_output_embeddings()
-    return {
-        f"{name}.weight"
-        for name, module in network.named_modules()
-        if type(module).__name__ in LINEAR and module is not head
-    }
 
 
 def first_adapters(config: TrainConfig, adapters: Lora) -> Params:

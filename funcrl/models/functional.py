@@ -361,8 +361,9 @@ def is_of_transformers(model: nn.Module) -> bool:
     )
 
 
-LINEAR = ("Linear", "Conv1D")
-"""Classes of a transformers model's linear layers; GPT-2's `Conv1D` has its weight [in, out]."""
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer of a transformers model is linear, as GPT-2's `Conv1D` is, too."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def forward_takes(model: nn.Module, name: str) -> bool:

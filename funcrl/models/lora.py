@@ -13,7 +13,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import ModelFn, Params, TokenScores
-from funcrl.models.functional import without_weights
+from funcrl.models.functional import is_linear, without_weights
 from funcrl.models.layers import Linear
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import NATIVE, Ops, Quantized, ops_of, quantize
@@ -57,7 +57,8 @@ def lora(
         base: its parameters; they are referred to, never changed.
         rank: of each change.
         alpha: scales the change.
-        targets: of a parameter's name, whether it gets an adapter; vectors never do.
+        targets: of a parameter's name, whether it gets an adapter; vectors never do. When left out,
+            those of attention and MLPs, as funcrl's own networks name them.
 
     Example:
         >>> import funcrl
@@ -210,6 +211,16 @@ class AdaptedWeight(nn.Module):
         frozen = part["frozen"] if "frozen" in part else Quantized(**part)
         product = ops.adapted_linear(x, frozen, down, up, self.scale)
         return product if bias is None else product + bias
+
+
+def linear_weights(network: Any) -> set[str]:
+    """Return the names of the weights of a transformers model's linear layers, but its head's."""
+    head = network.get_output_embeddings()
+    return {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if is_linear(module) and module is not head
+    }
 
 
 def adapts_linear(network: nn.Module, targets: Callable[[str], bool]) -> bool:

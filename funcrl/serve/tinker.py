@@ -64,7 +64,8 @@ class Tinker:
         self._shared, self._generator, self._jobs = shared, shared.generator, shared.jobs
         self._microbatch = microbatch
         chunk = 1024 if isinstance(served.model, Transformer | Recurrent) else None
-        self._model_fn = logprob_fn(served.model, chunk=chunk, dtype=dtype)
+        model_fn = logprob_fn(served.model, chunk=chunk, dtype=dtype)
+        self._base = training.Base(served.model, model_fn, served.params)
         self._models: dict[str, Trained] = {}
         self._samplers: dict[str, Sampled] = {}
         self._num_sessions = self._num_draws = 0
@@ -140,8 +141,7 @@ class Tinker:
         model_id = f"{asked['session_id']}:train:{asked['model_seq_id']}"
 
         def run() -> Found:
-            base = self._served.params
-            self._models[model_id] = training.new_model(self._model_fn, base, kind)
+            self._models[model_id] = training.new_model(self._base, kind)
             return {"model_id": model_id}
 
         return self._promise(run, ("model", model_id), model_id=model_id)
@@ -250,9 +250,7 @@ class Tinker:
         }  # fmt: skip
 
     def _load(self, folder: Path, with_optimizer: bool) -> Trained:
-        return training.load_model(
-            self._model_fn, self._served.params, folder, self._served.name, with_optimizer
-        )
+        return training.load_model(self._base, folder, self._served.name, with_optimizer)
 
     def _path(self, model_id: str, kind: str, name: str) -> str:
         path = f"{_SCHEME}{model_id}/{kind}/{name}"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from funcrl.core.types import (
     Surrogate,
     TrainState,
 )
+from funcrl.models.functional import is_of_transformers
 from funcrl.models.logprobs import score
-from funcrl.models.lora import Lora, lora
+from funcrl.models.lora import Lora, linear_weights, lora
 from funcrl.rl import algorithms, surrogates
 from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.run.checkpoint import restore, restore_field, save
@@ -43,11 +44,28 @@ class Kind(NamedTuple):
     mlp: bool = True
     unembed: bool = True
 
-    def adapts(self, name: str) -> bool:
-        """Return whether a matrix of this name gets an adapter."""
-        if name.startswith("unembed."):
-            return self.unembed
-        return LoraConfig().adapts(name) and (self.mlp if ".mlp." in name else self.attn)
+
+class Base(NamedTuple):
+    """What adapters are of."""
+
+    network: Any
+    model_fn: ModelFn
+    params: Params
+
+    def targets(self, kind: Kind) -> set[str]:
+        """Return the names of the matrices that get an adapter, as `funcrl train` chooses them.
+
+        With a head of its own, which Tinker's clients train besides.
+        """
+        if is_of_transformers(self.network):
+            layers, head = linear_weights(self.network), self.network.get_output_embeddings()
+            named = self.network.named_modules()
+            heads = {f"{name}.weight" for name, module in named if module is head}
+        else:
+            layers, heads = {*filter(LoraConfig().adapts, self.params)}, {"unembed.weight"}
+        attention = {name for name in layers if "att" in name or ".delta." in name}
+        parts = (kind.attn, attention), (kind.mlp, layers - attention), (kind.unembed, heads)
+        return {name for is_wanted, names in parts if is_wanted for name in names}
 
 
 @dataclass
@@ -60,9 +78,10 @@ class Trained:
     grads: Params | None = None  # the sum since the last update
 
 
-def new_model(model_fn: ModelFn, base: Params, kind: Kind) -> Trained:
-    """Return adapters that change nothing yet, of a model function and its parameters."""
-    adapters = lora(model_fn, base, rank=kind.rank, alpha=_ALPHA, targets=kind.adapts)
+def new_model(base: Base, kind: Kind) -> Trained:
+    """Return adapters that change nothing yet."""
+    targets = base.targets(kind).__contains__
+    adapters = lora(base.model_fn, base.params, rank=kind.rank, alpha=_ALPHA, targets=targets)
     return Trained(kind, adapters, optim_step(_optimizer({})).init(adapters.init(kind.seed)))
 
 
@@ -268,11 +287,9 @@ def save_model(trained: Trained, folder: Path, base: str, again: bool = False) -
     write_whole(folder / _KIND, json.dumps({"base": base, **trained.kind._asdict()}) + "\n")
 
 
-def load_model(
-    model_fn: ModelFn, params: Params, folder: Path, base: str, with_optimizer: bool
-) -> Trained:
-    """Return the model that was saved in a folder; raise if it is of another base."""
-    trained = new_model(model_fn, params, read_kind(folder, base))
+def load_model(base: Base, folder: Path, name: str, with_optimizer: bool) -> Trained:
+    """Return the model that was saved in a folder; raise if it is of a base of another name."""
+    trained = new_model(base, read_kind(folder, name))
     if with_optimizer:
         state, _ = restore(folder / _STATE, like=trained.state)
         return replace(trained, state=state)

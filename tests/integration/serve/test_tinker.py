@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import tinker
 import torch
+import transformers
 from cases import tiny_pretrained
 
 import funcrl
 from funcrl.config import LoraConfig, ServeConfig
+from funcrl.serve import training
 from funcrl.serve.serve import serving
-from funcrl.serve.training import Kind
 
 types = tinker.types
 KEY = "tml-of-these-tests"
@@ -169,15 +170,47 @@ def test_adapters_are_where_the_client_wants_them(service, base, part):
     torch.testing.assert_close(after.to_torch(), oracle.logprobs(tokens), rtol=0, atol=2e-5)
 
 
+def targets_of(network, **flags):
+    params = dict(network.named_parameters())
+    return training.Base(network, None, params).targets(training.Kind(4, **flags))
+
+
 def test_adapters_of_a_hybrid_network_are_where_a_run_has_them():
     model = funcrl.models.Transformer(funcrl.models.shape("micro-hybrid", vocab_size=20))
-    names = [*funcrl.init_params(model, seed=0)]
-    of_run = {name for name in names if LoraConfig().adapts(name)}
-    of_mlp = {name for name in of_run if ".mlp." in name}
-    found = [Kind(4), Kind(4, attn=False), Kind(4, mlp=False)]
-    expected = [of_run, of_mlp, of_run - of_mlp]
-    assert [{*filter(kind.adapts, names)} for kind in found] == expected
-    assert any(".delta." in name for name in of_run - of_mlp)
+    names = {name for name, _ in model.named_parameters() if LoraConfig().adapts(name)}
+    of_mlp = {name for name in names if ".mlp." in name}
+    assert any(".delta." in name for name in names - of_mlp)
+    assert targets_of(model, unembed=False) == names
+    assert targets_of(model, unembed=False, attn=False) == of_mlp
+    assert targets_of(model, unembed=False, mlp=False) == names - of_mlp
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "block", "attention", "mlp"),
+    [
+        ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2},
+         "transformer.h.0", ["attn.c_attn", "attn.c_proj"], ["mlp.c_fc", "mlp.c_proj"]),
+        ("FalconForCausalLM",
+         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+         "transformer.h.0", ["self_attention.query_key_value", "self_attention.dense"],
+         ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]),
+        ("OPTForCausalLM",
+         {"hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "ffn_dim": 24},
+         "model.decoder.layers.0", [f"self_attn.{each}_proj" for each in ("q", "k", "v", "out")],
+         ["fc1", "fc2"]),
+    ],
+)  # fmt: skip
+def test_adapters_of_a_class_of_transformers_are_of_all_layers(kind, sizes, block, attention, mlp):
+    made = getattr(transformers, kind)
+    network = made(made.config_class(vocab_size=20, tie_word_embeddings=False, **sizes))
+    expected = {
+        "attn": {f"{block}.{each}.weight" for each in attention},
+        "mlp": {f"{block}.{each}.weight" for each in mlp},
+        "unembed": {"lm_head.weight"},
+    }
+    for flag, names in expected.items():
+        assert targets_of(network, **dict.fromkeys(expected, False) | {flag: True}) == names
 
 
 def test_a_custom_loss_runs_here_too(service, base):
