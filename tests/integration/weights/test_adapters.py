@@ -33,21 +33,26 @@ def varied(completion):
     return float(len(set(completion)))
 
 
-def gpt2(folder):
-    tokenizer = tiny_tokenizer()
+# Falcon's linear layers are of a class of its own.
+OF_TRANSFORMERS = {
+    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "FalconForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+
+
+def of_transformers(folder, kind):
+    tokenizer, network = tiny_tokenizer(), getattr(transformers, kind)
     torch.manual_seed(0)
-    shape = transformers.GPT2Config(
-        vocab_size=tokenizer.vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=64,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    transformers.GPT2LMHeadModel(shape).save_pretrained(folder)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = OF_TRANSFORMERS[kind] | {"vocab_size": tokenizer.vocab_size}
+    network(network.config_class(**sizes, **ends)).save_pretrained(folder)
     tokenizer._tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture(params=["funcrl's own", "of transformers"])
+@pytest.fixture(params=[None, *OF_TRANSFORMERS])
 def run(request, tmp_path):
     folder = tmp_path / "base"
-    (gpt2 if request.param == "of transformers" else tiny_pretrained)(folder)
+    of_transformers(folder, request.param) if request.param else tiny_pretrained(folder)
     config = replace(CONFIG, model=str(folder), run_dir=tmp_path / "run")
     rows = [{"prompt": text} for text in "abcdef"]
     tokenizer = funcrl.tasks.load_tokenizer(folder)
@@ -82,6 +87,7 @@ def test_peft_loads_them_onto_the_base(run, capsys):
     assert layers in (
         {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
         {"c_attn", "c_proj", "c_fc"},
+        {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     )
     assert {3} == {leaf.shape[0] for name, leaf in tensors.items() if "lora_A" in name}
     # Adapters may be written over, a model not.
