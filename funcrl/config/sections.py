@@ -141,7 +141,7 @@ class OptimizerConfig(CheckedFields):
     warmup: Natural = 20
     """The number of updates over which the learning rate rises from 0."""
     weight_decay: FiniteNotNegative = 0.0
-    """The optimizer's weight decay."""
+    """The optimizer's weight decay, of all parameters."""
     moments: Literal["float32", "8bit"] = "float32"
     """How adamw keeps its two moments; 8bit takes a quarter of the memory."""
     max_grad_norm: Positive = 1.0
