@@ -246,7 +246,7 @@ def load_tokenizer(
         return ChatTokenizer(load(path), system, ends, chat_template_kwargs)
     # Of a large vocabulary, gguf's own reader takes seconds for what this one reads in one.
     metadata = read_metadata(path)
-    if "tokenizer.ggml.model" not in metadata:
+    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):  # as llama.cpp says it
         raise ValueError(_NONE.format(path))
     tokenizer = load(path.parent, gguf_file=path.name)
     _split_as_written(tokenizer, metadata, path)

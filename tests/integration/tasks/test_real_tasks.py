@@ -640,10 +640,18 @@ def test_weights_without_a_tokenizer_are_not_given_an_empty_one(tmp_path, kind, 
 
 
 def test_a_gguf_file_without_a_tokenizer_is_refused(tmp_path):
+    import gguf
+
     model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=20))
-    file = funcrl.save_params(tmp_path / "m.gguf", model, funcrl.init_params(model, seed=0))
-    with pytest.raises(ValueError, match=r"^load_tokenizer .* got none; .*--tokenizer"):
-        load_tokenizer(file)
+    plain = funcrl.save_params(tmp_path / "m.gguf", model, funcrl.init_params(model, seed=0))
+    writer = gguf.GGUFWriter(tmp_path / "none.gguf", "llama")
+    writer.add_tokenizer_model("none")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for file in (plain, tmp_path / "none.gguf"):
+        with pytest.raises(ValueError, match=r"^load_tokenizer .* got none; .*--tokenizer"):
+            load_tokenizer(file)
 
 
 @pytest.mark.parametrize(
