@@ -53,17 +53,15 @@ class Base(NamedTuple):
     params: Params
 
     def targets(self, kind: Kind) -> set[str]:
-        """Return the names of the matrices that get an adapter, as `funcrl train` chooses them.
-
-        With a head of its own, which Tinker's clients train besides.
-        """
+        """Return which matrices get an adapter: those of `funcrl train`, and a head of its own."""
         if is_of_transformers(self.network):
             layers, head = linear_weights(self.network), self.network.get_output_embeddings()
             named = self.network.named_modules()
             heads = {f"{name}.weight" for name, module in named if module is head}
         else:
             layers, heads = {*filter(LoraConfig().adapts, self.params)}, {"unembed.weight"}
-        attention = {name for name in layers if "att" in name or ".delta." in name}
+        of_attention = ("attn", "attention", ".delta.")
+        attention = {name for name in layers if any(part in name for part in of_attention)}
         parts = (kind.attn, attention), (kind.mlp, layers - attention), (kind.unembed, heads)
         return {name for is_wanted, names in parts if is_wanted for name in names}
 
