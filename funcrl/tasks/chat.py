@@ -15,8 +15,10 @@ from funcrl.weights.gguf import read_metadata
 from funcrl.weights.load import local_path
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
-# Files that hold the vocabulary of a tokenizer.
-_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.model.*", "*.tiktoken", "tekken.json")
+# Files that hold the vocabulary of a tokenizer, or its code, which transformers refuses by name.
+_TOKENIZERS = (
+    "tokenizer.json", "vocab*", "*.model", "*.model.*", "*.tiktoken", "tekken.json", "*.py"
+)  # fmt: skip
 _NONE = (
     "load_tokenizer expects the tokenizer of a model in {}, got none; `funcrl train --tokenizer` "
     "names another folder or file."
@@ -240,7 +242,7 @@ def load_tokenizer(
     load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
         # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
-        if not any(any(path.glob(each)) for each in _VOCABULARIES):
+        if not any(any(path.glob(each)) for each in _TOKENIZERS):
             raise FileNotFoundError(_NONE.format(path))
         ends = _generation_ends(path / "generation_config.json")
         return ChatTokenizer(load(path), system, ends, chat_template_kwargs)
