@@ -26,7 +26,7 @@ from funcrl.models import (
 from funcrl.models.functional import is_of_transformers
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.lora import Lora, adapts_linear, linear_weights, lora, qlora
+from funcrl.models.lora import Lora, adapts_linear, layer_weights, lora, qlora
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field
@@ -336,9 +336,8 @@ def adapters_of(
     place = replace(config, device="cpu") if options.is_rounded else config
     base = params or base_params(place, source, network)
     targets: Callable[[str], bool] = options.adapts
-    if is_of_transformers(network) and options.targets == LoraConfig.targets:
-        linear = linear_weights(network)  # whose names are not those of funcrl's layers
-        targets = linear.__contains__
+    if options.targets == LoraConfig.targets:
+        targets = layer_weights(network).__contains__
     matrices = [name for name, leaf in base.items() if leaf.ndim == 2]
     if not any(map(targets, matrices)):
         raise ValueError(

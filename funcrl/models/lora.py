@@ -13,7 +13,7 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import ModelFn, Params, TokenScores
-from funcrl.models.functional import is_linear, without_weights
+from funcrl.models.functional import is_linear, is_of_transformers, without_weights
 from funcrl.models.layers import Linear
 from funcrl.models.logprobs import logprob_fn
 from funcrl.ops import NATIVE, Ops, Quantized, ops_of, quantize
@@ -213,14 +213,25 @@ class AdaptedWeight(nn.Module):
         return product if bias is None else product + bias
 
 
-def linear_weights(network: Any) -> set[str]:
-    """Return the names of the weights of a transformers model's linear layers, but its head's."""
-    head = network.get_output_embeddings()
-    return {
-        f"{name}.weight"
-        for name, module in network.named_modules()
-        if is_linear(module) and module is not head
-    }
+def layer_weights(network: nn.Module) -> set[str]:
+    """Return the names of the matrices that get adapters where no others are asked for.
+
+    Of a transformers model, whose names are not those of funcrl's layers, all linear layers but
+    the head.
+    """
+    if not is_of_transformers(network):
+        return {name for name, _ in network.named_parameters() if _is_of_a_layer(name)}
+    modules = network.named_modules()
+    linear = {f"{name}.weight" for name, module in modules if is_linear(module)}
+    return linear - {head_weight(network)}
+
+
+def head_weight(network: Any) -> str:
+    """Return the name of a network's output matrix, which is no parameter where it is tied."""
+    if not is_of_transformers(network):
+        return "unembed.weight"
+    head, modules = network.get_output_embeddings(), network.named_modules()
+    return next((f"{name}.weight" for name, module in modules if module is head), "")
 
 
 def adapts_linear(network: nn.Module, targets: Callable[[str], bool]) -> bool:

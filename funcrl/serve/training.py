@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl import optim
-from funcrl.config.sections import LoraConfig
 from funcrl.core import tree
 from funcrl.core.files import write_whole
 from funcrl.core.types import (
@@ -22,9 +21,8 @@ from funcrl.core.types import (
     Surrogate,
     TrainState,
 )
-from funcrl.models.functional import is_of_transformers
 from funcrl.models.logprobs import score
-from funcrl.models.lora import Lora, linear_weights, lora
+from funcrl.models.lora import Lora, head_weight, layer_weights, lora
 from funcrl.rl import algorithms, surrogates
 from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.run.checkpoint import restore, restore_field, save
@@ -48,21 +46,16 @@ class Kind(NamedTuple):
 class Base(NamedTuple):
     """What adapters are of."""
 
-    network: Any
+    network: nn.Module
     model_fn: ModelFn
     params: Params
 
     def targets(self, kind: Kind) -> set[str]:
         """Return which matrices get an adapter: those of `funcrl train`, and a head of its own."""
-        if is_of_transformers(self.network):
-            layers, head = linear_weights(self.network), self.network.get_output_embeddings()
-            named = self.network.named_modules()
-            heads = {f"{name}.weight" for name, module in named if module is head}
-        else:
-            layers, heads = {*filter(LoraConfig().adapts, self.params)}, {"unembed.weight"}
+        layers, head = layer_weights(self.network), {head_weight(self.network)}
         of_attention = ("attn", "attention", ".delta.")
         attention = {name for name in layers if any(part in name for part in of_attention)}
-        parts = (kind.attn, attention), (kind.mlp, layers - attention), (kind.unembed, heads)
+        parts = (kind.attn, attention), (kind.mlp, layers - attention), (kind.unembed, head)
         return {name for is_wanted, names in parts if is_wanted for name in names}
 
 
@@ -109,7 +102,10 @@ def add_gradients(
     if forward_only:
         logprobs = score(model_fn, params, batch, microbatch).logprobs
     else:
-        _check_inputs(data, loss)
+        # Where scores alone are asked for, a loss of the client's own reads other inputs.
+        place, known = f"loss_fn_inputs of {loss}", _inputs_of(loss)
+        for row, datum in enumerate(data):
+            _check_names(place, datum.inputs, known, f" in datum {row}")
         gradient = forward_backward(model_fn, algorithm=algorithm, microbatch=microbatch)
         found = gradient(params, batch)
         logprobs, metrics["loss:sum"] = found.logprobs, found.loss.item()
@@ -172,12 +168,15 @@ def _algorithm(loss: str, options: Mapping[str, float]) -> Algorithm:
 
 
 def _check_options(loss: str, options: Mapping[str, float], known: Sequence[str]) -> None:
-    unknown = sorted(options.keys() - {*known})
+    _check_names(f"loss_fn_config of {loss}", options, known)
+
+
+def _check_names(place: str, given: Mapping[str, Any], known: Sequence[str], at: str = "") -> None:
+    """Raise for a name that nothing reads."""
+    unknown = sorted(given.keys() - {*known})
     if unknown:
         takes = ", ".join(known) or "nothing"
-        raise ValueError(
-            f"forward_backward expects {takes} in loss_fn_config of {loss}, got {unknown[0]!r}."
-        )
+        raise ValueError(f"forward_backward expects {takes} in {place}, got {unknown[0]!r}{at}.")
 
 
 def _weighted(_logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Surrogate:
@@ -246,21 +245,6 @@ def _inputs_of(loss: str) -> tuple[str, ...]:
     """Return what a datum has for a loss of Tinker's protocol."""
     others = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
     return ("target_tokens", *others)
-
-
-def _check_inputs(data: Sequence[Datum], loss: str) -> None:
-    """Raise if a datum has what its loss would not read, such as a mask.
-
-    Log-probabilities alone are asked for with what a loss of the client's own reads.
-    """
-    needed = _inputs_of(loss)
-    for row, datum in enumerate(data):
-        unknown = sorted(datum.inputs.keys() - {*needed})
-        if unknown:
-            raise ValueError(
-                f"forward_backward expects {', '.join(needed)} in loss_fn_inputs of {loss}, got "
-                f"{unknown[0]!r} in datum {row}."
-            )
 
 
 def _check_targets(row: int, tokens: Sequence[int], targets: Tensor, counts: Tensor) -> None:
