@@ -250,10 +250,12 @@ def _read_gemma3(fields: Metadata) -> dict[str, Any]:
 def _write_gemma3(config: TransformerConfig) -> dict[str, Any]:
     scale = config.attention_scale
     scaling = {"rope_type": "linear", "factor": config.rope_factor}
+    # Without sliding layers there is none, and transformers runs no Gemma 3 whose window is null.
+    window = {"sliding_window": config.window} if "sliding" in config.kinds else {}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": _layer_types(config),
-        "sliding_window": config.window,
+        **window,
         # Under the names that all versions of transformers read.
         "rope_theta": config.rope_theta,
         "rope_local_base_freq": config.local_rope_theta or config.rope_theta,

@@ -99,6 +99,9 @@ KINDS = {
     "gemma3-capped": (
         Gemma3ForCausalLM, Gemma3TextConfig, SLIDING | {"final_logit_softcapping": 3.0}
     ),
+    "gemma3-full": (
+        Gemma3ForCausalLM, Gemma3TextConfig, SLIDING | {"layer_types": ["full_attention"] * 5}
+    ),
 }  # fmt: skip
 
 
