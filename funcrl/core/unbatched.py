@@ -56,8 +56,22 @@ def reads_a_value(error: RuntimeError) -> bool:
 
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return True
-    # vmap's refusals have no type of their own; all of them begin with these words.
-    return str(error).startswith("vmap: It looks like you're")
+    # vmap's refusals have no type of their own: `item()` and `if` begin with the first of these
+    # words, `tolist()` with the others.
+    return str(error).startswith(
+        ("vmap: It looks like you're", "Cannot access data pointer of Tensor that doesn't have")
+    )
+
+
+def why_not_batched(error: RuntimeError) -> str:
+    """Return what of a forward vmap cannot run, "" where it is another error."""
+    text = str(error)
+    if "autograd.Function with functorch transforms" in text:
+        return "has an autograd.Function without setup_context"
+    sentence = text.partition(".")[0]
+    if sentence.startswith("vmap: inplace"):
+        return f"writes into a tensor of its own: {sentence}"
+    return f"it refuses: {sentence}" if sentence.startswith("vmap: ") else ""
 
 
 def value_was_read(function: str, what: str, error: RuntimeError) -> ValueError:

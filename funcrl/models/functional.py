@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, Row
-from funcrl.core.unbatched import reads_a_value, value_was_read
+from funcrl.core.unbatched import reads_a_value, value_was_read, why_not_batched
 
 # torch's hooks that set a weight before each forward: their names, and their replacements.
 _HOOKS = {
@@ -104,10 +104,10 @@ def functional(module: nn.Module) -> Callable[..., Any]:
         except RuntimeError as error:
             if reads_a_value(error):
                 raise value_was_read("functional", f"a forward of {kind}", error) from error
-            if str(error).startswith("vmap: "):
+            if reason := why_not_batched(error):
                 raise ValueError(
                     f"functional expects a forward of {kind} that torch.vmap can run, got one that "
-                    f"writes into a tensor of its own: {str(error).partition('.')[0]}."
+                    f"{reason}."
                 ) from error
             raise
         changed = [name for name, leaf in before.items() if after[name] is not leaf]

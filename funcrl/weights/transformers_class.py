@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
-from funcrl.models.functional import without_weights
+from funcrl.models.functional import forward_takes, without_weights
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.tensors import LONGEST_HEADER
 
@@ -68,7 +68,36 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
                 f"and no others, got {kind.replace('_keys', '')} {names}."
             )
     loaded_module: nn.Module = module.eval()
+    _check_causal(loaded_module, folder)
     return loaded_module
+
+
+def _check_causal(module: nn.Module, folder: Path) -> None:
+    """Raise unless logits are of the tokens until there, at positions that count from 0.
+
+    In an encoder's class a token may see those after it. The trainer says positions, and the
+    generator leaves them to the class: where these begin elsewhere, as RoBERTa's do, the two would
+    run different networks.
+    """
+    padding = getattr(module.config, "pad_token_id", None)
+    first, second = [token for token in range(3) if token != padding][:2]
+
+    def logits(last: int, **positions: Tensor) -> Tensor:
+        tokens = torch.tensor([[first, second, last]], device="cpu")
+        found: Tensor = module(input_ids=tokens, **positions).logits[0, :2]
+        return found
+
+    counted = torch.arange(3, device="cpu")[None]
+    positions = {"position_ids": counted} if forward_takes(module, "position_ids") else {}
+    with torch.no_grad():
+        found, other = logits(first, **positions), logits(second)
+    rounding = torch.finfo(found.dtype).eps ** 0.5
+    if (found - other).abs().max() > rounding * found.abs().max():
+        raise ValueError(
+            f"load_params expects a causal language model in {folder}, whose logits are of the "
+            f"tokens until there, at positions that count from 0, got a "
+            f"{type(module).__name__} that is none."
+        )
 
 
 def _check_described(described: dict[str, Any], folder: Path) -> None:

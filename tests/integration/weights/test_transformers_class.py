@@ -180,15 +180,33 @@ def test_what_only_a_transformer_has_is_refused(tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_network_that_vmap_cannot_run_is_named(tmp_path):
-    """Mamba's forward writes into a cache that it makes itself."""
-    shape = transformers.MambaConfig(
-        vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4, **SPECIAL
-    )
-    transformers.MambaForCausalLM(shape).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("Mamba", {"state_size": 4}, "torch.vmap can run, got one that writes into a tensor"),
+    ("Bloom", {"n_head": 4}, "torch.vmap can run, got one that has an autograd.Function"),
+    ("JetMoe", {"num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 40,
+                "num_local_experts": 4}, "reads no tensor's value .* of modeling_jetmoe.py"),
+])  # fmt: skip
+def test_a_network_that_vmap_cannot_run_is_named(tmp_path, name, options, message):
+    kind, shape = (getattr(transformers, name + end) for end in ("ForCausalLM", "Config"))
+    kind(shape(vocab_size=48, hidden_size=16, num_hidden_layers=1, **SPECIAL, **options)
+         ).save_pretrained(tmp_path)  # fmt: skip
     model, params = funcrl.load_params(tmp_path)
-    with pytest.raises(ValueError, match="^functional expects a forward of MambaForCausalLM that"):
+    with pytest.raises(ValueError, match=f"^functional .* of {name}ForCausalLM that {message}"):
         torch.vmap(funcrl.models.logits_fn(model), (None, 0))(params, ROWS)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("BertLMHeadModel", {}),  # as an encoder: a token sees those after it
+    ("RobertaForCausalLM", {"is_decoder": True}),  # its positions begin after its padding's
+])  # fmt: skip
+def test_a_class_that_is_not_causal_is_refused(tmp_path, kind, options):
+    network = getattr(transformers, kind)
+    shape = network.config_class(
+        vocab_size=48, **SIZES, **(SPECIAL | {"pad_token_id": 1} | options)
+    )
+    network(shape).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^load_params expects a causal .* got a {kind} that"):
+        funcrl.load_params(tmp_path)
 
 
 @SLOW_EXPERTS
