@@ -310,6 +310,15 @@ def test_a_model_of_another_kind_is_heard_too(tmp_path):
         assert [heard[row] for row in range(6)] == [row[kept].tolist() for row, kept in rows]
 
 
+@pytest.fixture
+def interruptible():
+    """What a script runs in its background ignores Ctrl-C, and so does all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     tiny_pretrained(tmp_path / "model")
     process = subprocess.Popen(
