@@ -337,7 +337,7 @@ def adapters_of(
     base = params or base_params(place, source, network)
     targets: Callable[[str], bool] = options.adapts
     if options.targets == LoraConfig.targets:
-        targets = layer_weights(network).__contains__
+        targets = layer_weights(network, options.rank).__contains__
     matrices = [name for name, leaf in base.items() if leaf.ndim == 2]
     if not any(map(targets, matrices)):
         raise ValueError(

@@ -213,17 +213,21 @@ class AdaptedWeight(nn.Module):
         return product if bias is None else product + bias
 
 
-def layer_weights(network: nn.Module) -> set[str]:
+def layer_weights(network: nn.Module, rank: int) -> set[str]:
     """Return the names of the matrices that get adapters where no others are asked for.
 
     Of a transformers model, whose names are not those of funcrl's layers, all linear layers but
-    the head.
+    the head, and but those with fewer outputs than the rank, such as a gate or a router.
     """
     if not is_of_transformers(network):
         return {name for name, _ in network.named_parameters() if _is_of_a_layer(name)}
-    modules = network.named_modules()
-    linear = {f"{name}.weight" for name, module in modules if is_linear(module)}
-    return linear - {head_weight(network)}
+    shapes = {
+        f"{name}.weight": module.weight.shape
+        for name, module in network.named_modules()
+        if is_linear(module)
+    }
+    fitting = {name for name, shape in shapes.items() if not min(shape) < rank <= max(shape)}
+    return fitting - {head_weight(network)}
 
 
 def head_weight(network: Any) -> str:

@@ -52,7 +52,8 @@ class Base(NamedTuple):
 
     def targets(self, kind: Kind) -> set[str]:
         """Return which matrices get an adapter: those of `funcrl train`, and a head of its own."""
-        layers, head = layer_weights(self.network), {head_weight(self.network)}
+        layers = layer_weights(self.network, kind.rank)
+        head = {head_weight(self.network)}
         of_attention = ("attn", "attention", ".delta.")
         attention = {name for name in layers if any(part in name for part in of_attention)}
         parts = (kind.attn, attention), (kind.mlp, layers - attention), (kind.unembed, head)

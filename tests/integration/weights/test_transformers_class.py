@@ -13,6 +13,7 @@ from saved_models import rewrite
 import funcrl
 from funcrl.config import EvaluationConfig, LoraConfig, Sampling, TrainConfig
 from funcrl.core.types import Sample
+from funcrl.models.lora import layer_weights
 from funcrl.weights import load_network
 
 SIZES = {
@@ -164,6 +165,18 @@ def test_a_run_goes_on_and_is_exported(tmp_path, network, rank):
         wanted = exported(TOKENS[:1]).logits[0]
     found = funcrl.models.logits_fn(trained.model)(trained.params, row)
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_a_gate_that_is_narrower_than_the_rank_gets_no_adapter():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+               "shared_expert_intermediate_size": 16}  # fmt: skip
+    shape = transformers.Qwen2MoeConfig(vocab_size=48, **OF_TWO, **experts)
+    network = transformers.Qwen2MoeForCausalLM(shape)
+    every = layer_weights(network, 1)
+    gates = {f"model.layers.{layer}.mlp.shared_expert_gate.weight" for layer in range(4)}
+    assert every > gates
+    assert layer_weights(network, 2) == every - gates
+    assert layer_weights(network, 1000) == every  # which an error says of the first of them
 
 
 @pytest.mark.parametrize(("options", "message"), [
