@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,8 +23,10 @@ _NONE = (
     "load_tokenizer expects the tokenizer of a model in {}, got none; `funcrl train --tokenizer` "
     "names another folder or file."
 )
-# The model's answer in conversations that are rendered only to see the template's form.
+# A conversation that is rendered only to see the template's form, and what a tool returns in one.
 _ANSWER = "an answer such as no template holds"
+_ANSWERED = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER})
+_RESULT = "a result such as no template holds"
 
 # How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
 # Transformers reads some of these names, and splits like gpt-2 where it knows none.
@@ -137,12 +139,21 @@ class ChatTokenizer(Tokenizer):
         """Return the tokens of tools' messages, and of the opening of the answer to them."""
         if self._tokenizer.chat_template is None:
             return self.encode_answer("".join(results))
+        if not self._writes_results:
+            raise ValueError(
+                "ChatTokenizer.encode_results expects a chat template that writes what tools "
+                "return, got one that leaves it out."
+            )
         return self._encode_after_answer([{"role": "tool", "content": each} for each in results])
+
+    @cached_property
+    def _writes_results(self) -> bool:
+        """Whether a tool's message is in what the template writes: in some, no text of it is."""
+        return _RESULT in self._render([*_ANSWERED, {"role": "tool", "content": _RESULT}])
 
     def _encode_after_answer(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of messages after an answer, and of the opening of the next."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        rendered = self._render([*before, *messages])
+        rendered = self._render([*_ANSWERED, *messages])
         tokens = self.encode_answer(rendered.partition(_ANSWER)[2])
         if tokens[:1] != [self.end]:
             raise ValueError(
@@ -202,8 +213,7 @@ def _end_of_turn(tokenizer: Any) -> int:
     It is not always the tokenizer's `eos_token`: that may be the end of a document.
     """
     if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered = _answered(tokenizer)
         after = tokenizer.encode(rendered.rpartition(_ANSWER)[2], add_special_tokens=False)
         # By its form, because versions and formats differ in which tokens count as special.
         if after and re.fullmatch(r"<[^<>\s]+>", tokenizer.decode(after[:1])):
@@ -211,6 +221,23 @@ def _end_of_turn(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
         raise ValueError("ChatTokenizer expects a tokenizer with an end token, got none.")
     return int(tokenizer.eos_token_id)
+
+
+def _answered(tokenizer: Any) -> str:
+    """Return an answered question as the template writes it; raise if no text is in there."""
+    try:
+        rendered = str(tokenizer.apply_chat_template([*_ANSWERED], tokenize=False))
+    except Exception as error:  # of whatever kind a template raises
+        raise ValueError(
+            f"ChatTokenizer expects a chat template that writes messages whose content is a text, "
+            f"got one that raises {type(error).__name__}: {error}"
+        ) from error
+    if _ANSWER not in rendered:
+        raise ValueError(
+            f"ChatTokenizer expects a chat template that writes messages whose content is a text, "
+            f"got one that leaves it out: {rendered!r}."
+        )
+    return rendered
 
 
 @checked

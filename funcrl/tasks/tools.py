@@ -260,6 +260,8 @@ def from_environment(
     _check_rewards(tools, functions, weights)
     if read_calls is None and has_template(own):
         _check_template(own, tools)
+    if not stop and has_template(own):
+        _check_results(own)
     table = to_table(function, rows, name).checked(function)
     for each, called in functions.items():
         form_of(each, called, table.rows[0])
@@ -326,6 +328,17 @@ def _check_template(tokenizer: Any, tools: Mapping[str, _Tools]) -> None:
                     "from_environment expects a chat template with a place for tools, got one "
                     "without; say in the prompts what a call looks like, and pass read_calls."
                 )
+
+
+def _check_results(tokenizer: Any) -> None:
+    """Raise if the chat template has no message in which a policy reads what a tool returned."""
+    try:
+        tokenizer.encode_results(["?"])
+    except Exception as error:
+        raise ValueError(
+            f"from_environment expects a chat template with messages of tools, got {error} With "
+            f"stop= results follow within the answer."
+        ) from error
 
 
 def _prompt(row: Mapping[str, Any], place: str, tools: Mapping[str, _Tools]) -> Prompt:

@@ -339,6 +339,36 @@ def test_a_template_tells_of_the_tools_or_is_refused():
     assert "Guess! Below 10." in task.prompts(0, 0, 1)[0].text
 
 
+@pytest.mark.parametrize(("template", "message"), [
+    ("gemma4.jinja", "that writes what tools return, got one that leaves it out"),
+    ("phi3.jinja", "that writes what tools return, got one that leaves it out"),
+    ("gemma3.jinja", "with messages of tools, got Conversation roles must alternate"),
+])  # fmt: skip
+def test_a_template_that_has_no_place_for_results_is_refused(template, message):
+    tokenizer = tiny_tokenizer(template_of_trl(template))
+    with pytest.raises(ValueError, match=f"^from_environment expects .*{message}"):
+        from_environment(Guess, ROWS, tokenizer=tokenizer, read_calls=python_calls)
+    # Within an answer they need no message.
+    from_environment(Guess, ROWS, tokenizer=tokenizer, read_calls=python_calls, stop=(")",))
+
+
+def test_each_template_of_trl_writes_a_prompt_or_is_refused():
+    """A processor's template may take parts of messages alone, and write no text."""
+    user = [{"role": "user", "content": "2+2?"}]
+    folder = Path(peer_trl.import_trl().__file__).parent / "chat_templates"
+    templates = {each.name: each.read_text() for each in folder.glob("*.jinja")}
+    assert len(templates) > 60
+    for name, template in templates.items():
+        if name.startswith(("idefics3", "llava_next", "smolvlm")):
+            with pytest.raises(ValueError, match="^ChatTokenizer expects .* content is a text"):
+                tiny_tokenizer(template)
+            continue
+        tokenizer = tiny_tokenizer(template)
+        wanted = tokenizer.inner.apply_chat_template(user, add_generation_prompt=True)
+        assert tokenizer.encode("2+2?") == wanted["input_ids"], name
+        assert "2+2?" in tokenizer.inner.decode(wanted["input_ids"]), name
+
+
 @pytest.mark.parametrize("returned", [3, None, ""])
 def test_a_prompt_is_needed_from_the_row_or_from_reset(returned):
     odd = type("Odd", (Guess,), {"reset": lambda self, **row: returned})
