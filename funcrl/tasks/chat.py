@@ -122,6 +122,16 @@ class ChatTokenizer(Tokenizer):
         options = _known_options(self._tokenizer.chat_template, chat_template_kwargs or {})
         return self._render(messages, tools, {**self._options, **options})
 
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return an answer that calls a tool, as the template writes it."""
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        whole = self._tokenizer.apply_chat_template(
+            [_ANSWERED[0], answer], tokenize=False, **self._options
+        )
+        written = str(whole).removeprefix(self._render(_ANSWERED[:1]))
+        return self.decode(self.encode_answer(written))
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text within an answer of the model."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +14,8 @@ from funcrl.tasks.chat import ChatTokenizer
 from funcrl.tasks.contracts import TokenizerLike
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
@@ -26,29 +30,69 @@ ReadCalls: TypeAlias = Callable[[str], Sequence[ToolCall]]
 
 @checked
 def json_calls(text: str) -> list[ToolCall]:
-    """Return the calls in an answer, in the form that Qwen's and Hermes' models write.
+    """Return the calls in an answer, in the form that Qwen's, Hermes' and Llama 3's models write.
 
-    What is no call in that form becomes a call of a tool without a name, whose result says so.
+    What is no call in that form becomes a call of a tool without a name, whose result says so; but
+    Llama's have no tags, so that only a whole answer may be one.
 
     Example:
         >>> from funcrl.tasks import json_calls
         >>> text = 'So: <tool_call>{"name": "guess", "arguments": {"number": 5}}</tool_call>'
         >>> json_calls(text), json_calls("5")
         ([ToolCall(name='guess', arguments={'number': 5})], [])
+        >>> json_calls('{"name": "guess", "parameters": {"number": 5}}')
+        [ToolCall(name='guess', arguments={'number': 5})]
     """
-    return [_json_call(each) for each in _HERMES.findall(text)]
+    tagged = [_json_call(each, "arguments", {}) for each in _HERMES.findall(text)]
+    whole = _json_call(text, "parameters")
+    return tagged or ([whole] if whole.name else [])
 
 
-def _json_call(text: str) -> ToolCall:
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
-        read = None
+def _json_call(text: str, key: str, default: Any = None) -> ToolCall:
+    read = _json_of(text)
     fields = read if isinstance(read, dict) else {}
-    name, arguments = fields.get("name"), fields.get("arguments", {})
+    name, arguments = fields.get("name"), fields.get(key, default)
     if isinstance(name, str) and isinstance(arguments, dict):
         return ToolCall(name, arguments)
     return ToolCall("", {})
+
+
+def _json_of(text: str) -> Any:
+    """Return the value of a text that is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def xml_calls(methods: Mapping[str, Callable[..., Any]]) -> ReadCalls:
+    """Return a function that reads calls in the form that Qwen3.5's and Nemotron 3's models write.
+
+    An argument is a JSON value or a text, and a text as it is where the method takes one.
+
+    Args:
+        methods: name -> what is called.
+    """
+    hints = {name: typing.get_type_hints(method) for name, method in methods.items()}
+
+    def value(name: str, argument: str, text: str) -> Any:
+        return text if _is_text(hints.get(name, {}).get(argument)) else _json_of(text)
+
+    def call(text: str) -> ToolCall:
+        found = _FUNCTION.fullmatch(text)
+        if found is None:
+            return ToolCall("", {})
+        name, arguments = found[1], _PARAMETER.findall(found[2])
+        return ToolCall(name, {each: value(name, each, text) for each, text in arguments})
+
+    return lambda text: [call(each) for each in _HERMES.findall(text)]
+
+
+def _is_text(hint: Any) -> bool:
+    """Return whether a text is a value of a type, or is itself one of a `Literal`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return any(map(_is_text, typing.get_args(hint)))
+    return hint is str or isinstance(hint, str)
 
 
 @checked

@@ -26,7 +26,7 @@ from funcrl.tasks.rewards import Conversation, form_of
 from funcrl.tasks.row_prompts import HELD_OUT, answer_of, messages_of
 from funcrl.tasks.rows import Rewards, RowsTask, Sides, divided, reward_functions
 from funcrl.tasks.tokenizers import ByteTokenizer
-from funcrl.tasks.tool_calls import ReadCalls, ToolCall, json_calls, python_calls
+from funcrl.tasks.tool_calls import ReadCalls, ToolCall, json_calls, python_calls, xml_calls
 
 _NO_TOOLS = ("reset", "get_reward")
 Factory: TypeAlias = Callable[[], Any]
@@ -226,8 +226,8 @@ def from_environment(
         weights: name -> factor, 1 when left out.
         tokenizer: the model's; of bytes when left out. Its chat template tells a policy of the
             tools, by their names, types and docstrings.
-        read_calls: answer -> calls, such as `renderer_calls` returns. When left out, `json_calls`
-            where there is a chat template, else `python_calls`.
+        read_calls: answer -> calls, such as `renderer_calls` returns. When left out, calls are read
+            as the chat template writes them, JSON or Qwen3.5's form; `python_calls` without one.
         stop: strings that end a call; what tools return follows right behind it, where it is else
             a message of its own.
         max_turns: of a policy in an episode, the answer included.
@@ -268,8 +268,7 @@ def from_environment(
     prompts = [_prompt(row, table.place(index), tools) for index, row in enumerate(table.rows)]
     contents = [json.dumps(row, sort_keys=True, default=str) for row in table.rows]
     sides = divided(prompts, contents, held_out)
-    default = json_calls if has_template(own) else python_calls
-    task = ToolEnvironment(name, sides, own, tools, read_calls or default)
+    task = ToolEnvironment(name, sides, own, tools, read_calls or _reader(own, tools))
     task.stop, task.max_turns = tuple(stop), max_turns
     found = with_rewards(task, functions, weights) if functions else task
     assert isinstance(found, Environment)
@@ -328,6 +327,25 @@ def _check_template(tokenizer: Any, tools: Mapping[str, _Tools]) -> None:
                     "from_environment expects a chat template with a place for tools, got one "
                     "without; say in the prompts what a call looks like, and pass read_calls."
                 )
+
+
+def _reader(tokenizer: Tokenizer, tools: Mapping[str, _Tools]) -> ReadCalls:
+    """Return what reads calls as the chat template writes them; raise if nothing here does."""
+    if not has_template(tokenizer):
+        return python_calls
+    methods = {name: getattr(each.free[0], name) for each in tools.values() for name in each.names}
+    call = ToolCall(next(iter(methods)), {"argument": "of a call"})
+    try:
+        written = tokenizer.written_call(*call)
+    except Exception as error:  # of whatever kind a template raises
+        written = f"{type(error).__name__}: {error}"
+    for read in (json_calls, xml_calls(methods)):
+        if list(read(written)) == [call]:
+            return read
+    raise ValueError(
+        f"from_environment expects read_calls= for a chat template whose calls are neither JSON "
+        f"nor in Qwen3.5's form, such as funcrl.tasks.renderer_calls, got none for {written!r}."
+    )
 
 
 def _check_results(tokenizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import peer_trl
 import pytest
@@ -350,6 +351,53 @@ def test_a_template_that_has_no_place_for_results_is_refused(template, message):
         from_environment(Guess, ROWS, tokenizer=tokenizer, read_calls=python_calls)
     # Within an answer they need no message.
     from_environment(Guess, ROWS, tokenizer=tokenizer, read_calls=python_calls, stop=(")",))
+
+
+class Search(Guess):
+    def look(self, shelf: int, title: str, kind: Literal["5", "6"] | None, others: list) -> str:
+        """
+        Look for a book.
+
+        Args:
+            shelf: from 0 to 9.
+            title: of the book.
+            kind: of the shelf.
+            others: that it stands beside.
+
+        Returns:
+            What it was called with.
+        """
+        return repr((shelf, title, kind, others))
+
+
+@pytest.mark.parametrize(
+    "template", ["qwen2_5.jinja", "qwen3_6.jinja", "nemotron_3_nano.jinja", "llama3_2.jinja"]
+)
+def test_calls_are_read_as_the_template_writes_them(template):
+    inner = tiny_tokenizer().inner
+    inner.add_tokens(["<|eot_id|>"], special_tokens=True)
+    inner.chat_template = template_of_trl(template)
+    tokenizer = funcrl.tasks.ChatTokenizer(inner)
+    task = from_environment(Search, ROWS, tokenizer=tokenizer)
+    state = task.begin(task.prompts(0, 0, 1)[0])
+
+    def result(answer):
+        return task.observe(task.act(state, answer))
+
+    for shelf in (4, "top"):
+        values = (shelf, '12\n"and" <b>', "5", [1, {"a": None}, "7"])
+        call = dict(zip(("shelf", "title", "kind", "others"), values, strict=True))
+        assert result(tokenizer.written_call("look", call)) == ToolResults((repr(values),))
+    assert result("It is 4.") is None
+    if "llama" not in template:  # whose calls have no tags
+        assert "no call that can be read" in result("<tool_call>look</tool_call>").texts[0]
+
+
+def test_a_template_whose_calls_nothing_here_reads_asks_for_a_reader():
+    tokenizer = tiny_tokenizer(template_of_trl("lfm2_2_5.jinja"))
+    with pytest.raises(ValueError, match=r"^from_environment expects read_calls= .*\[guess\("):
+        from_environment(Guess, ROWS, tokenizer=tokenizer)
+    from_environment(Guess, ROWS, tokenizer=tokenizer, read_calls=python_calls)
 
 
 def test_each_template_of_trl_writes_a_prompt_or_is_refused():
