@@ -6,6 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from funcrl.core import checks
@@ -16,6 +17,9 @@ from funcrl.tasks.contracts import TokenizerLike
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+# What reading a text as JSON or as Python raises.
+_UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 class ToolCall(NamedTuple):
@@ -49,7 +53,10 @@ def json_calls(text: str) -> list[ToolCall]:
 
 
 def _json_call(text: str, key: str, default: Any = None) -> ToolCall:
-    read = _json_of(text)
+    try:
+        read = json.loads(text)
+    except _UNREADABLE:
+        read = None
     fields = read if isinstance(read, dict) else {}
     name, arguments = fields.get("name"), fields.get(key, default)
     if isinstance(name, str) and isinstance(arguments, dict):
@@ -57,18 +64,11 @@ def _json_call(text: str, key: str, default: Any = None) -> ToolCall:
     return ToolCall("", {})
 
 
-def _json_of(text: str) -> Any:
-    """Return the value of a text that is JSON, else the text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def xml_calls(methods: Mapping[str, Callable[..., Any]]) -> ReadCalls:
     """Return a function that reads calls in the form that Qwen3.5's and Nemotron 3's models write.
 
-    An argument is a JSON value or a text, and a text as it is where the method takes one.
+    An argument is a value as JSON or Python writes it, or a text, which it is as it stands where
+    the method takes one.
 
     Args:
         methods: name -> what is called.
@@ -76,7 +76,10 @@ def xml_calls(methods: Mapping[str, Callable[..., Any]]) -> ReadCalls:
     hints = {name: typing.get_type_hints(method) for name, method in methods.items()}
 
     def value(name: str, argument: str, text: str) -> Any:
-        return text if _is_text(hints.get(name, {}).get(argument)) else _json_of(text)
+        choices, read = _choices(hints.get(name, {}).get(argument)), _value_of(text)
+        if read is None and type(None) in choices:
+            return None
+        return text if any(each is str or isinstance(each, str) for each in choices) else read
 
     def call(text: str) -> ToolCall:
         found = _FUNCTION.fullmatch(text)
@@ -88,11 +91,19 @@ def xml_calls(methods: Mapping[str, Callable[..., Any]]) -> ReadCalls:
     return lambda text: [call(each) for each in _HERMES.findall(text)]
 
 
-def _is_text(hint: Any) -> bool:
-    """Return whether a text is a value of a type, or is itself one of a `Literal`."""
+def _choices(hint: Any) -> list[Any]:
+    """Return the types of a union and the values of a `Literal`; of another type, itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
-        return any(map(_is_text, typing.get_args(hint)))
-    return hint is str or isinstance(hint, str)
+        return [each for part in typing.get_args(hint) for each in _choices(part)]
+    return [hint]
+
+
+def _value_of(text: str) -> Any:
+    """Return the value that a text is in JSON or in Python, or else the text."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(*_UNREADABLE):
+            return read(text)
+    return text
 
 
 @checked
@@ -111,7 +122,7 @@ def python_calls(text: str) -> list[ToolCall]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
             return []
         arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg}
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except _UNREADABLE:
         return []
     return [ToolCall(call.func.id, arguments)]
 

@@ -354,7 +354,9 @@ def test_a_template_that_has_no_place_for_results_is_refused(template, message):
 
 
 class Search(Guess):
-    def look(self, shelf: int, title: str, kind: Literal["5", "6"] | None, others: list) -> str:
+    def look(
+        self, shelf: int, title: str, kind: Literal["5", "6"] | None, others: list, new: bool
+    ) -> str:
         """
         Look for a book.
 
@@ -363,16 +365,19 @@ class Search(Guess):
             title: of the book.
             kind: of the shelf.
             others: that it stands beside.
+            new: whether it is.
 
         Returns:
             What it was called with.
         """
-        return repr((shelf, title, kind, others))
+        return repr((shelf, title, kind, others, new))
 
 
 @pytest.mark.parametrize(
-    "template", ["qwen2_5.jinja", "qwen3_6.jinja", "nemotron_3_nano.jinja", "llama3_2.jinja"]
-)
+    "template",
+    ["qwen2_5.jinja", "qwen3_5_think.jinja", "qwen3_6.jinja", "nemotron_3_nano.jinja",
+     "llama3_2.jinja"],
+)  # fmt: skip
 def test_calls_are_read_as_the_template_writes_them(template):
     inner = tiny_tokenizer().inner
     inner.add_tokens(["<|eot_id|>"], special_tokens=True)
@@ -384,9 +389,9 @@ def test_calls_are_read_as_the_template_writes_them(template):
     def result(answer):
         return task.observe(task.act(state, answer))
 
-    for shelf in (4, "top"):
-        values = (shelf, '12\n"and" <b>', "5", [1, {"a": None}, "7"])
-        call = dict(zip(("shelf", "title", "kind", "others"), values, strict=True))
+    for shelf, kind in ((4, "5"), ("top", None)):
+        values = (shelf, '12\n"and" <b>', kind, [1, {"a": None}, "7"], False)
+        call = dict(zip(("shelf", "title", "kind", "others", "new"), values, strict=True))
         assert result(tokenizer.written_call("look", call)) == ToolResults((repr(values),))
     assert result("It is 4.") is None
     if "llama" not in template:  # whose calls have no tags
