@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
-from cases import tiny_tokenizer
+from cases import TEMPLATES, tiny_tokenizer
 from engines import DEVICE, bound_of, largest, make, needs_vllm, scored
 
 import funcrl
@@ -40,7 +40,7 @@ def wait_for(address, process, log, seconds=240):
 def teacher(tmp_path_factory):
     """A model in a folder with its tokenizer, and `vllm serve` with it."""
     folder = tmp_path_factory.mktemp("served") / "model"
-    tokenizer = tiny_tokenizer("chatml")
+    tokenizer = tiny_tokenizer(TEMPLATES["chatml"])
     tokenizer._tokenizer.save_pretrained(folder)
     shape = replace(make("qwen3")[0].config, vocab_size=tokenizer.vocab_size)
     model = funcrl.models.Transformer(shape)
@@ -88,7 +88,7 @@ def test_a_run_learns_from_vllm(teacher, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "2 plus 3", "answer": "5"}\n' * 8)
     policy = tmp_path / "policy"
-    tiny_tokenizer("chatml")._tokenizer.save_pretrained(policy)
+    tiny_tokenizer(TEMPLATES["chatml"])._tokenizer.save_pretrained(policy)
     funcrl.save_params(policy, model, funcrl.init_params(model, seed=3))
     line = (
         f"--model {policy} --task {data} --algorithm distill --algorithm.divergence sampled "
