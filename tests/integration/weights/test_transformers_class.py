@@ -59,16 +59,20 @@ TOKENS = torch.randint(0, 48, (3, 40), generator=torch.Generator().manual_seed(0
 ROWS = Sample(TOKENS, torch.arange(40).expand(3, 40))
 
 
-def peer(name, vocab_size=48):
+def drawn(kind, **options):
     """A network of transformers with random parameters, biases and norms among them."""
-    kind, options, _ = NETWORKS[name]
     network = getattr(transformers, kind)
     torch.manual_seed(0)
-    made = network(network.config_class(vocab_size=vocab_size, **SPECIAL, **options)).eval()
+    made = network(network.config_class(**options)).eval()
     with torch.no_grad():
         for leaf in made.parameters():
             leaf.add_(0.2 * torch.randn_like(leaf))
     return made
+
+
+def peer(name, vocab_size=48):
+    kind, options, _ = NETWORKS[name]
+    return drawn(kind, vocab_size=vocab_size, **SPECIAL, **options)
 
 
 # transformers counts the tokens of each expert by an operation that vmap runs row by row.
@@ -213,11 +217,8 @@ def test_a_network_that_vmap_cannot_run_is_named(tmp_path, name, options, messag
     ("RobertaForCausalLM", {"is_decoder": True}),  # its positions begin after its padding's
 ])  # fmt: skip
 def test_a_class_that_is_not_causal_is_refused(tmp_path, kind, options):
-    network = getattr(transformers, kind)
-    shape = network.config_class(
-        vocab_size=48, **SIZES, **(SPECIAL | {"pad_token_id": 1} | options)
-    )
-    network(shape).save_pretrained(tmp_path)
+    options = SPECIAL | SIZES | {"pad_token_id": 1} | options
+    drawn(kind, vocab_size=48, **options).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"^load_params expects a causal .* got a {kind} that"):
         funcrl.load_params(tmp_path)
 
