@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
@@ -73,32 +73,48 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _check_causal(module: nn.Module, folder: Path) -> None:
-    """Raise unless logits are of the tokens until there, at positions that count from 0.
+    """Raise unless the logits of a token are of those until there, at positions that count from 0.
 
-    In an encoder's class a token may see those after it. The trainer says positions, and the
-    generator leaves them to the class: where these begin elsewhere, as RoBERTa's do, the two would
-    run different networks.
+    In an encoder a token sees those after it, and RoBERTa's positions begin elsewhere.
+    """
+    wanted = f"load_params expects a causal language model in {folder}, got a"
+    kind = type(module).__name__
+    try:
+        agree = _decodes_as_scored(module)
+    except Exception as error:  # of whatever kind a forward raises
+        raise ValueError(
+            f"{wanted} {kind} that raises {type(error).__name__} for a token on its own cache: "
+            f"{error}"
+        ) from error
+    if not agree:
+        raise ValueError(
+            f"{wanted} {kind} whose logits of a token are not of those until there alone, at "
+            f"positions that count from 0."
+        )
+
+
+def _decodes_as_scored(module: nn.Module) -> bool:
+    """Return whether decoding on a cache gives the logits of all tokens at once, with positions.
+
+    The first is a generator's way, the other a trainer's. They may differ by rounding, with room
+    for half precision, where that may choose another expert.
     """
     padding = getattr(module.config, "pad_token_id", None)
     first, second = [token for token in range(3) if token != padding][:2]
-
-    def logits(last: int, **positions: Tensor) -> Tensor:
-        tokens = torch.tensor([[first, second, last]], device="cpu")
-        found: Tensor = module(input_ids=tokens, **positions).logits[0, :2]
-        return found
-
+    tokens = torch.tensor([[first, second, first]], device="cpu")
     counted = torch.arange(3, device="cpu")[None]
     positions = {"position_ids": counted} if forward_takes(module, "position_ids") else {}
+    caches = forward_takes(module, "past_key_values")
     with torch.no_grad():
-        found, other = logits(first, **positions), logits(second)
-    # Wide, as in half precision rounding alone may choose another expert.
-    rounding = torch.finfo(found.dtype).eps ** (1 / 3)
-    if (found - other).abs().max() > rounding * found.abs().max():
-        raise ValueError(
-            f"load_params expects a causal language model in {folder}, whose logits are of the "
-            f"tokens until there, at positions that count from 0, got a "
-            f"{type(module).__name__} that is none."
-        )
+        whole = module(input_ids=tokens, **positions).logits[0]
+        start = module(input_ids=tokens[:, :2], **({"use_cache": True} if caches else {}))
+        parts = [start.logits[0]]
+        if caches:
+            cache = start.past_key_values
+            parts += [module(tokens[:, 2:], past_key_values=cache, use_cache=True).logits[0]]
+    found = torch.cat(parts)
+    rounding = float(torch.finfo(whole.dtype).eps ** (1 / 3) * whole.abs().max())
+    return not (found - whole[: len(found)]).abs().max() > rounding  # NaN is for others to find
 
 
 def _check_described(described: dict[str, Any], folder: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_network_that_vmap_cannot_run_is_named(tmp_path, name, options, messag
 def test_a_class_that_is_not_causal_is_refused(tmp_path, kind, options):
     options = SPECIAL | SIZES | {"pad_token_id": 1} | options
     drawn(kind, vocab_size=48, **options).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"^load_params expects a causal .* got a {kind} that"):
+    with pytest.raises(ValueError, match=f"^load_params expects a causal .* got a {kind} whose"):
         funcrl.load_params(tmp_path)
 
 
