@@ -24,9 +24,10 @@ _NONE = (
     "names another folder or file."
 )
 # A conversation that is rendered only to see the template's form, and what a tool returns in one.
-_ANSWER = "an answer such as no template holds"
-_ANSWERED = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER})
-_RESULT = "a result such as no template holds"
+_QUESTION, _ANSWER, _RESULT = (
+    f"{kind} such as no template holds" for kind in ("a question", "an answer", "a result")
+)
+_ANSWERED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
 
 # How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
 # Transformers reads some of these names, and splits like gpt-2 where it knows none.
@@ -70,6 +71,8 @@ class ChatTokenizer(Tokenizer):
                 f"ChatTokenizer expects a tokenizer with a chat template for the system's message, "
                 f"got none for {system!r}."
             )
+        if tokenizer.chat_template is not None:
+            _check_template(tokenizer)
         self._options = _known_options(tokenizer.chat_template, chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._system = system
@@ -223,8 +226,9 @@ def _end_of_turn(tokenizer: Any) -> int:
     It is not always the tokenizer's `eos_token`: that may be the end of a document.
     """
     if tokenizer.chat_template is not None:
-        rendered = _answered(tokenizer)
-        after = tokenizer.encode(rendered.rpartition(_ANSWER)[2], add_special_tokens=False)
+        rendered = str(tokenizer.apply_chat_template([*_ANSWERED], tokenize=False))
+        _, found, rest = rendered.rpartition(_ANSWER)
+        after = tokenizer.encode(rest, add_special_tokens=False) if found else []
         # By its form, because versions and formats differ in which tokens count as special.
         if after and re.fullmatch(r"<[^<>\s]+>", tokenizer.decode(after[:1])):
             return int(after[0])
@@ -233,21 +237,18 @@ def _end_of_turn(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _answered(tokenizer: Any) -> str:
-    """Return an answered question as the template writes it; raise if no text is in there."""
+def _check_template(tokenizer: Any) -> None:
+    """Raise if a chat template does not write the text of a prompt, as some of processors do."""
     try:
-        rendered = str(tokenizer.apply_chat_template([*_ANSWERED], tokenize=False))
+        prompt = tokenizer.apply_chat_template([_ANSWERED[0]], tokenize=False)
+        got = "" if _QUESTION in prompt else f"leaves it out: {prompt!r}"
     except Exception as error:  # of whatever kind a template raises
+        got = f"raises {type(error).__name__}: {error}"
+    if got:
         raise ValueError(
             f"ChatTokenizer expects a chat template that writes messages whose content is a text, "
-            f"got one that raises {type(error).__name__}: {error}"
-        ) from error
-    if _ANSWER not in rendered:
-        raise ValueError(
-            f"ChatTokenizer expects a chat template that writes messages whose content is a text, "
-            f"got one that leaves it out: {rendered!r}."
+            f"got one that {got}."
         )
-    return rendered
 
 
 @checked
