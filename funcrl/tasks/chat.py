@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer):
                 f"got none for {system!r}."
             )
         if tokenizer.chat_template is not None:
-            _check_template(tokenizer)
+            _check_writes_text(tokenizer)
         self._options = _known_options(tokenizer.chat_template, chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._system = system
@@ -237,7 +237,7 @@ def _end_of_turn(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _check_template(tokenizer: Any) -> None:
+def _check_writes_text(tokenizer: Any) -> None:
     """Raise if a chat template does not write the text of a prompt, as some of processors do."""
     try:
         prompt = tokenizer.apply_chat_template([_ANSWERED[0]], tokenize=False)

@@ -22,6 +22,7 @@ def load_with_transformers(
 ) -> tuple[nn.Module, Params]:
     """Return a causal language model of transformers, without its weights, and its parameters."""
     module = _load(folder, dtype)
+    _check_causal(module, folder)
     params = {name: leaf.detach().to(device) for name, leaf in sorted(module.named_parameters())}
     return _without_weights(module, device), params
 
@@ -68,7 +69,6 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
                 f"and no others, got {kind.replace('_keys', '')} {names}."
             )
     loaded_module: nn.Module = module.eval()
-    _check_causal(loaded_module, folder)
     return loaded_module
 
 
