@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, compress
+from operator import or_
 from typing import Any, NamedTuple
 
 from funcrl.config import Sampling
@@ -167,6 +169,11 @@ class Demonstration(NamedTuple):
     tokens: list[int]  # the prompt's, and all that follow
     mask: list[bool]  # True for those that a policy would generate
     outcome: Any  # what is rewarded: the text, or the last state of an environment
+
+    def completion(self) -> list[int]:
+        """Return the tokens that follow the prompt."""
+        follows = accumulate(self.mask, or_)
+        return list(compress(self.tokens, follows))
 
     def extended(self, tokens: list[int], sampled: bool) -> "Demonstration":
         """Return this demonstration with more tokens."""

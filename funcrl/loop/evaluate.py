@@ -311,6 +311,7 @@ def _grade(
             weights,
             options.on_reward_error,
             limits_of(options),
+            completed.completion_ids(),
         )
     finally:
         if out is not None:

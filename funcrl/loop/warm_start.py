@@ -87,7 +87,8 @@ def beyond(task: Task, prompts: Sequence[Prompt], limit: int) -> str:
 def _check_right(task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration]) -> None:
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
     outcomes, name = [outcome for _, _, outcome in rows], task.accuracy or "correct"
-    rewarded = batch_rewards(task, prompts, outcomes, RewardLimits())
+    ids = [each.completion() for each in rows]
+    rewarded = batch_rewards(task, prompts, outcomes, RewardLimits(), ids)
     for prompt, outcome, (row, error, cause, _) in zip(prompts, outcomes, rewarded, strict=True):
         if error:
             message = f"{error} A warm start checks that demonstrations are right."

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from funcrl.core.files import brief
 from funcrl.tasks.contracts import Prompt, Task, ToolState
@@ -15,6 +15,8 @@ from funcrl.tasks.reward_calls import (
     function_error,
     run_calls,
 )
+
+CompletionIds: TypeAlias = Sequence[Sequence[int]] | None  # [B] of completions, None if not known
 
 
 class Conversation(dict[str, Any]):
@@ -36,10 +38,10 @@ class Form(NamedTuple):
 def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
     """Return how a reward function is called, which its parameters say.
 
-    One that takes `prompts`, `completions`, `environments` or `solution_strs` is called once for a
-    batch. Parameters that are called prompt, completion, answer, data, or like a column get these,
-    and so do verl's solution_str and ground_truth. Of two others the names must say that they are
-    the prompt and the completion, as (p, c) and (_, text) do.
+    One that takes `prompts`, `completions`, `completion_ids`, `environments` or `solution_strs` is
+    called once for a batch. Parameters that are called prompt, completion, answer, data, or like a
+    column get these, and so do verl's solution_str and ground_truth. Of two others the names must
+    say that they are the prompt and the completion, as (p, c) and (_, text) do.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -70,7 +72,11 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
 
 
 def calls_of(
-    form: Form, function: Callable[..., Any], prompts: Sequence[Any], outcomes: Sequence[Any]
+    form: Form,
+    function: Callable[..., Any],
+    prompts: Sequence[Any],
+    outcomes: Sequence[Any],
+    completion_ids: CompletionIds,
 ) -> list[Callable[[], Any]]:
     """Return the calls that reward completions: one for each, or a single one for all.
 
@@ -79,9 +85,10 @@ def calls_of(
         function: any callable.
         prompts: [B] the prompts, as `funcrl.tasks.Prompt`.
         outcomes: [B] the texts of completions, or an environment's last states.
+        completion_ids: [B] the tokens of each completion, if they are known.
     """
     if form.kind == "batch":
-        return [partial(_call_batch, function, form, prompts, outcomes)]
+        return [partial(_call_batch, function, form, prompts, outcomes, completion_ids)]
     if form.kind == "positional":
         return [partial(function, *row) for row in zip(prompts, outcomes, strict=True)]
     return [
@@ -132,8 +139,8 @@ _TEXTS = {"text", "response", "output", "outcome", "reply", "generation"}  # of 
 _VERL = {"solution_str", "ground_truth"}  # verl's names for the completion and the answer
 _ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
 _PLURALS = {f"{each}s" for each in _VERL}
-_BATCH = {"prompts", "completions", "environments", "states", "answers", "data", *_PLURALS}
-_OF_BATCH = {"prompts", "completions", "environments", "solution_strs"}
+_OF_BATCH = {"prompts", "completions", "completion_ids", "environments", "solution_strs"}
+_BATCH = {*_OF_BATCH, "states", "answers", "data", *_PLURALS}
 _OF_VERL = {"solution_str", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
 _RESERVED = {"prompt", "completion", "solution_str", *_OF_BATCH}
@@ -201,13 +208,20 @@ def _call_one(function: Callable[..., Any], form: Form, prompt: Any, outcome: An
 
 
 def _call_batch(
-    function: Callable[..., Any], form: Form, prompts: Sequence[Any], outcomes: Sequence[Any]
+    function: Callable[..., Any],
+    form: Form,
+    prompts: Sequence[Any],
+    outcomes: Sequence[Any],
+    completion_ids: CompletionIds,
 ) -> Any:
+    if completion_ids is None and "completion_ids" in form.names:
+        raise NoRewardError("takes completion_ids, got none: grade(..., completion_ids=...)")
     names = [each for each in columns_of(prompts[0]) if each not in _RESERVED]
     columns = {name: [columns_of(each)[name] for each in prompts] for name in names}
     plain = {
         "prompts": [_as_given(each) for each in prompts],
         "completions": [_reply(*pair) for pair in zip(prompts, outcomes, strict=True)],
+        "completion_ids": completion_ids,
         "environments": [_environment(each) for each in outcomes],
         "states": list(outcomes),
         "answers": [each.answer for each in prompts],
@@ -217,15 +231,20 @@ def _call_batch(
     }
     plurals = {f"{name}s": v for name, v in columns.items() if f"{name}s" not in _RESERVED}
     given = plain | plurals | columns
-    # As TRL does it: the prompts, the completions and every column by its own name.
-    acts = isinstance(outcomes[0], ToolState)
-    listed = ("prompts", "completions", *(("environments",) if acts else ()), *columns)
+    # As TRL does it: the prompts, the completions, their tokens and every column by its own name.
+    tokens = () if completion_ids is None else ("completion_ids",)
+    acts = ("environments",) if isinstance(outcomes[0], ToolState) else ()
+    listed = ("prompts", "completions", *tokens, *acts, *columns)
     every = listed if form.takes_all else ()
     return function(**{each: given[each] for each in (*form.names, *every)})
 
 
 def rewards_of(
-    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], limits: RewardLimits
+    task: Task,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Any],
+    limits: RewardLimits,
+    completion_ids: CompletionIds,
 ) -> list[Mapping[str, Any] | BaseException]:
     """Return the named rewards of each completion, or the exception that was raised for it.
 
@@ -234,18 +253,23 @@ def rewards_of(
         prompts: [B], at least one.
         outcomes: [B] the texts of completions, or an environment's last states.
         limits: of rewards that are `async def`.
+        completion_ids: [B] the tokens of each completion, if they are known.
     """
-    return own_rewards(
-        task, run_calls(own_calls(task, prompts, outcomes, limits), limits), len(prompts)
-    )
+    calls = own_calls(task, prompts, outcomes, limits, completion_ids)
+    return own_rewards(task, run_calls(calls, limits), len(prompts))
 
 
 def own_calls(
-    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], limits: RewardLimits
+    task: Task,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Any],
+    limits: RewardLimits,
+    completion_ids: CompletionIds,
 ) -> list[Callable[[], Any]]:
     """Return the calls of a task's `reward`, or one of its `reward_batch` if it has its own."""
     if has_own_batch(task):
-        return [partial(call_batch, task, prompts, outcomes, limits)]
+        more = {"limits": limits, "completion_ids": completion_ids}
+        return [partial(call_batch, task, prompts, outcomes, more)]
     reward = task.reward  # looked up once: that of a stand-in takes as long as a short reward
     return [partial(reward, *pair) for pair in zip(prompts, outcomes, strict=True)]
 
@@ -267,8 +291,8 @@ def has_own_batch(task: Task) -> bool:
 
 
 def call_batch(
-    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], limits: RewardLimits
+    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], more: Mapping[str, Any]
 ) -> Any:
-    """Return what a task's `reward_batch` returns; one of a user's own may know of no limits."""
-    named_limits = {"limits": limits} if arguments_taken(task.reward_batch, ["limits"]) else {}
-    return task.reward_batch(prompts, outcomes, **named_limits)
+    """Return what a task's `reward_batch` returns, called with what it takes of `more`."""
+    taken = arguments_taken(task.reward_batch, more)
+    return task.reward_batch(prompts, outcomes, **{name: more[name] for name in taken})

@@ -1,8 +1,10 @@
 """TRL's own trainer and funcrl give the same loss and gradient on one rollout."""
 
 import dataclasses
+import math
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +14,11 @@ import pytest
 import torch
 import transformers
 import yaml
+from cases import tiny_tokenizer
 
 import funcrl
 from funcrl import advantages, aggregation, ratios
+from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -341,3 +345,74 @@ def test_the_page_names_every_option_of_trl():
     own = {each.name for each in dataclasses.fields(trl.GRPOConfig)}
     inherited = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
     assert own - inherited <= named, sorted(own - inherited - named)
+
+
+def test_trl_s_own_reward_functions_get_what_trl_gives_them():
+    from trl import rewards
+
+    functions = [
+        rewards.accuracy_reward,
+        rewards.think_format_reward,
+        rewards.get_cosine_scaled_reward(max_len=8),
+        rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0),
+        rewards.get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4),
+    ]
+    folder = Path(peer_trl.import_trl().__file__).parent / "chat_templates"
+    tokenizer = tiny_tokenizer((folder / "qwen2_5.jinja").read_text())
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1="}], "solution": f"${n + 1}$"}
+        for n in range(4)
+    ]
+    task = funcrl.tasks.from_rows(rows, functions, tokenizer=tokenizer, held_out=0)
+    prompts = task.prompts(0, 0, 4)
+    right = prompts[0].data["solution"].strip("$")
+    texts = [rf"<think>\nIt is.\n</think>\n\boxed{{{right}}}", r"\boxed{9}", "no", ""]
+    ids = [[1, 2, 3], [4] * 6, [5] * 9, []]
+    graded = funcrl.rollouts.grade(task, prompts, texts, completion_ids=ids)
+    given = {
+        "prompts": [each.data["prompt"] for each in prompts],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        "completion_ids": ids,
+        "solution": [each.data["solution"] for each in prompts],
+    }
+    assert len(graded.rewards) == len(functions)
+    for function in functions:
+        found = graded.rewards[function.__name__]
+        wanted = [math.nan if each is None else each for each in function(**given)]
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
+        assert found.unique().numel() > 1
+
+
+def test_trl_s_overlong_punishment_trains_what_ours_does(tmp_path):
+    """Over a warm start, the steps and the evaluation of a run."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    punish = get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4)
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(20)]
+
+    def right(prompt, completion):
+        return float(completion == prompt.answer)
+
+    config = TrainConfig(
+        steps=2, num_prompts=4, num_generations=4, sampling=Sampling(max_tokens=8),
+        warm_start=WarmStartConfig(steps=30), evaluation=EvaluationConfig(every=2, num_prompts=4),
+    )  # fmt: skip
+    ours, theirs = (
+        funcrl.train(
+            replace(config, overlong=overlong, run_dir=tmp_path / f"{overlong}"),
+            task=funcrl.tasks.from_rows(rows, functions),
+        )
+        for overlong, functions in ((4, right), (0, [right, punish]))
+    )
+    for one, other in zip(ours.history[1:], theirs.history[1:], strict=True):
+        assert one["reward"] == other["reward"]
+    assert min(row["reward"] for row in ours.history[1:]) < 0
+    for name, leaf in ours.state.params.items():
+        assert torch.equal(leaf, theirs.state.params[name])
+
+    def length(completion_ids):
+        return [float(len(ids)) for ids in completion_ids]
+
+    task = funcrl.tasks.from_rows(rows, length)
+    found = funcrl.evaluate(EvalConfig(run=theirs.run_dir, num_prompts=4), task=task)
+    assert found.rewards["length"] == pytest.approx(found.mean_length, abs=1e-6)

@@ -37,6 +37,12 @@ class Completed(NamedTuple):
     turns: list[int]  # [B] number of the policy's turns
     group_size: int
 
+    def completion_ids(self) -> list[list[int]]:
+        """Return the tokens of each completion, with those that an environment answered."""
+        counts = row_ends(self.samples.mask).tolist()
+        rows = zip(self.samples.tokens.tolist(), counts, strict=True)
+        return [tokens[:count] for tokens, count in rows]
+
     def __repr__(self) -> str:
         count, group = len(self.texts), self.group_size
         length = self.samples.mask.sum().item() / max(count, 1)

@@ -15,7 +15,7 @@ from funcrl.rl import rewards
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
 from funcrl.tasks.reward_calls import NOT_CAUGHT, RewardLimits, describe_error, shorten
-from funcrl.tasks.rewards import rewards_of
+from funcrl.tasks.rewards import CompletionIds, rewards_of
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max
@@ -36,7 +36,11 @@ class Rewarded(NamedTuple):
 
 
 def batch_rewards(
-    task: Task, prompts: Sequence[Prompt], outcomes: Sequence[Any], limits: RewardLimits
+    task: Task,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Any],
+    limits: RewardLimits,
+    completion_ids: CompletionIds = None,
 ) -> list[Rewarded]:
     """Return the named rewards of completions, in their order.
 
@@ -45,16 +49,17 @@ def batch_rewards(
         prompts: [B].
         outcomes: [B] the texts of completions, or an environment's last states.
         limits: of rewards that are `async def`.
+        completion_ids: [B] the tokens of each completion, for functions that take them.
     """
-    pairs = list(zip(prompts, outcomes, strict=True))
-    played = [pair for pair in pairs if not isinstance(pair[1], Failure)]
-    columns = [list(column) for column in zip(*played, strict=True)]
-    results = iter(rewards_of(task, columns[0], columns[1], limits) if played else ())
+    rows = [row for row, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
+    ids = completion_ids and [completion_ids[row] for row in rows]
+    played = [prompts[row] for row in rows], [outcomes[row] for row in rows]
+    results = iter(rewards_of(task, *played, limits, ids) if rows else ())
     return [
         Rewarded({}, outcome.message)
         if isinstance(outcome, Failure)
         else _rewarded(task, prompt, outcome, next(results))
-        for prompt, outcome in pairs
+        for prompt, outcome in zip(prompts, outcomes, strict=True)
     ]
 
 
@@ -117,6 +122,7 @@ def grade(
     weights: Mapping[str, float] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     limits: RewardLimits | None = None,
+    completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> Graded:
     """Return every completion's rewards, and their weighted sum.
 
@@ -128,6 +134,7 @@ def grade(
         on_error: "stop" raises a `RewardError` at the first reward that raises or is not finite;
             "skip" gives that completion no total.
         limits: of rewards that are `async def`; 32 at a time and 30 s each when left out.
+        completion_ids: [B] the tokens of each completion, for reward functions that take them.
 
     Example:
         >>> import funcrl
@@ -142,7 +149,12 @@ def grade(
             f"grade expects a prompt for each outcome, such as the prompts of what complete "
             f"returns, got {len(prompts)} prompts and {len(outcomes)} outcomes."
         )
-    rewarded = batch_rewards(task, prompts, outcomes, limits or RewardLimits())
+    if completion_ids is not None and len(completion_ids) != len(outcomes):
+        raise ValueError(
+            f"grade expects the tokens of each outcome as completion_ids, got "
+            f"{len(completion_ids)} for {len(outcomes)} outcomes."
+        )
+    rewarded = batch_rewards(task, prompts, outcomes, limits or RewardLimits(), completion_ids)
     return graded_of(task, rewarded, weights, on_error)
 
 

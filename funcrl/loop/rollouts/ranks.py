@@ -47,8 +47,13 @@ def draw_and_grade(
     seconds = time.perf_counter() - start
     rewarded: list[Rewarded] = []
     if completed is not None:
-        limits = limits_of(config)
-        rewarded = batch_rewards(parts.task, completed.prompts, completed.outcomes, limits)
+        rewarded = batch_rewards(
+            parts.task,
+            completed.prompts,
+            completed.outcomes,
+            limits_of(config),
+            completed.completion_ids(),
+        )
     share = _Share(places, completed, rewarded)
     if axis.size > 1:
         share = _joined(prompts, _of_all_ranks(share, axis), config.device)

@@ -9,6 +9,7 @@ import torch
 from cases import tiny_tokenizer
 
 from funcrl import rollouts
+from funcrl.loop.episodes import Failure
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
 from funcrl.tasks.adapt import guard
@@ -132,6 +133,34 @@ def test_a_task_rewards_by_a_number_later_or_in_batches(made, guarded):
     assert rollouts.accuracies(task, found).tolist() == [1.0, 0.0]
     more = rollouts.grade(with_rewards(task, {"one": lambda p, c: 1}), prompts, ["3", "3"])
     assert more.total.tolist() == [2.0, 1.0]
+
+
+def of_tokens(completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def of_all_there_is(prompts, **columns):
+    return [float(sum(ids)) for ids in columns["completion_ids"]]
+
+
+@pytest.mark.parametrize("function", [of_tokens, of_all_there_is])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_function_of_a_batch_gets_the_tokens(function, guarded):
+    task = with_rewards(from_rows(ROWS, by_position), {"sums": function})
+    ids = [[1, 2], [], [3], [4]]
+    found = rollouts.grade(guard(task) if guarded else task, PROMPTS, TEXTS, completion_ids=ids)
+    assert found.rewards["sums"].tolist() == [3, 0, 3, 4]
+    assert found.rewards["by_position"].tolist() == [1, 0, 0, 1]
+    failed = [TEXTS[0], Failure("The environment raised."), *TEXTS[2:]]
+    found = rollouts.grade(task, PROMPTS, failed, on_error="skip", completion_ids=ids)
+    assert found.rewards["sums"][[0, 2, 3]].tolist() == [3, 3, 4]
+    with pytest.raises(ValueError, match="grade expects .* completion_ids, got 3 for 4 outcomes"):
+        rollouts.grade(task, PROMPTS, TEXTS, completion_ids=ids[:3])
+
+
+def test_tokens_that_grade_does_not_get_are_asked_for():
+    with pytest.raises(RewardError, match=r"'of_tokens' takes .* grade\(..., completion_ids="):
+        graded(of_tokens)
 
 
 def test_a_task_of_rows_is_as_accurate_as_its_first_reward_or_the_correct_one():
@@ -268,12 +297,12 @@ def nothing():
     return 1.0
 
 
-def of_ids(prompts, completions, completion_ids):
+def of_state(prompts, completions, trainer_state):
     return completions
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(typo, "anwser"), (nothing, "no arguments"), (of_ids, "completion_ids")]
+    ("function", "name"), [(typo, "anwser"), (nothing, "no arguments"), (of_state, "trainer_state")]
 )
 def test_a_function_of_something_else_is_refused_before_any_work(function, name):
     with pytest.raises(ValueError, match=f"{function.__name__}.*what there is.*{name}"):
