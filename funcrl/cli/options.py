@@ -3,7 +3,7 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from funcrl.cli.names import close, did_you_mean, suggest
 from funcrl.config import CompileConfig, TrainConfig
+from funcrl.config.names import close, did_you_mean, no_option, suggest
 from funcrl.config.plain import read_integer, read_number
 from funcrl.core.arguments import FinitePositive
 from funcrl.core.files import brief
@@ -171,7 +171,7 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         if not _is_option(text):
             continue
         if flag not in options:
-            raise UsageError(_unknown(command, flag, [each.name for each in options.values()]))
+            raise UsageError(_unknown(command, args, options))
         has_value = equals or not (_is_option(follows) or takes_texts)
         if options[flag].kind is bool and has_value:
             got = brief(value if equals else follows)
@@ -301,10 +301,17 @@ def _full_name(text: str) -> str:
     return flag + equals + value
 
 
-def _unknown(command: str, flag: str, names: Sequence[str]) -> str:
-    meant = [f"--{each}" for each in suggest(flag.lstrip("-"), names)] if flag != "--" else []
-    where = "" if meant else f" funcrl {command} --help-all lists them."
-    return f"{command} has no option {brief(flag)[1:-1]}{did_you_mean(meant)}{where}"
+def _unknown(command: str, args: Sequence[str], options: Mapping[str, Option]) -> str:
+    """Return an error about all options of a line that there are not, and what was meant."""
+    flags = [text.partition("=")[0] for text in args if _is_option(text)]
+    names = [each.name for each in options.values()]
+    wrong = {
+        brief(flag)[1:-1]: [f"--{name}" for name in suggest(flag.lstrip("-"), names)]
+        for flag in flags
+        if flag not in options
+    }
+    where = "" if any(wrong.values()) else f" funcrl {command} --help-all lists them."
+    return no_option(command, wrong) + where
 
 
 def _is_rule(line: str) -> bool:

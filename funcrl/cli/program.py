@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrl.cli.help import overview, train_help
-from funcrl.cli.names import close, did_you_mean, understood
 from funcrl.cli.options import (
     CompileSwitch,
     ExportOptions,
@@ -34,6 +33,7 @@ from funcrl.cli.options import (
 from funcrl.cli.ranks import is_first_rank, left_alone, rank_label, tell_torchrun
 from funcrl.cli.train import base_config, list_models, read_line, run_train
 from funcrl.config import ChatConfig, EvalConfig, GenerateConfig, ServeConfig, TrainConfig
+from funcrl.config.names import close, did_you_mean, understood
 from funcrl.core.files import brief
 from funcrl.core.printing import print_safely, safe_warnings
 from funcrl.core.process import VERSION, ExplainedMemoryError, is_out_of_memory, refuse_ranks

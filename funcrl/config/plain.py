@@ -1,7 +1,6 @@
 """Frozen dataclasses to YAML and back, and which options differ between two of them."""
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -11,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from funcrl.config.names import no_option, suggest
 from funcrl.config.sections import is_own
 from funcrl.config.training import TrainConfig
 from funcrl.core import checks
@@ -52,12 +52,25 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
         ValueError: CheckpointConfig has no option 'evry'; did you mean 'every'?
     """
     hints = typing.get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            close = difflib.get_close_matches(str(name), hints, n=1)
-            hint = f"; did you mean {path + close[0]!r}?" if close else "."
-            raise ValueError(f"{kind.__name__} has no option {brief(path + str(name))}{hint}")
+    wrong = {
+        brief(path + str(name)): [
+            repr(path + each.replace("-", "_"))
+            for each in suggest(str(name).replace("_", "-"), [*_names_of(kind)])
+        ]
+        for name in values
+        if name not in hints
+    }
+    if wrong:
+        raise ValueError(no_option(kind.__name__, wrong))
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def _names_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the options of a configuration and of those inside it, as the command line has them."""
+    for name, hint in typing.get_type_hints(kind).items():
+        option = prefix + name.replace("_", "-")
+        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
+        yield from [option] if inner is None else _names_of(inner, f"{option}.")
 
 
 @checked

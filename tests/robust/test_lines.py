@@ -9,7 +9,6 @@ import yaml
 from cases import run_command as run
 
 import funcrl
-from funcrl.cli.names import _KNOWN_AS, _SAME_AS
 from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
@@ -18,6 +17,7 @@ from funcrl.cli.options import (
     with_compile_options,
 )
 from funcrl.config import TrainConfig
+from funcrl.config.names import _KNOWN_AS, _SAME_AS
 
 MALFORMED = """
 train --num-train-epochs 3
@@ -142,6 +142,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("trian", "funcrl train?"),
         ("--steps 3", "funcrl expects a command first, got '--steps'."),
         ("train --zzz 1", "funcrl train --help-all lists them."),
+        ("train --bf16 --n 4 --zzz=1 --bf16", "--dtype? Nor --n (--num-generations?), --zzz.\n"),
     ],
 )
 def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):

@@ -195,6 +195,7 @@ def test_compilation_that_is_on_and_off_at_a_time_is_refused(capsys):
     [
         ("stpes: 3", "TrainConfig has no option 'stpes'; did you mean 'steps'?"),
         ("sampling: {temprature: 1}", "did you mean 'sampling.temperature'?"),
+        ("{beta: 0, n: 4}", "did you mean 'algorithm.kl'? Nor 'n' ('num_generations'?)."),
         ("steps: many", "train expects steps to be"),
         ("optimizer: {learning_rate: fast}", "train expects optimizer.learning_rate to be"),
         ("device: tpu", "train expects device to be"),

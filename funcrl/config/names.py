@@ -1,12 +1,13 @@
 """What other libraries call an option, and what a name that is not there was meant to be."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # Names of other libraries for the very same, by the option that a command has: they are accepted.
 _SAME_AS = {
     "batch-size": ("num-prompts",),
     "beta": ("algorithm.kl",),
+    "dataset-name": ("task",),
     "epochs": ("num-train-epochs",),
     "entropy-coef": ("algorithm.entropy",),
     "eval-steps": ("evaluation.every",),
@@ -45,7 +46,6 @@ _KNOWN_AS = {
     "checkpoint": ("run", "checkpoint.every"),
     "data": ("task",),
     "dataset": ("task",),
-    "dataset-name": ("task",),
     "epsilon": ("algorithm.clip",),
     "epsilon-high": ("algorithm.clip",),
     "fp16": ("dtype",),
@@ -117,6 +117,18 @@ def close(name: str, names: Iterable[str]) -> list[str]:
 def did_you_mean(names: Sequence[str]) -> str:
     """Return the end of an error about a wrong name: what was meant, if anything is known."""
     return f"; did you mean {' or '.join(names)}?" if names else "."
+
+
+def no_option(owner: str, wrong: Mapping[str, Sequence[str]]) -> str:
+    """Return an error about options that there are not.
+
+    Args:
+        owner: the command or the configuration that has no such options.
+        wrong: option -> those that it may mean.
+    """
+    (first, meant), *others = wrong.items()
+    nor = ", ".join(name + (f" ({' or '.join(each)}?)" if each else "") for name, each in others)
+    return f"{owner} has no option {first}{did_you_mean(meant)}{nor and f' Nor {nor}.'}"
 
 
 # Flags of TRL that are an option with a value here; its adapters have rank 16.
