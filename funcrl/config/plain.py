@@ -53,16 +53,19 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], path: str = "") ->
     """
     hints = typing.get_type_hints(kind)
     wrong = {
-        brief(path + str(name)): [
-            repr(path + each.replace("-", "_"))
-            for each in suggest(str(name).replace("_", "-"), [*_names_of(kind)])
-        ]
+        brief(path + str(name)): [repr(path + each) for each in _meant(kind, str(name))]
         for name in values
         if name not in hints
     }
     if wrong:
         raise ValueError(no_option(kind.__name__, wrong))
     return kind(**{name: _typed(hints[name], values[name], path + name) for name in values})
+
+
+def _meant(kind: Any, name: str) -> list[str]:
+    """Return the options that a wrong name may mean, those of the configuration itself if any."""
+    found = suggest(name.replace("_", "-"), [*_names_of(kind)])
+    return [each.replace("-", "_") for each in found if "." not in each or "." in found[0]]
 
 
 def _names_of(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -36,6 +36,7 @@ _LOWERED_BY = {
     "logits": "--logprob-chunk 256",
     "recomputed": "--microbatch",
     "gradients": "--lora.rank 16",
+    "updates": "--compile",
     "next_state": "--compile.backend inductor or --optimizer.moments 8bit",
     "checkpoint": "--optimizer.moments 8bit (or --checkpoint.every 0, without a resume)",
     "cache": "--slots",
@@ -57,6 +58,7 @@ class MemoryEstimate(NamedTuple):
     recomputed: int  # of one block, while the gradient of that matrix is there
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
+    updates: int  # and the clipped gradients, until an update ends that is not compiled
     checkpoint: int  # an older state, while it is being written
     cache: int  # keys and values of the samples in progress
     kept_cache: int  # of these, what a captured sampler keeps while the step trains
@@ -87,7 +89,7 @@ class MemoryEstimate(NamedTuple):
     def training(self) -> int:
         """The largest of what the ends of a backward pass and the update need besides."""
         first = self.activations + max(self.logits, self.recomputed)
-        return max(first, self.gradients + self.next_state)
+        return max(first, self.gradients + self.next_state + self.updates)
 
     @property
     def peak(self) -> int:
@@ -196,22 +198,21 @@ class _Shares(NamedTuple):
 
     parameters: int
     gradients: int
-    moments: int  # one of AdamW's two
+    updated: int  # parameters that this rank's optimizer updates
     gathered: int  # whole parameters within a step, where a rank holds some rows of each
 
 
 def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _Shares:
     whole = _FLOAT * num_trained(config, shape)
     part = -(-whole // num_ranks)
-    moments = _moments(config, whole if config.shard == "none" else part)
     if config.shard == "none" or num_ranks == 1:
-        return _Shares(whole, whole, moments, gathered=0)
+        return _Shares(whole, whole, whole, gathered=0)
     # A compiled step scatters each gradient at once, and has two layers' parameters whole.
     is_late = config.compile is not None
     gradients = part if is_late else whole
     if config.shard == "optimizer":
-        return _Shares(whole, gradients, moments, gathered=0)
-    return _Shares(part, gradients, moments, 2 * whole // shape.num_layers if is_late else whole)
+        return _Shares(whole, gradients, part, gathered=0)
+    return _Shares(part, gradients, part, 2 * whole // shape.num_layers if is_late else whole)
 
 
 @checked
@@ -269,12 +270,13 @@ def estimate_memory(
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
+    moments = 2 * _moments(config, share.updated)
     # A compiled step finds norms and sums of per-sample gradients without making the gradients.
     fused = config.compile is not None and config.compile.fuse == "per_sample"
     per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
     estimate = MemoryEstimate(
         parameters=share.parameters + base + merged,
-        optimizer=2 * share.moments,
+        optimizer=moments,
         reference=trained if config.algorithm.kl and has_policy_gradient else 0,
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
@@ -285,7 +287,8 @@ def estimate_memory(
         gradients=share.gradients + share.gathered + merged_within + per_sample,
         # With several updates a step, the state before the first is kept. Inductor's pieces write
         # over the old state layer by layer.
-        next_state=(share.parameters + 2 * share.moments) * (0 if is_in_place else num_states),
+        next_state=(share.parameters + moments) * (0 if is_in_place else num_states),
+        updates=2 * share.updated if config.compile is None else 0,
         checkpoint=saves * ((1 + config.max_staleness) * trained + 2 * _moments(config, trained)),
         cache=cache,
         kept_cache=cache if is_captured else 0,

@@ -14,10 +14,14 @@ from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
     CompileConfig,
+    EvaluationConfig,
+    LoraConfig,
+    OptimizerConfig,
     Sampling,
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.loop.from_config import estimate_memory
 from funcrl.rl.blocks import score_gradient
 
 
@@ -222,3 +226,32 @@ def test_the_memory_estimate_knows_of_ranks():
     late = memory.estimate_memory(fast, shape, 6, num_ranks=8)
     assert late.gradients == part + 2 * whole // shape.num_layers  # two layers' parameters
     assert memory.estimate_memory(TrainConfig(**options, shard="state"), shape, 6) == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": OptimizerConfig(moments="8bit")},
+        {"lora": LoraConfig(rank=64)},
+        {"num_minibatches": 2},
+        {"compile": CompileConfig()},
+    ],
+    ids=["adamw", "8bit", "lora", "several updates", "compiled"],
+)
+def test_the_memory_estimate_is_that_of_a_whole_run(options, tmp_path):
+    """Of one whose state outweighs its activations: at most a tenth above its measured peak."""
+    config = TrainConfig(**{
+        "model": "tiny", "num_prompts": 2, "num_generations": 2, "steps": 2,
+        "sampling": Sampling(max_tokens=8), "warm_start": WarmStartConfig(steps=0),
+        "evaluation": EvaluationConfig(every=0), "checkpoint": CheckpointConfig(every=0),
+        "drop_zero_variance": False, "run_dir": tmp_path / "run", **options,
+    })  # fmt: skip
+    parts = funcrl.build(config)
+    estimate = estimate_memory(config, parts.model, parts.task, 1)
+    del parts
+    with funcrl.memory_profile("run", stacks=False) as profile:
+        funcrl.train(config, view=funcrl.run.views.SilentView())
+    measured = profile.result.peak_allocated - profile.result.start_allocated
+    assert 0.9 * estimate.peak <= measured <= estimate.peak
