@@ -31,7 +31,7 @@ class Storages(NamedTuple):
 
     of: dict[Node, tuple[int, ...]]  # one storage for each tensor of a node's value
     num_bytes: list[int]  # of each storage
-    written: set[int]  # the storages that some node writes into
+    written: dict[int, int]  # of storages that nodes write into: the place of the first of these
 
 
 class Sharing:
@@ -57,14 +57,15 @@ def find_storages(gm: fx.GraphModule) -> Storages:
     """Return the storages of a graph's values, as the schemas of its operators say."""
     sharing = Sharing()
     num_bytes: list[int] = []
-    written: set[int] = set()
-    for node in gm.graph.nodes:
+    written: dict[int, int] = {}
+    for place, node in enumerate(gm.graph.nodes):
         values = [] if node.op == "output" else _tensors(gm, node)
         sharing.add(node, len(values))
         for storage, value in zip(sharing.of[node], values, strict=True):
             if storage == len(num_bytes):
                 num_bytes.append(_size(node, value))
-        written.update(storage for read in written_by(node) for storage in sharing.of[read])
+        for storage in (each for read in written_by(node) for each in sharing.of[read]):
+            written.setdefault(storage, place)
     return Storages(sharing.of, num_bytes, written)
 
 

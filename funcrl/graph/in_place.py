@@ -68,7 +68,7 @@ def _check_writes(module: GraphModule) -> None:
         for storage, each in zip(found, values, strict=bool(found)):  # the output has none
             whole.setdefault(storage, each)
     for node in module.graph.nodes:
-        if node.target not in _STRIDED or written.isdisjoint(storages[node]):
+        if node.target not in _STRIDED or written.keys().isdisjoint(storages[node]):
             continue
         # Its places in memory are counted from the start of what was allocated.
         if not looks_alike(node.all_input_nodes[0].meta["val"], whole[storages[node][0]]):

@@ -99,6 +99,7 @@ class _Step(NamedTuple):
     heavy: set[fx.Node]  # those of them that take long: products, attention, custom ops
     storages: Storages
     makers: dict[int, fx.Node]  # of each storage: the node that allocates it
+    written: set[int]  # the storages that are written while something may be computed again
 
 
 @checked
@@ -183,8 +184,9 @@ def _analyse(gm: fx.GraphModule) -> _Step:
     }
     storages = find_storages(gm)
     makers: dict[int, fx.Node] = {}
+    written = _written_within(gm, late, storages)
     # What must stay as it is: the layers' results, and what some op writes in place.
-    fixed = set(storages.written)
+    fixed = set(written)
     for node in gm.graph.nodes:
         for storage in storages.of[node]:
             makers.setdefault(storage, node)
@@ -195,11 +197,27 @@ def _analyse(gm: fx.GraphModule) -> _Step:
     inner = {
         node
         for node in layers
-        if fixed.isdisjoint(storages.of[node]) and not _reads(node, storages.written, storages)
+        if fixed.isdisjoint(storages.of[node]) and not _reads(node, written, storages)
     }
     heavy_makers = {node for node in inner if _takes_long(node)} - _attention_scores(inner)
     heavy = {node for node in inner if _maker(node, storages, makers) in heavy_makers}
-    return _Step(gm, late, layers, inner, heavy, storages, makers)
+    return _Step(gm, late, layers, inner, heavy, storages, makers, written)
+
+
+def _written_within(gm: fx.GraphModule, late: set[fx.Node], storages: Storages) -> set[int]:
+    """Return the storages that are written before the backward pass has read all that it reads.
+
+    A donated step writes its new state over the old one after that, which changes nothing that is
+    computed again.
+    """
+    early = {node for node in gm.graph.nodes if node.op == "call_function"} - late
+    reads = [
+        place
+        for place, node in enumerate(gm.graph.nodes)
+        if node in late and node.op != "output" and not early.isdisjoint(node.all_input_nodes)
+    ]
+    last = reads[-1] if reads else 0
+    return {storage for storage, place in storages.written.items() if place <= last}
 
 
 def _takes_long(node: fx.Node) -> bool:
@@ -235,7 +253,7 @@ def _tagged_by(policy: Callable[[fx.Node], bool], step: _Step) -> set[fx.Node]:
     chosen = {node for node in early if policy(node)}
     tagged = {node for node in early if _maker(node, step.storages, step.makers) in chosen}
     for node in tagged:
-        if _reads(node, step.storages.written, step.storages):
+        if _reads(node, step.written, step.storages):
             raise ValueError(
                 f"remat expects a policy that tags nothing that is written in place, "
                 f"got {node.name!r}, {node.target}."

@@ -152,6 +152,17 @@ def test_remat_keeps_every_bit_with_all_the_rest(remat, fuse, donated):
     assert equal(fast(copy.deepcopy(state), BATCH), expected)
 
 
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_a_donated_step_computes_the_same_again(remat):
+    """Its writes come when nothing is computed any more: no product of a parameter is kept."""
+    graphs = [funcrl.remat(traced("plain", donated, 2)[2], remat) for donated in (False, True)]
+    plain, donated = (
+        [node.name for node in graph.graph.nodes if node.meta.get("recomputed")] for graph in graphs
+    )
+    assert plain == donated
+    assert any(name.startswith("mm") for name in plain) == (remat == "full")
+
+
 @pytest.mark.slow
 def test_another_shape_is_compiled_with_a_warning_and_counted():
     step = funcrl.grpo_step(MODEL_FN)

@@ -276,6 +276,43 @@ def test_what_is_overwritten_is_not_computed_again():
     assert same(flat.run(), flat.run(again))
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_reads_an_input_is_computed_again_if_its_write_comes_last(is_last):
+    def step(weight, x):
+        y = (weight * x).exp()
+        update = torch.ones_like(y) * 2  # from here on backward
+        if not is_last:
+            weight.copy_(update)
+        found = y + 1
+        if is_last:
+            weight.copy_(update)
+        return found
+
+    def run(gm):
+        weight, x = torch.arange(3.0), torch.ones(3)
+        return [*gm(weight, x), weight]
+
+    flat = flatten_as_written(step, torch.arange(3.0), torch.ones(3))
+    phase = "forward"
+    for node in flat.gm.graph.nodes:
+        phase = "backward" if node.target is torch.ops.aten.ones_like.default else phase
+        set_origin(node, Origin(phase))
+
+    def policy(node):
+        return node.name in ("mul", "exp")
+
+    wanted = run(flat.gm)
+    if is_last:
+        again = funcrl.remat(flat.gm, policy)
+        assert [n.name for n in again.graph.nodes if n.meta.get("recomputed")] == [
+            "mul_recomputed", "exp_recomputed",
+        ]  # fmt: skip
+        assert same(run(again), wanted)
+    else:
+        with pytest.raises(ValueError, match="remat.*policy.*in place.*'mul'"):
+            funcrl.remat(flat.gm, policy)
+
+
 def test_a_view_goes_with_what_it_looks_at():
     def loss(x):
         return x.exp().view(2, 3).t().sin().sum()
