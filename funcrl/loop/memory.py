@@ -35,6 +35,7 @@ _LOWERED_BY = {
     "activations": "--microbatch, --attend flash or --compile.remat selective",
     "logits": "--logprob-chunk 256",
     "recomputed": "--microbatch",
+    "per_sample": "--microbatch",
     "gradients": "--lora.rank 16",
     "updates": "--compile",
     "next_state": "--compile.backend inductor or --optimizer.moments 8bit",
@@ -56,6 +57,7 @@ class MemoryEstimate(NamedTuple):
     activations: int  # of one micro-batch, kept for its backward pass
     logits: int  # of one chunk of tokens, or of all of a micro-batch; and their matrix's gradient
     recomputed: int  # of one block, while the gradient of that matrix is there
+    per_sample: int  # what --optimizer.clip-per-sample keeps until the norms are known
     gradients: int
     next_state: int  # new parameters and moments beside the old: an update is pure
     updates: int  # and the clipped gradients, until an update ends that is not compiled
@@ -89,7 +91,8 @@ class MemoryEstimate(NamedTuple):
     def training(self) -> int:
         """The largest of what the ends of a backward pass and the update need besides."""
         first = self.activations + max(self.logits, self.recomputed)
-        return max(first, self.gradients + self.next_state + self.updates)
+        update = self.next_state + self.updates
+        return max(first, self.gradients + max(self.per_sample, update))
 
     @property
     def peak(self) -> int:
@@ -271,9 +274,6 @@ def estimate_memory(
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
     moments = 2 * _moments(config, share.updated)
-    # A compiled step finds norms and sums of per-sample gradients without making the gradients.
-    fused = config.compile is not None and config.compile.fuse == "per_sample"
-    per_sample = 0 if config.optimizer.clip_per_sample is None or fused else 2 * rows * trained
     estimate = MemoryEstimate(
         parameters=share.parameters + base + merged,
         optimizer=moments,
@@ -284,7 +284,8 @@ def estimate_memory(
         activations=tokens * kept + _cast(config, shape, share, remat),
         logits=logits * (1 if teacher is None else 2) + head,  # as many of the teacher's own
         recomputed=tokens * again + head if remat != "none" else 0,
-        gradients=share.gradients + share.gathered + merged_within + per_sample,
+        per_sample=_per_sample(config, shape, rows, padded, compute),
+        gradients=share.gradients + share.gathered + merged_within,
         # With several updates a step, the state before the first is kept. Inductor's pieces write
         # over the old state layer by layer.
         next_state=(share.parameters + moments) * (0 if is_in_place else num_states),
@@ -329,6 +330,34 @@ def _kept_and_recomputed(
         for policy in (remat, "none")
     )
     return sum(kept), max(whole - part for whole, part in zip(all_of_it, kept, strict=True))
+
+
+def _per_sample(
+    config: TrainConfig, shape: TransformerConfig, rows: int, tokens: int, compute: int
+) -> int:
+    """Return the bytes that clipping each of some rows keeps until all norms are known.
+
+    Those of gradients, once as they are and once clipped. A compiled step does not make them: it
+    keeps what each parameter is multiplied with, and the gradient of the result.
+    """
+    if config.optimizer.clip_per_sample is None:
+        return 0
+    if config.compile is None or config.compile.fuse == "none":
+        return 2 * rows * _FLOAT * num_trained(config, shape)
+    return rows * tokens * compute * sum(_read_and_found(shape, kind) for kind in shape.kinds)
+
+
+def _read_and_found(c: TransformerConfig, kind: Kind) -> int:
+    """Return the numbers of a token that a block's parameters read, and those that they give."""
+    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+    norms = 2 * (4 if c.post_norms else 2) * c.width
+    mlp = c.width + 3 * c.mlp_width + c.width
+    if kind == "delta":
+        values = c.delta_heads * c.delta_value_width
+        return norms + mlp + c.width + 2 * c.delta_channels + 4 * values + c.width
+    normed = 2 * (heads + kv) if c.qk_norm else 0
+    gate = heads if c.attention_gate else 0
+    return norms + normed + mlp + c.width + (heads + 2 * kv + gate) + heads + c.width
 
 
 class _Kept(NamedTuple):

@@ -237,11 +237,18 @@ def test_the_memory_estimate_knows_of_ranks():
         {"lora": LoraConfig(rank=64)},
         {"num_minibatches": 2},
         {"compile": CompileConfig()},
+        {"optimizer": OptimizerConfig(clip_per_sample=1.0)},
+        {
+            "optimizer": OptimizerConfig(clip_per_sample=1.0), "num_prompts": 8, "microbatch": 32,
+            "num_generations": 8, "sampling": Sampling(max_tokens=48),
+            "compile": CompileConfig(remat="full"),
+        },
     ],
-    ids=["adamw", "8bit", "lora", "several updates", "compiled"],
-)
+    ids=["adamw", "8bit", "lora", "several updates", "compiled", "clipped", "clipped, compiled"],
+)  # fmt: skip
 def test_the_memory_estimate_is_that_of_a_whole_run(options, tmp_path):
-    """Of one whose state outweighs its activations: at most a tenth above its measured peak."""
+    """Of one whose state outweighs its activations, or what clipping by sample keeps does: at most
+    a tenth above its measured peak."""
     config = TrainConfig(**{
         "model": "tiny", "num_prompts": 2, "num_generations": 2, "steps": 2,
         "sampling": Sampling(max_tokens=8), "warm_start": WarmStartConfig(steps=0),
