@@ -349,15 +349,18 @@ def _per_sample(
 
 def _read_and_found(c: TransformerConfig, kind: Kind) -> int:
     """Return the numbers of a token that a block's parameters read, and those that they give."""
-    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
     norms = 2 * (4 if c.post_norms else 2) * c.width
-    mlp = c.width + 3 * c.mlp_width + c.width
+    mlp = 2 * c.width + 3 * c.mlp_width  # the first two matrices read the same
     if kind == "delta":
-        values = c.delta_heads * c.delta_value_width
-        return norms + mlp + c.width + 2 * c.delta_channels + 4 * values + c.width
-    normed = 2 * (heads + kv) if c.qk_norm else 0
-    gate = heads if c.attention_gate else 0
-    return norms + normed + mlp + c.width + (heads + 2 * kv + gate) + heads + c.width
+        inside = c.delta_heads * c.delta_value_width
+        # With a convolution, which reads each place once for each of its weights.
+        given = (2 + c.delta_conv) * c.delta_channels + inside
+        norms += 2 * inside
+    else:
+        inside, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+        given = inside + 2 * kv + (inside if c.attention_gate else 0)
+        norms += 2 * (inside + kv) if c.qk_norm else 0
+    return norms + mlp + (c.width + given) + (inside + c.width)
 
 
 class _Kept(NamedTuple):
