@@ -52,7 +52,7 @@ def batch_rewards(
         completion_ids: [B] the tokens of each completion, for functions that take them.
     """
     rows = [row for row, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
-    ids = completion_ids and [completion_ids[row] for row in rows]
+    ids = None if completion_ids is None else [completion_ids[row] for row in rows]
     played = [prompts[row] for row in rows], [outcomes[row] for row in rows]
     results = iter(rewards_of(task, *played, limits, ids) if rows else ())
     return [
