@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -14,7 +14,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.names import close, did_you_mean, no_option, suggest
-from funcrl.config.plain import read_integer, read_number
+from funcrl.config.plain import read_integer, read_number, section_of
 from funcrl.core.arguments import FinitePositive
 from funcrl.core.files import brief
 
@@ -139,7 +139,7 @@ def options_of(config: Any, prefix: str = "") -> Iterator[Option]:
     for each in fields(config):
         name, kind = each.name.replace("_", "-"), kinds[each.name]
         default = getattr(config, each.name)
-        inner: Any = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
+        inner = section_of(kind)
         if inner is not None:
             yield from options_of(inner() if default is None else default, f"{prefix}{name}.")
         elif not _is_positional(each):

@@ -72,8 +72,13 @@ def _names_of(kind: Any, prefix: str = "") -> Iterator[str]:
     """Yield the options of a configuration and of those inside it, as the command line has them."""
     for name, hint in typing.get_type_hints(kind).items():
         option = prefix + name.replace("_", "-")
-        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
+        inner = section_of(hint)
         yield from [option] if inner is None else _names_of(inner, f"{option}.")
+
+
+def section_of(hint: Any) -> Any:
+    """Return the dataclass that the type of an option is, or may be; None if it is none."""
+    return next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
 
 
 @checked
