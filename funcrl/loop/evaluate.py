@@ -29,6 +29,7 @@ from funcrl.run.accuracy import wilson
 from funcrl.run.trust import check_run
 from funcrl.tasks.contracts import Task, TaskOrRows, is_task
 from funcrl.tasks.load import data_set, is_rows
+from funcrl.tasks.rewards import Progress
 
 
 def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
@@ -101,6 +102,7 @@ class Evaluation(NamedTuple):
     clipped_ratio: float
     num_errors: int = 0  # samples without a reward: their prompts are left out
     rewards: Mapping[str, float] = MappingProxyType({})  # the mean of each, by name
+    metrics: Mapping[str, float] = MappingProxyType({})  # that reward functions have logged
 
 
 @checked
@@ -193,6 +195,7 @@ def format_evaluation(result: Evaluation) -> str:
         )
     for label, values in (("pass", result.pass_at), ("majority", result.majority_at)):
         lines += [f"{f'{label}@{k}':<11} {value:.3f}" for k, value in values.items()]
+    lines += [f"{name:<11} {value:.3f}" for name, value in result.metrics.items()]
     lines.append(f"length {result.mean_length:.1f} tokens, {result.clipped_ratio:.0%} cut off")
     if result.num_errors:
         lines.append(f"{result.num_errors} samples without a reward; their prompts are left out")
@@ -312,6 +315,7 @@ def _grade(
             options.on_reward_error,
             limits_of(options),
             completed.completion_ids(),
+            Progress(step, options.steps),
         )
     finally:
         if out is not None:
@@ -367,4 +371,5 @@ def _summarise(config: EvalConfig, task: Task, completed: Completed, graded: Gra
         clipped_ratio=mean(float(reason == "length") for reason in reasons),
         num_errors=len(graded.errors),
         rewards={each: found.nanmean().item() for each, found in graded.rewards.items()},
+        metrics=dict(graded.metrics),
     )

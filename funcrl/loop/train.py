@@ -32,7 +32,7 @@ from funcrl.loop.ranks import (
     whole_state_fn,
 )
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
-from funcrl.loop.rollouts.log import completions_to_record, to_completions
+from funcrl.loop.rollouts.log import completions_to_record, to_completions, with_logged
 from funcrl.loop.rollouts.ranks import draw_and_grade
 from funcrl.loop.rollouts.roll import (
     EVALUATION,
@@ -396,7 +396,8 @@ def _step(
     row: dict[str, Any] = {"step": index, **rolled.numbers, **numbers}
     row |= {"time/train": trained - rewarded, "time/push": pushed - trained}
     row["step_time"] = pushed - start
-    return state, row, seen
+    logged = rolled.graded.metrics if rolled.graded is not None else {}
+    return state, with_logged(row, logged), seen
 
 
 class _Evaluated(NamedTuple):
@@ -419,7 +420,7 @@ def _evaluated(
     parts.generator.push(policy, index)
     sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
     seed = rng.fold_in(config.seed, EVALUATION)
-    completed, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed)
+    completed, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed, index)
     name = judging_reward(parts.task, graded)
     judged = graded.rewards[name]
     mean = judged.nanmean().item()  # of those with one
@@ -430,6 +431,7 @@ def _evaluated(
         "eval/num_prompts": len(prompts) - len(graded.errors),
         "time/eval": time.perf_counter() - start,
     }
+    row = with_logged(row, {f"eval/{name}": value for name, value in graded.metrics.items()})
     return _Evaluated(row, to_completions(completed, graded, index, config.log.num_completions))
 
 

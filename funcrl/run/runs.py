@@ -59,6 +59,7 @@ class Completion(NamedTuple):
     tokens: list[str] | None = None
     logprobs: list[float | None] | None = None
     trainer_logprobs: list[float | None] | None = None
+    extra: dict[str, Any] | None = None  # what reward functions have logged of it, by column
 
     def to_row(self) -> dict[str, Any]:
         """Return the fields that have a value."""

@@ -13,7 +13,6 @@ from funcrl.core.files import brief
 from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike, Tokenizer
 from funcrl.tasks.reward_calls import RewardLimits, run_calls
 from funcrl.tasks.rewards import (
-    CompletionIds,
     calls_of,
     columns_of,
     form_of,
@@ -210,9 +209,9 @@ def with_rewards(
 
     A function gets the prompt and what the task itself rewards, the completion's text or an
     environment's last state; or what its parameters name: `prompt`, `completion`, `answer` and the
-    columns of the task's data, or for a whole batch `prompts`, `completions`, `completion_ids`
-    (their tokens) and columns. It
-    returns a number, or several by name; for a batch a list of them. It may be `async def`.
+    columns of the task's data, or for a whole batch `prompts`, `completions`, columns and what
+    TRL's functions get: `completion_ids`, `trainer_state`, `log_metric`, `log_extra`. It returns
+    a number, or several by name; for a batch a list of them. It may be `async def`.
 
     Args:
         task: any task or environment.
@@ -259,13 +258,13 @@ def _reward_batch(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Any],
     limits: RewardLimits = _LIMITS,
-    completion_ids: CompletionIds = None,
+    **known: Any,
 ) -> list[Mapping[str, float] | BaseException]:
     """Return a task's own rewards of each completion, and the others, or the first error."""
     columns = columns_of(prompts[0])
     forms = {name: form_of(name, function, columns) for name, function in more.items()}
-    own = own_calls(task, prompts, outcomes, limits, completion_ids)
-    calls = [calls_of(forms[name], more[name], prompts, outcomes, completion_ids) for name in more]
+    own = own_calls(task, prompts, outcomes, limits, known)
+    calls = [calls_of(forms[name], more[name], prompts, outcomes, known) for name in more]
     results = run_calls([*own, *chain(*calls)], limits)
     parts: list[Sequence[Mapping[str, float] | BaseException]] = [
         own_rewards(task, results[: len(own)], len(prompts))

@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
+from funcrl.core.arguments import check_value
 from funcrl.core.files import brief
 from funcrl.tasks.contracts import Prompt, Task, ToolState
 from funcrl.tasks.named import arguments_taken
@@ -16,7 +17,40 @@ from funcrl.tasks.reward_calls import (
     run_calls,
 )
 
-CompletionIds: TypeAlias = Sequence[Sequence[int]] | None  # [B] of completions, None if not known
+
+class Progress(NamedTuple):
+    """How far a run is, with TRL's names: what reward functions get as `trainer_state`."""
+
+    global_step: int  # updates that are done
+    max_steps: int
+
+
+class RewardLog:
+    """What reward functions log of a batch, by the two functions that they get, of TRL's names."""
+
+    def __init__(self, count: int) -> None:
+        self.metrics: dict[str, list[float]] = {}
+        self.columns: dict[str, list[Any]] = {}  # each of [B]
+        self._count = count
+
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Log a number; of several with one name the mean is a metric."""
+        check_value("log_metric", "name", str, name)
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"log_metric expects a number as {name!r}, got {brief(value)}.")
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a value of each completion."""
+        check_value("log_extra", "column", str, column)
+        listed = list(values)
+        if len(listed) != self._count:
+            raise ValueError(
+                f"log_extra expects a value for each of {self._count} completions as "
+                f"{column!r}, got {len(listed)}."
+            )
+        plain = (str, int, float, type(None))  # what a line of completions.jsonl can hold
+        self.columns[column] = [v if isinstance(v, plain) else str(v) for v in listed]
 
 
 class Conversation(dict[str, Any]):
@@ -32,16 +66,18 @@ class Form(NamedTuple):
 
     kind: Literal["positional", "one", "batch"]
     names: tuple[str, ...] = ()  # of its keyword arguments
+    needed: tuple[str, ...] = ()  # those without a default
     takes_all: bool = False  # whether it takes all columns besides
 
 
 def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
     """Return how a reward function is called, which its parameters say.
 
-    One that takes `prompts`, `completions`, `completion_ids`, `environments` or `solution_strs` is
-    called once for a batch. Parameters that are called prompt, completion, answer, data, or like a
-    column get these, and so do verl's solution_str and ground_truth. Of two others the names must
-    say that they are the prompt and the completion, as (p, c) and (_, text) do.
+    One that takes `prompts`, `completions`, `solution_strs`, `environments` or what only functions
+    of a batch get, such as `completion_ids`, is called once for a batch. Parameters that are called
+    prompt, completion, answer, data, or like a column get these, and so do verl's solution_str and
+    ground_truth. Of two others the names must say that they are the prompt and the completion, as
+    (p, c) and (_, text) do.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -59,9 +95,8 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
     unknown = [each for each in needed if each not in known]
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL} & kinds
     if (names or takes_all) and not unknown and not by_position:
-        return Form(
-            "batch" if is_batch else "one", tuple(n for n in names if n in known), takes_all
-        )
+        taken = tuple(n for n in names if n in known)
+        return Form("batch" if is_batch else "one", taken, tuple(needed), takes_all)
     if not is_batch and ((by_position and len(needed) <= 2) or _is_pair(needed, known)):
         return Form("positional")
     raise ValueError(
@@ -76,7 +111,7 @@ def calls_of(
     function: Callable[..., Any],
     prompts: Sequence[Any],
     outcomes: Sequence[Any],
-    completion_ids: CompletionIds,
+    known: Mapping[str, Any],
 ) -> list[Callable[[], Any]]:
     """Return the calls that reward completions: one for each, or a single one for all.
 
@@ -85,10 +120,10 @@ def calls_of(
         function: any callable.
         prompts: [B] the prompts, as `funcrl.tasks.Prompt`.
         outcomes: [B] the texts of completions, or an environment's last states.
-        completion_ids: [B] the tokens of each completion, if they are known.
+        known: what else functions of a batch may take, by name.
     """
     if form.kind == "batch":
-        return [partial(_call_batch, function, form, prompts, outcomes, completion_ids)]
+        return [partial(_call_batch, function, form, prompts, outcomes, known)]
     if form.kind == "positional":
         return [partial(function, *row) for row in zip(prompts, outcomes, strict=True)]
     return [
@@ -139,7 +174,8 @@ _TEXTS = {"text", "response", "output", "outcome", "reply", "generation"}  # of 
 _VERL = {"solution_str", "ground_truth"}  # verl's names for the completion and the answer
 _ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
 _PLURALS = {f"{each}s" for each in _VERL}
-_OF_BATCH = {"prompts", "completions", "completion_ids", "environments", "solution_strs"}
+_KNOWN = {"completion_ids", "trainer_state", "log_metric", "log_extra"}  # where there are any
+_OF_BATCH = {"prompts", "completions", "environments", "solution_strs", *_KNOWN}
 _BATCH = {*_OF_BATCH, "states", "answers", "data", *_PLURALS}
 _OF_VERL = {"solution_str", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
@@ -212,16 +248,16 @@ def _call_batch(
     form: Form,
     prompts: Sequence[Any],
     outcomes: Sequence[Any],
-    completion_ids: CompletionIds,
+    known: Mapping[str, Any],
 ) -> Any:
-    if completion_ids is None and "completion_ids" in form.names:
-        raise NoRewardError("takes completion_ids, got none: grade(..., completion_ids=...)")
+    missing = [each for each in form.needed if each in _KNOWN and each not in known]
+    if missing:
+        raise NoRewardError(f"takes {missing[0]}, got none: grade(..., {missing[0]}=...)")
     names = [each for each in columns_of(prompts[0]) if each not in _RESERVED]
     columns = {name: [columns_of(each)[name] for each in prompts] for name in names}
     plain = {
         "prompts": [_as_given(each) for each in prompts],
         "completions": [_reply(*pair) for pair in zip(prompts, outcomes, strict=True)],
-        "completion_ids": completion_ids,
         "environments": [_environment(each) for each in outcomes],
         "states": list(outcomes),
         "answers": [each.answer for each in prompts],
@@ -230,13 +266,12 @@ def _call_batch(
         "ground_truths": [_ground_truth(each) for each in prompts],
     }
     plurals = {f"{name}s": v for name, v in columns.items() if f"{name}s" not in _RESERVED}
-    given = plain | plurals | columns
-    # As TRL does it: the prompts, the completions, their tokens and every column by its own name.
-    tokens = () if completion_ids is None else ("completion_ids",)
+    given = {**plain, **plurals, **columns, **known}
+    # As TRL does it: the prompts, the completions, what is known and every column by its own name.
     acts = ("environments",) if isinstance(outcomes[0], ToolState) else ()
-    listed = ("prompts", "completions", *tokens, *acts, *columns)
-    every = listed if form.takes_all else ()
-    return function(**{each: given[each] for each in (*form.names, *every)})
+    every = ("prompts", "completions", *known, *acts, *columns) if form.takes_all else ()
+    taken = [each for each in (*form.names, *every) if each in given]
+    return function(**{each: given[each] for each in taken})
 
 
 def rewards_of(
@@ -244,7 +279,7 @@ def rewards_of(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Any],
     limits: RewardLimits,
-    completion_ids: CompletionIds,
+    known: Mapping[str, Any],
 ) -> list[Mapping[str, Any] | BaseException]:
     """Return the named rewards of each completion, or the exception that was raised for it.
 
@@ -253,9 +288,9 @@ def rewards_of(
         prompts: [B], at least one.
         outcomes: [B] the texts of completions, or an environment's last states.
         limits: of rewards that are `async def`.
-        completion_ids: [B] the tokens of each completion, if they are known.
+        known: what else functions of a batch may take, by name.
     """
-    calls = own_calls(task, prompts, outcomes, limits, completion_ids)
+    calls = own_calls(task, prompts, outcomes, limits, known)
     return own_rewards(task, run_calls(calls, limits), len(prompts))
 
 
@@ -264,12 +299,11 @@ def own_calls(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Any],
     limits: RewardLimits,
-    completion_ids: CompletionIds,
+    known: Mapping[str, Any],
 ) -> list[Callable[[], Any]]:
     """Return the calls of a task's `reward`, or one of its `reward_batch` if it has its own."""
     if has_own_batch(task):
-        more = {"limits": limits, "completion_ids": completion_ids}
-        return [partial(call_batch, task, prompts, outcomes, more)]
+        return [partial(call_batch, task, prompts, outcomes, {"limits": limits, **known})]
     reward = task.reward  # looked up once: that of a stand-in takes as long as a short reward
     return [partial(reward, *pair) for pair in zip(prompts, outcomes, strict=True)]
 

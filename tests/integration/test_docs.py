@@ -40,6 +40,17 @@ def test_every_file_is_in_the_row_of_its_folder():
             assert path.name.startswith("_") or f"`{path.stem}`" in rows[f"{folder}/"], path
 
 
+def test_the_lines_of_a_step_s_files_are_about_those_that_the_page_says():
+    page = (ROOT / "docs" / "contributing.md").read_text().partition("## One step,")[2]
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) > 20
+    for name, lines in rows:
+        found = len((ROOT / "funcrl" / name).read_text().splitlines())
+        assert int(lines) == pytest.approx(found, rel=0.1), f"{name} has {found} lines"
+    total, files = re.search(r"\(([\d,]+) together, (\d+) files\)", page).groups()
+    assert (int(total.replace(",", "")), int(files)) == (sum(int(n) for _, n in rows), len(rows))
+
+
 def test_every_algorithm_is_in_the_table():
     import funcrl
 

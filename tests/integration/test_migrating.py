@@ -19,6 +19,8 @@ from cases import tiny_tokenizer
 import funcrl
 from funcrl import advantages, aggregation, ratios
 from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.loop.evaluate import format_evaluation
+from funcrl.run import runs
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -410,9 +412,62 @@ def test_trl_s_overlong_punishment_trains_what_ours_does(tmp_path):
     for name, leaf in ours.state.params.items():
         assert torch.equal(leaf, theirs.state.params[name])
 
-    def length(completion_ids):
+    seen = []
+
+    def length(completion_ids, trainer_state, log_metric, log_extra):
+        log_metric("longest", max(map(len, completion_ids)))
+        seen.append((trainer_state.global_step, trainer_state.max_steps))
+        log_extra("tokens", [len(ids) for ids in completion_ids])
         return [float(len(ids)) for ids in completion_ids]
 
     task = funcrl.tasks.from_rows(rows, length)
-    found = funcrl.evaluate(EvalConfig(run=theirs.run_dir, num_prompts=4), task=task)
+    out = tmp_path / "seen.jsonl"
+    found = funcrl.evaluate(EvalConfig(run=theirs.run_dir, num_prompts=4, out=out), task=task)
     assert found.rewards["length"] == pytest.approx(found.mean_length, abs=1e-6)
+    assert seen == [(2, 2)]
+    lengths = [row["rewards"]["length"] for row in runs.read_lines(out)]
+    assert found.metrics == {"longest": max(lengths)}
+    assert f"longest     {max(lengths):.3f}" in format_evaluation(found)
+    assert [row["extra"]["tokens"] for row in runs.read_lines(out)] == lengths
+
+
+def test_trl_s_callbacks_of_reward_functions_are_those_of_a_run(tmp_path):
+    """Its `accuracy_reward` logs columns."""
+    from trl.rewards import accuracy_reward
+
+    steps = []
+
+    def curriculum(completions, trainer_state, log_metric, **kwargs):
+        assert trainer_state.max_steps == 2
+        steps.append(trainer_state.global_step)
+        log_metric("curriculum/step", trainer_state.global_step)
+        return [float(trainer_state.global_step)] * len(completions)
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1="}], "solution": f"${n + 1}$"}
+        for n in range(20)
+    ]
+    folder = Path(peer_trl.import_trl().__file__).parent / "chat_templates"
+    tokenizer = tiny_tokenizer((folder / "qwen2_5.jinja").read_text())
+    task = funcrl.tasks.from_rows(rows, [accuracy_reward, curriculum], tokenizer=tokenizer)
+    config = TrainConfig(
+        steps=2, num_prompts=4, num_generations=4, sampling=Sampling(max_tokens=4),
+        warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=2, num_prompts=2),
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    history = funcrl.train(config, task=task).history
+    assert [row.get("curriculum/step") for row in history] == [None, 0, 1]
+    assert [row.get("eval/curriculum/step") for row in history] == [0, None, 2]
+    assert [row.get("rewards/curriculum/mean") for row in history] == [None, 0, 1]
+    assert steps == [0, 0, 1, 2]
+    seen = runs.read_lines(tmp_path / "run" / runs.COMPLETIONS)
+    assert all(row["extra"].keys() == {"solution", "gold_parsed", "answer_parsed"} for row in seen)
+    assert {row["extra"]["solution"] for row in seen} <= {row["solution"] for row in rows}
+
+    def own_name(completions, log_metric):
+        log_metric("reward", 1.0)
+        return [1.0] * len(completions)
+
+    task = funcrl.tasks.from_rows(rows, own_name, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="log_metric expects a name .* no metric .* got 'reward'"):
+        funcrl.train(replace(config, run_dir=None, evaluation=EvaluationConfig(every=0)), task=task)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
@@ -15,7 +16,7 @@ from funcrl.rl import rewards
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
 from funcrl.tasks.reward_calls import NOT_CAUGHT, RewardLimits, describe_error, shorten
-from funcrl.tasks.rewards import CompletionIds, rewards_of
+from funcrl.tasks.rewards import Progress, RewardLog, rewards_of
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max
@@ -33,6 +34,14 @@ class Rewarded(NamedTuple):
     error: str = ""
     cause: BaseException | None = None
     is_number: bool = True  # whether it failed, or is not finite, and not of another type
+    extra: Mapping[str, Any] | None = None  # what reward functions log of it
+
+
+class RewardedBatch(NamedTuple):
+    """The rewards of completions, and what reward functions have logged."""
+
+    rows: list[Rewarded]
+    metrics: Mapping[str, list[float]]
 
 
 def batch_rewards(
@@ -40,8 +49,9 @@ def batch_rewards(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Any],
     limits: RewardLimits,
-    completion_ids: CompletionIds = None,
-) -> list[Rewarded]:
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    trainer_state: Progress | None = None,
+) -> RewardedBatch:
     """Return the named rewards of completions, in their order.
 
     Args:
@@ -50,17 +60,23 @@ def batch_rewards(
         outcomes: [B] the texts of completions, or an environment's last states.
         limits: of rewards that are `async def`.
         completion_ids: [B] the tokens of each completion, for functions that take them.
+        trainer_state: for functions that take it.
     """
-    rows = [row for row, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
-    ids = None if completion_ids is None else [completion_ids[row] for row in rows]
-    played = [prompts[row] for row in rows], [outcomes[row] for row in rows]
-    results = iter(rewards_of(task, *played, limits, ids) if rows else ())
-    return [
-        Rewarded({}, outcome.message)
-        if isinstance(outcome, Failure)
-        else _rewarded(task, prompt, outcome, next(results))
-        for prompt, outcome in zip(prompts, outcomes, strict=True)
-    ]
+    places = [place for place, each in enumerate(outcomes) if not isinstance(each, Failure)]
+    log = RewardLog(len(places))
+    known: dict[str, Any] = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+    if completion_ids is not None:
+        known["completion_ids"] = [completion_ids[place] for place in places]
+    if trainer_state is not None:
+        known["trainer_state"] = trainer_state
+    played = [prompts[place] for place in places], [outcomes[place] for place in places]
+    rows = [Rewarded({}, each.message if isinstance(each, Failure) else "") for each in outcomes]
+    results = rewards_of(task, *played, limits, known) if places else []
+    for number, (place, result) in enumerate(zip(places, results, strict=True)):
+        extra = {column: values[number] for column, values in log.columns.items()}
+        found = _rewarded(task, prompts[place], outcomes[place], result)
+        rows[place] = found._replace(extra=extra)
+    return RewardedBatch(rows, log.metrics)
 
 
 def _rewarded(task: Task, prompt: Prompt, outcome: Any, result: Any) -> Rewarded:
@@ -112,6 +128,8 @@ class Graded(NamedTuple):
     rewards: dict[str, Tensor]  # name -> [B], each function's own; NaN where it does not judge
     total: Tensor  # [B], weighted; NaN where there is none
     errors: list[str]  # what went wrong, one for each NaN of `total`
+    metrics: Mapping[str, float] = MappingProxyType({})  # that reward functions have logged
+    extra: Sequence[Mapping[str, Any]] = ()  # [B] what they have logged of each completion
 
 
 @checked
@@ -123,6 +141,7 @@ def grade(
     on_error: Literal["stop", "skip"] = "stop",
     limits: RewardLimits | None = None,
     completion_ids: Sequence[Sequence[int]] | None = None,
+    trainer_state: Progress | None = None,
 ) -> Graded:
     """Return every completion's rewards, and their weighted sum.
 
@@ -135,6 +154,7 @@ def grade(
             "skip" gives that completion no total.
         limits: of rewards that are `async def`; 32 at a time and 30 s each when left out.
         completion_ids: [B] the tokens of each completion, for reward functions that take them.
+        trainer_state: how far the run is, for reward functions that take it.
 
     Example:
         >>> import funcrl
@@ -154,20 +174,21 @@ def grade(
             f"grade expects the tokens of each outcome as completion_ids, got "
             f"{len(completion_ids)} for {len(outcomes)} outcomes."
         )
-    rewarded = batch_rewards(task, prompts, outcomes, limits or RewardLimits(), completion_ids)
+    more = (limits or RewardLimits(), completion_ids, trainer_state)
+    rewarded = batch_rewards(task, prompts, outcomes, *more)
     return graded_of(task, rewarded, weights, on_error)
 
 
 def graded_of(
     task: Task,
-    rewarded: Sequence[Rewarded],
+    rewarded: RewardedBatch,
     weights: Mapping[str, float] | None,
     on_error: Literal["stop", "skip"],
 ) -> Graded:
     """Return the rewards of completions as tensors, and their weighted sum."""
     rows: list[Mapping[str, float]] = []
     errors: list[str] = []
-    for row, error, cause, is_number in rewarded:
+    for row, error, cause, is_number, _ in rewarded.rows:
         if error:
             if on_error == "stop":
                 advice = " --on-reward-error skip leaves such samples out." if is_number else ""
@@ -192,7 +213,8 @@ def graded_of(
     given = {**task.reward_weights, **(weights or {})}
     # `weighted_sum` refuses the names that are none.
     total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
-    return Graded(parts, total, errors)
+    metrics = {name: sum(found) / len(found) for name, found in rewarded.metrics.items()}
+    return Graded(parts, total, errors, metrics, [each.extra or {} for each in rewarded.rows])
 
 
 @checked
@@ -331,5 +353,5 @@ def named_rewards(task: Task, prompt: Prompt, outcome: Any) -> tuple[Mapping[str
         >>> funcrl.rollouts.named_rewards(funcrl.tasks.SumDigits(), prompt, "3")
         ({'correct': 1.0}, '')
     """
-    (rewarded,) = batch_rewards(task, [prompt], [outcome], RewardLimits())
+    (rewarded,) = batch_rewards(task, [prompt], [outcome], RewardLimits()).rows
     return rewarded.row, rewarded.error

@@ -1,6 +1,7 @@
-"""Which completions a run writes down, and what it writes of them."""
+"""What a run writes down of its completions, and of what reward functions have logged."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def to_completions(
             finish_reason=completed.samples.finish_reasons[row],
             policy_version=completed.samples.policy_version,
             advantage=None if math.isnan(known[row]) else known[row],
+            extra=(dict(graded.extra[row]) or None) if graded.extra else None,
         )
         for row in range(min(count, len(completed.texts)))
     ]
@@ -126,3 +128,13 @@ def completions_to_record(
     trained, multiple = whole_trained(parts, policy), config.length_multiple
     tokens = tokens_of_first(parts, trained, completed, rollout, multiple)
     return [rows[0]._replace(**tokens), *rows[1:]]
+
+
+def with_logged(row: dict[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row of metrics, with those that reward functions have logged."""
+    both = row.keys() & logged.keys()
+    if both:
+        raise ValueError(
+            f"log_metric expects a name that no metric of a run has, got {min(both)!r}."
+        )
+    return {**row, **logged}

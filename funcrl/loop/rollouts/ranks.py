@@ -14,9 +14,10 @@ from funcrl.core.types import Samples
 from funcrl.loop.build import Parts
 from funcrl.loop.data import limits_of
 from funcrl.loop.rollouts.draw import Completed, complete
-from funcrl.loop.rollouts.grade import Graded, Rewarded, batch_rewards, graded_of
+from funcrl.loop.rollouts.grade import Graded, RewardedBatch, batch_rewards, graded_of
 from funcrl.parallel import Axis, gather_objects
 from funcrl.tasks.contracts import Prompt
+from funcrl.tasks.rewards import Progress
 
 _Value = TypeVar("_Value")
 
@@ -26,14 +27,20 @@ class _Share(NamedTuple):
 
     places: list[int]  # of its prompts among all
     completed: Completed | None  # None where it has no prompt
-    rewarded: list[Rewarded]
+    rewarded: RewardedBatch
 
 
 def draw_and_grade(
-    config: TrainConfig, parts: Parts, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    config: TrainConfig,
+    parts: Parts,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    seed: int,
+    updates: int,
 ) -> tuple[Completed, Graded, float]:
     """Return completions of prompts, their rewards, and the seconds that drawing took.
 
+    Reward functions can ask how many updates are done, `updates`, and how many there will be.
     All ranks get all of them, each having drawn and graded those of its own prompts. A completion
     is drawn with the seed of its prompt and its number among the prompt's copies, so that it is the
     same on any number of ranks.
@@ -45,7 +52,7 @@ def draw_and_grade(
     if own or axis.size == 1:
         completed = complete(parts.task, parts.generator, own, sampling, seed)
     seconds = time.perf_counter() - start
-    rewarded: list[Rewarded] = []
+    rewarded = RewardedBatch([], {})
     if completed is not None:
         rewarded = batch_rewards(
             parts.task,
@@ -53,6 +60,7 @@ def draw_and_grade(
             completed.outcomes,
             limits_of(config),
             completed.completion_ids(),
+            Progress(updates, config.steps),
         )
     share = _Share(places, completed, rewarded)
     if axis.size > 1:
@@ -84,7 +92,8 @@ def _of_all_ranks(share: _Share, axis: Axis) -> list[_Share]:
             lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, completed.samples
         )
         completed = completed._replace(prompts=[], outcomes=[], samples=samples)
-    rewarded = [each._replace(cause=None) for each in share.rewarded]
+    rows = [each._replace(cause=None) for each in share.rewarded.rows]
+    rewarded = share.rewarded._replace(rows=rows)
     shares = gather_objects(_Share(share.places, completed, rewarded), axis)
     shares[axis.rank] = shares[axis.rank]._replace(rewarded=share.rewarded)  # with its errors
     return shares
@@ -109,8 +118,12 @@ def _joined(prompts: Sequence[Prompt], shares: Sequence[_Share], device: str) ->
         turns=_ordered([each.turns for each in drawn], order),
         group_size=size,
     )
-    rewarded = _ordered([share.rewarded for share in shares], order)
-    return _Share(list(range(len(prompts))), completed, rewarded)
+    rewarded = _ordered([share.rewarded.rows for share in shares], order)
+    metrics: dict[str, list[float]] = {}
+    for share in shares:
+        for name, values in share.rewarded.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+    return _Share(list(range(len(prompts))), completed, RewardedBatch(rewarded, metrics))
 
 
 def _ordered(parts: Sequence[Sequence[_Value]], order: list[int]) -> list[_Value]:

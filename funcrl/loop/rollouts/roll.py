@@ -80,7 +80,9 @@ def roll(config: TrainConfig, parts: Parts, index: int, policy: Policy) -> Rolle
     start = time.perf_counter()
     prompts = prompts_of(config, parts.task, index)
     seed = rng.fold_in(config.seed, DRAWS, index)
-    completed, graded, generate = draw_and_grade(config, parts, prompts, parts.sampling, seed)
+    completed, graded, generate = draw_and_grade(
+        config, parts, prompts, parts.sampling, seed, index - 1
+    )
     generated = start + generate
     if config.overlong:
         most = config.sampling.max_tokens * parts.task.max_turns

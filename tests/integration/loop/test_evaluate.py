@@ -211,7 +211,7 @@ def test_every_number_of_known_texts(say, tmp_path):
         {1: pytest.approx(1 / 3), 2: pytest.approx(1.5 / 3), 4: pytest.approx(2 / 3)},
         {1: pytest.approx(1 / 3), 2: pytest.approx(1.5 / 3), 4: pytest.approx(1 / 3)},
         pytest.approx(27 / 12), pytest.approx(1 / 12), 0,
-        {"correct": pytest.approx(4 / 12), "length": pytest.approx(16 / 12)},
+        {"correct": pytest.approx(4 / 12), "length": pytest.approx(16 / 12)}, {},
     )  # fmt: skip
     assert (low, high) != interval([1.0] * 4 + [0.0] * 8)
     prompts, sampling, seed = told.asked

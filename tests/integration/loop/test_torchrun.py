@@ -202,10 +202,13 @@ rank, kind, folder = int(os.environ["RANK"]), sys.argv[-1], sys.argv[2]
 distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 mesh = funcrl.parallel.make_mesh(timeout=60.0)
 
-def reward(prompt, completion):
+def reward(prompts, completions, trainer_state, log_metric, log_extra):
     if rank == 1 and kind == "raise":
         raise KeyError("no such answer")
-    return float(len(completion))
+    assert trainer_state.max_steps == 2
+    log_metric("which_rank", rank + trainer_state.global_step)
+    log_extra("length", [len(each) for each in completions])
+    return [float(len(each)) for each in completions]
 
 rows = [{{"prompt": str(number), "answer": ""}} for number in range(8)]
 task = funcrl.tasks.from_rows(rows, reward=reward)
@@ -229,6 +232,11 @@ distributed.destroy_process_group()
     said = re.findall("after 3: ([^ \n]+)\n", output)
     assert len(said) == 2, output
     assert said[0] == said[1]
+    logged = [row["which_rank"] for row in runs.read_history(tmp_path / "good")[1:]]
+    assert logged == [0.5, 1.5]  # the mean of two ranks
+    seen = runs.read_lines(tmp_path / "good" / runs.COMPLETIONS)
+    assert all(row["extra"] == {"length": len(row["completion"])} for row in seen)
+    assert len({row["prompt"] for row in seen}) > 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 from funcrl import rollouts
 from funcrl.loop.episodes import Failure
 from funcrl.loop.rollouts.grade import RewardError
-from funcrl.tasks import Prompt, RewardLimits, SumDigits, from_rows, with_rewards
+from funcrl.tasks import Progress, Prompt, RewardLimits, SumDigits, from_rows, with_rewards
 from funcrl.tasks.adapt import guard
 
 ROWS = [{"prompt": f"{n}?", "answer": n, "level": n % 2} for n in range(4)]
@@ -56,7 +56,7 @@ def of_a_batch(prompts, completions, answers):
 
 
 def as_trl_writes_it(completions, answer, **kwargs):
-    assert set(kwargs) == {"prompts", "level"}
+    assert set(kwargs) == {"prompts", "level", "log_metric", "log_extra"}
     return torch.tensor([float(c == str(a)) for c, a in zip(completions, answer, strict=True)])
 
 
@@ -158,9 +158,72 @@ def test_a_function_of_a_batch_gets_the_tokens(function, guarded):
         rollouts.grade(task, PROMPTS, TEXTS, completion_ids=ids[:3])
 
 
-def test_tokens_that_grade_does_not_get_are_asked_for():
+def logging(completions, trainer_state, log_metric, log_extra):
+    log_metric("count", len(completions))
+    log_metric("count", torch.tensor(0.0))
+    log_extra("first", [text[:1] for text in completions])
+    log_extra("kind", [complex(len(text)) for text in completions])
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+async def logging_later(prompts, **given):
+    await asyncio.sleep(0.001)
+    return logging(*(given[name] for name in inspect.signature(logging).parameters))
+
+
+class Logging(SumDigits):
+    accuracy = "logging"
+
+    def reward_batch(self, prompts, completions, **given):
+        del given["limits"]
+        return logging(completions, **given)
+
+
+@pytest.mark.parametrize(
+    "task", [from_rows(ROWS, logging), from_rows(ROWS, logging_later), Logging()]
+)
+def test_a_function_of_a_batch_logs_and_asks_how_far_the_run_is(task):
+    state = Progress(global_step=1, max_steps=4)
+    found = rollouts.grade(guard(task), PROMPTS, TEXTS, trainer_state=state)
+    assert found.total.tolist() == [0.25] * 4
+    assert found.metrics == {"count": 2.0}
+    assert [row["first"] for row in found.extra] == ["0", "9", "2", "3"]
+    assert [row["kind"] for row in found.extra] == ["(1+0j)", "(1+0j)", "(2+0j)", "(1+0j)"]
+    failed = [TEXTS[0], Failure("The environment raised."), *TEXTS[2:]]
+    found = rollouts.grade(task, PROMPTS, failed, on_error="skip", trainer_state=state)
+    assert found.metrics == {"count": 1.5}
+    assert [row.get("first") for row in found.extra] == ["0", None, "2", "3"]
+
+
+def test_what_is_logged_wrong_is_refused_by_name():
+    def too_few(completions, log_extra):
+        log_extra("half", completions[:2])
+
+    def no_number(completions, log_metric):
+        log_metric("length", "2")
+
+    def no_name(completions, log_metric):
+        log_metric(2, 2)
+
+    with pytest.raises(RewardError, match="'too_few' .*log_extra expects .* 4 .*'half', got 2"):
+        graded(too_few)
+    with pytest.raises(
+        RewardError, match="'no_number' .*log_metric expects a number as 'length', got '2'"
+    ):
+        graded(no_number)
+    with pytest.raises(RewardError, match="'no_name' .*log_metric expects name .*got 2"):
+        graded(no_name)
+
+
+def test_what_grade_does_not_get_is_asked_for_where_it_is_needed():
+    def of_state(completions, trainer_state=None, completion_ids=None):
+        return [float(trainer_state is completion_ids is None)] * len(completions)
+
     with pytest.raises(RewardError, match=r"'of_tokens' takes .* grade\(..., completion_ids="):
         graded(of_tokens)
+    with pytest.raises(RewardError, match=r"'logging' takes .* grade\(..., trainer_state="):
+        graded(logging)
+    assert graded(of_state) == {"of_state": [1.0] * 4}
 
 
 def test_a_task_of_rows_is_as_accurate_as_its_first_reward_or_the_correct_one():
@@ -297,12 +360,12 @@ def nothing():
     return 1.0
 
 
-def of_state(prompts, completions, trainer_state):
+def of_trainer(prompts, completions, trainer):
     return completions
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(typo, "anwser"), (nothing, "no arguments"), (of_state, "trainer_state")]
+    ("function", "name"), [(typo, "anwser"), (nothing, "no arguments"), (of_trainer, "trainer")]
 )
 def test_a_function_of_something_else_is_refused_before_any_work(function, name):
     with pytest.raises(ValueError, match=f"{function.__name__}.*what there is.*{name}"):
