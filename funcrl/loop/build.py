@@ -25,6 +25,7 @@ from funcrl.core.types import (
 from funcrl.generators import Generator, Scorer
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
+from funcrl.loop.algorithm import algorithm_of, optimizer_of
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import is_shape, without_critic
@@ -379,7 +380,7 @@ def _layout(making: _Making) -> Layout | Absent:
 
 
 def _algorithm(making: _Making) -> Algorithm:
-    return from_config.algorithm_of(making.config, making["teacher"] is not None)
+    return algorithm_of(making.config, making["teacher"] is not None)
 
 
 def _per_sample(making: _Making) -> PerSampleTransform | None:
@@ -403,7 +404,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "lora": (("model", "params", "teacher"), _adapters),
     "model_fn": (("model", "teacher", "lora"), _model_fn),
     "algorithm": (("teacher",), _algorithm),
-    "optimizer": ((), lambda making: from_config.optimizer_of(making.config, making.mesh.shard)),
+    "optimizer": ((), lambda making: optimizer_of(making.config, making.mesh.shard)),
     "per_sample": ((), _per_sample),
     "prepare": ((), lambda _: None),
     "layout": (("model", "params", "lora"), _layout),

@@ -3,19 +3,19 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Size
 
-from funcrl.config import TrainConfig
-from funcrl.config.sections import WITHOUT_REWARDS
+from funcrl.config import LoraConfig, OptimizerConfig, TrainConfig
+from funcrl.config.sections import WITHOUT_REWARDS, is_own
+from funcrl.core import tree
 from funcrl.core.arguments import checked
 from funcrl.generators.embedded.captured import captured_runs
+from funcrl.loop.algorithm import optimizer_of
+from funcrl.loop.block_memory import FLOAT, kept_and_recomputed, kept_by_sampler, read_and_found
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.models.config import Kind
 from funcrl.ops.quantized import BLOCK
-from funcrl.optim import eight_bits
 
-_FLOAT = 4
-_EIGHT_BITS = 1 + _FLOAT / eight_bits.BLOCK  # bytes of a moment with its share of a scale
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
 # (docs/benchmarks.md, "The memory estimate").
 _RESERVE = 0.19
@@ -49,7 +49,7 @@ class MemoryEstimate(NamedTuple):
     """The bytes of each part of a run."""
 
     parameters: int
-    optimizer: int  # AdamW's two moments
+    optimizer: int  # its state, such as AdamW's two moments
     reference: int  # the reference policy of a KL penalty
     teacher: int
     older: int  # the policies that rollouts are drawn with while others are trained
@@ -137,24 +137,31 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
         >>> funcrl.memory.num_trained(TrainConfig(lora=LoraConfig(rank=4)), shape)
         9728
     """
-    lora = config.lora
+    return sum(size.numel() for size in _trained(config.lora, shape).values())
+
+
+def _trained(lora: LoraConfig, shape: TransformerConfig) -> dict[str, Size]:
+    """Return the size of each parameter that is trained: all, or those of adapters."""
     if not lora.rank:
-        return num_params(shape)
-    return sum(lora.rank * sum(size) for size in _adapted(config, shape))
+        return _sizes(shape)
+    adapters: dict[str, Size] = {}
+    for name, (rows, columns) in _adapted(lora, shape).items():
+        adapters |= {f"{name}.A": Size((lora.rank, columns)), f"{name}.B": Size((rows, lora.rank))}
+    return adapters
 
 
-def _adapted(config: TrainConfig, shape: TransformerConfig) -> list[Size]:
-    """Return the sizes of the matrices that have adapters."""
-    adapts = config.lora.adapts
-    return [size for name, size in _sizes(shape).items() if len(size) == 2 and adapts(name)]
+def _adapted(lora: LoraConfig, shape: TransformerConfig) -> dict[str, Size]:
+    """Return the size of each matrix that has adapters."""
+    sizes = _sizes(shape).items()
+    return {name: size for name, size in sizes if len(size) == 2 and lora.adapts(name)}
 
 
 # In bytes, a number of a matrix that is not trained, with its share of a scale.
 _NUMBER_OF_BASE = {
     "float32": 4,
     "bfloat16": 2,
-    "int8": 1 + _FLOAT / BLOCK,
-    "nf4": 0.5 + _FLOAT / BLOCK,
+    "int8": 1 + FLOAT / BLOCK,
+    "nf4": 0.5 + FLOAT / BLOCK,
 }
 
 
@@ -165,8 +172,8 @@ def _base_and_merged(
     if not config.lora.rank:
         return 0, 0
     if config.numerics == "exact":
-        return _FLOAT * num_params(shape), _FLOAT * num_params(shape)
-    adapted = sum(size.numel() for size in _adapted(config, shape))
+        return FLOAT * num_params(shape), FLOAT * num_params(shape)
+    adapted = sum(size.numel() for size in _adapted(config.lora, shape).values())
     others = compute * (num_params(shape) - adapted)
     rounded = round(_NUMBER_OF_BASE[config.lora.base_dtype] * adapted)
     return rounded + others, compute * num_params(shape)
@@ -190,10 +197,21 @@ def _rows_of_training(
     return -(-(rows + -rows % config.pack_rows) // num_ranks), packed
 
 
-def _moments(config: TrainConfig, trained: int) -> int:
-    """Return the bytes of one of AdamW's moments of so many bytes of float32 parameters."""
-    share = _EIGHT_BITS / _FLOAT if config.optimizer.moments == "8bit" else 1
-    return round(share * trained)
+def _kind_of_optimizer(config: TrainConfig) -> OptimizerConfig:
+    """Return the options that the size of its state depends on; for a user's own, AdamW's."""
+    options = config.optimizer
+    if is_own(options.name):
+        return OptimizerConfig()
+    return OptimizerConfig(name=options.name, moments=options.moments)
+
+
+@lru_cache
+def _optimizer_state(options: OptimizerConfig, lora: LoraConfig, shape: TransformerConfig) -> int:
+    """Return the bytes of an optimizer's state of all that is trained."""
+    sizes = _trained(lora, shape).items()
+    trained = {name: torch.empty(size, device="meta") for name, size in sizes}
+    state = optimizer_of(TrainConfig(optimizer=options)).init(trained)
+    return sum(leaf.nbytes for leaf in tree.leaves(state) if leaf.ndim)  # without counts of steps
 
 
 class _Shares(NamedTuple):
@@ -206,7 +224,7 @@ class _Shares(NamedTuple):
 
 
 def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _Shares:
-    whole = _FLOAT * num_trained(config, shape)
+    whole = FLOAT * num_trained(config, shape)
     part = -(-whole // num_ranks)
     if config.shard == "none" or num_ranks == 1:
         return _Shares(whole, whole, whole, gathered=0)
@@ -244,11 +262,11 @@ def estimate_memory(
         >>> estimate.optimizer == 2 * estimate.parameters
         True
     """
-    trained = _FLOAT * num_trained(config, shape)
+    trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
     on_gpu, is_half = config.device == "cuda", config.dtype == "bfloat16"
-    compute = 2 if is_half else _FLOAT
+    compute = 2 if is_half else FLOAT
     base, merged = _base_and_merged(config, shape, compute)
     # Within an exact step the merged parameters have a gradient as large as they.
     merged_within = merged if config.numerics == "exact" else 0
@@ -258,25 +276,27 @@ def estimate_memory(
     remat = "none" if config.compile is None else config.compile.remat
     remat = "none" if remat == "budget" else remat  # which keeps what fits, not known here
     scores = padded if config.attend == "native" else 0
-    kept, again = _kept_and_recomputed(shape, remat, scores, compute)
+    kept, again = kept_and_recomputed(shape, remat, scores, compute)
     tokens = rows * padded
     logits = _logits(config, tokens, compute) * shape.vocab_size
-    head = 0 if config.lora.rank else _FLOAT * shape.width * shape.vocab_size
+    head = 0 if config.lora.rank else FLOAT * shape.width * shape.vocab_size
     # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
     has_copy = not on_gpu or is_half or bool(share.gathered)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     length = prompt_tokens + completion
-    cache = slots * sum(_kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
+    cache = slots * sum(kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
     is_captured = config.generator == "sampler" and on_gpu and is_half and captured_runs(shape)
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and on_gpu
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
-    moments = 2 * _moments(config, share.updated)
+    moments = _optimizer_state(_kind_of_optimizer(config), config.lora, shape)
+    own_moments = round(moments * share.updated / trained)
+    updates = share.updated * (2 if moments or config.optimizer.weight_decay else 1)
     estimate = MemoryEstimate(
         parameters=share.parameters + base + merged,
-        optimizer=moments,
+        optimizer=own_moments,
         reference=trained if config.algorithm.kl and has_policy_gradient else 0,
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
@@ -288,9 +308,9 @@ def estimate_memory(
         gradients=share.gradients + share.gathered + merged_within,
         # With several updates a step, the state before the first is kept. Inductor's pieces write
         # over the old state layer by layer.
-        next_state=(share.parameters + moments) * (0 if is_in_place else num_states),
-        updates=2 * share.updated if config.compile is None else 0,
-        checkpoint=saves * ((1 + config.max_staleness) * trained + 2 * _moments(config, trained)),
+        next_state=(share.parameters + own_moments) * (0 if is_in_place else num_states),
+        updates=updates if config.compile is None else 0,
+        checkpoint=saves * ((1 + config.max_staleness) * trained + moments),
         cache=cache,
         kept_cache=cache if is_captured else 0,
     )
@@ -316,20 +336,9 @@ def _logits(config: TrainConfig, tokens: int, compute: int) -> int:
     A chunk's are widened, exponentiated and differentiated; kept ones are there besides.
     """
     if config.logprob_chunk != "all":
-        return min(config.logprob_chunk, tokens) * 3 * _FLOAT
+        return min(config.logprob_chunk, tokens) * 3 * FLOAT
     has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
-    return tokens * (2 * compute if has_kernel else compute + 3 * _FLOAT)
-
-
-def _kept_and_recomputed(
-    c: TransformerConfig, remat: str, scores: int, compute: int
-) -> tuple[int, int]:
-    """Return a token's bytes that all blocks keep, and those that one block computes again."""
-    kept, all_of_it = (
-        [_kept_by_block(c, kind, policy, scores).bytes(compute) for kind in c.kinds]
-        for policy in (remat, "none")
-    )
-    return sum(kept), max(whole - part for whole, part in zip(all_of_it, kept, strict=True))
+    return tokens * (2 * compute if has_kernel else compute + 3 * FLOAT)
 
 
 def _per_sample(
@@ -343,77 +352,8 @@ def _per_sample(
     if config.optimizer.clip_per_sample is None:
         return 0
     if config.compile is None or config.compile.fuse == "none":
-        return 2 * rows * _FLOAT * num_trained(config, shape)
-    return rows * tokens * compute * sum(_read_and_found(shape, kind) for kind in shape.kinds)
-
-
-def _read_and_found(c: TransformerConfig, kind: Kind) -> int:
-    """Return the numbers of a token that a block's parameters read, and those that they give."""
-    norms = 2 * (4 if c.post_norms else 2) * c.width
-    mlp = 2 * c.width + 3 * c.mlp_width  # the first two matrices read the same
-    if kind == "delta":
-        inside = c.delta_heads * c.delta_value_width
-        # With a convolution, which reads each place once for each of its weights.
-        given = (2 + c.delta_conv) * c.delta_channels + inside
-        norms += 2 * inside
-    else:
-        inside, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-        given = inside + 2 * kv + (inside if c.attention_gate else 0)
-        norms += 2 * (inside + kv) if c.qk_norm else 0
-    return norms + mlp + (c.width + given) + (inside + c.width)
-
-
-class _Kept(NamedTuple):
-    """The numbers of a token that a block keeps from its forward pass for its backward pass."""
-
-    compute: int = 0  # in the dtype that is computed in
-    wide: int = 0  # float32 in any case
-
-    def bytes(self, compute: int) -> int:
-        return compute * self.compute + _FLOAT * self.wide
-
-
-def _kept_by_block(c: TransformerConfig, kind: Kind, remat: str, scores: int) -> _Kept:
-    """Return what a block keeps by a policy of recomputation, as its traced graph shows it.
-
-    Args:
-        c: the shape.
-        kind: of the block.
-        remat: "none", "selective" or "full".
-        scores: the numbers that attention keeps of a head.
-    """
-    heads, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-    keys, values = c.delta_key_heads * c.delta_key_width, c.delta_heads * c.delta_value_width
-    if remat == "full":
-        return _Kept(c.width)
-    if remat == "selective":  # products, what attends or scans, and the block's own result
-        products = 2 * c.width + 2 * c.mlp_width + (c.width if c.post_norms else 0)
-        if kind == "delta":
-            return _Kept(products + c.delta_channels + values, values)
-        gate = heads if c.attention_gate else 0
-        return _Kept(products + 2 * heads + 2 * kv + gate, c.num_heads)
-    norms, offset = 4 if c.post_norms else 2, bool(c.norm_offset)
-    block, wide = norms * (2 - offset) * c.width, norms * (1 + offset) * c.width
-    block += 4 * c.mlp_width
-    if kind == "delta":
-        repeated = c.delta_heads * c.delta_key_width
-        # The convolution before and after each of its places, queries and keys normed and
-        # repeated, the state's outputs, and the gate.
-        block += c.delta_channels + 2 * repeated + 5 * values
-        return _Kept(block, wide + (c.delta_conv + 1) * c.delta_channels + 2 * keys + 3 * values)
-    normed = heads + kv if c.qk_norm else 0
-    gate = 2 * heads if c.attention_gate else 0
-    # Rotated queries and keys, values, what heads have seen, and that laid out for the output.
-    block += normed + 3 * heads + 2 * kv + gate + c.num_heads * scores
-    return _Kept(block, wide + normed)
-
-
-def _kept_by_sampler(c: TransformerConfig, kind: Kind, length: int, compute: int) -> int:
-    """Return the bytes that a layer keeps of a sample: keys and values, or a state."""
-    if kind != "delta":
-        return 2 * c.num_kv_heads * c.head_width * length * compute
-    state = c.delta_heads * c.delta_key_width * c.delta_value_width
-    return (c.delta_conv - 1) * c.delta_channels * compute + state * _FLOAT
+        return 2 * rows * FLOAT * num_trained(config, shape)
+    return rows * tokens * compute * sum(read_and_found(shape, kind) for kind in shape.kinds)
 
 
 def _num_older(config: TrainConfig) -> int:

@@ -234,6 +234,9 @@ def test_the_memory_estimate_knows_of_ranks():
     [
         {},
         {"optimizer": OptimizerConfig(moments="8bit")},
+        {"optimizer": OptimizerConfig(name="sgd")},
+        {"optimizer": OptimizerConfig(name="sgd", weight_decay=0.1)},
+        {"optimizer": OptimizerConfig(name="muon"), "compile": CompileConfig()},
         {"lora": LoraConfig(rank=64)},
         {"num_minibatches": 2},
         {"compile": CompileConfig()},
@@ -244,7 +247,10 @@ def test_the_memory_estimate_knows_of_ranks():
             "compile": CompileConfig(remat="full"),
         },
     ],
-    ids=["adamw", "8bit", "lora", "several updates", "compiled", "clipped", "clipped, compiled"],
+    ids=[
+        "adamw", "8bit", "sgd", "decay", "muon", "lora", "several updates", "compiled", "clipped",
+        "clipped, compiled",
+    ],
 )  # fmt: skip
 def test_the_memory_estimate_is_that_of_a_whole_run(options, tmp_path):
     """Of one whose state outweighs its activations, or what clipping by sample keeps does: at most
