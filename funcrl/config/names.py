@@ -32,6 +32,7 @@ _SAME_AS = {
     "num-epochs": ("num-train-epochs",),
     "num-steps": ("steps",),
     "output-dir": ("run-dir", "out"),
+    "report-to": ("log.trackers",),
     "save-steps": ("checkpoint.every",),
     "save-total-limit": ("checkpoint.keep-last",),
     "temperature": ("sampling.temperature",),
@@ -68,7 +69,6 @@ _KNOWN_AS = {
     "output": ("run-dir", "out"),
     "per-device-train-batch-size": ("microbatch",),
     "precision": ("dtype",),
-    "report-to": ("log.trackers",),
     "resume-from-checkpoint": ("resume",),
     "reward-fn": ("reward",),
     "reward-funcs": ("reward",),
@@ -133,12 +133,12 @@ def no_option(owner: str, wrong: Mapping[str, Sequence[str]]) -> str:
 
 # Flags of TRL that are an option with a value here; its adapters have rank 16.
 _FLAGS = {
-    "--use-peft": ("lora.rank", "16"),
-    "--load-in-4bit": ("lora.base-dtype", "nf4"),
-    "--load-in-8bit": ("lora.base-dtype", "int8"),
+    "bf16": ("dtype", "bfloat16"),
+    "load-in-4bit": ("lora.base-dtype", "nf4"),
+    "load-in-8bit": ("lora.base-dtype", "int8"),
+    "use-peft": ("lora.rank", "16"),
+    "use-vllm": ("generator", "vllm"),
 }
-
-
 # The values of TRL's --optim; any other is a name for --optimizer.name.
 _OPTIM = {
     "adamw_torch": ("optimizer.name", "adamw"),
@@ -147,6 +147,35 @@ _OPTIM = {
     "adamw_bnb_8bit": ("optimizer.moments", "8bit"),
     "adamw_torch_8bit": ("optimizer.moments", "8bit"),
 }
+_REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+
+
+def own_name(name: str) -> str:
+    """Return a name of code as module:Name, where TRL writes it in another way.
+
+    It writes module.Name, and the names of some of its own rewards alone.
+    """
+    module, _, attribute = name.rpartition(".")
+    if name in _REWARDS_OF_TRL:
+        return f"trl.rewards:{name}"
+    if all(part.isidentifier() for part in (*module.split("."), attribute)):
+        return f"{module}:{attribute}"
+    return name
+
+
+def _in_own_words(
+    name: str, values: Sequence[str], options: Sequence[str]
+) -> tuple[str, Sequence[str]]:
+    """Return the option that a name of another library is, and its values; "" for none."""
+    if name in _FLAGS and [each.lower() for each in values] in ([], ["true"]):
+        option, value = _FLAGS[name]
+        return option, [value]
+    if name == "optim" and len(values) == 1:
+        option, value = _OPTIM.get(values[0], ("optimizer.name", values[0]))
+        return option, [value]
+    if name == "reward-funcs":
+        return "reward", [own_name(each) for each in values]
+    return next((each for each in _SAME_AS.get(name, ()) if each in options), ""), values
 
 
 def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -158,23 +187,20 @@ def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], 
     """
     line: list[str] = []
     found: dict[str, str] = {}
-    words = iter(args)
-    for text in words:
-        flag, equals, value = text.partition("=")
+    words = list(args)
+    while words:
+        text, given = words.pop(0), []
+        while words and not words[0].startswith("--"):
+            given.append(words.pop(0))
+        flag, equals, first = text.partition("=")
+        values = [first, *given] if equals else given
         name = flag.removeprefix("--").replace("_", "-")
-        meant = next((each for each in _SAME_AS.get(name, ()) if each in options), None)
-        if text.replace("_", "-") in _FLAGS and "lora.rank" in options:
-            option, given = _FLAGS[text.replace("_", "-")]
-            line = [f"--{option}", given, *line]  # before one that is given: the last one counts
-            found[flag] = f"--{option} {given}"
-        elif flag == "--optim" and "optimizer.moments" in options:
-            value = value if equals else next(words, "")
-            option, given = _OPTIM.get(value, ("optimizer.name", value))
-            line += [f"--{option}", given]
-            found[flag] = f"--{option} {given}"
-        elif flag.startswith("--") and name not in options and meant is not None:
-            line.append(f"--{meant}{equals}{value}")
-            found[flag] = f"--{meant}"
+        option, own = _in_own_words(name, values, options)
+        if flag.startswith("--") and name not in options and option in options:
+            replaced = [f"--{option}", *own]
+            # A flag goes before an option that is given: the last one counts.
+            line = [*replaced, *line] if name in _FLAGS else [*line, *replaced]
+            found[flag] = " ".join(replaced if own != values else replaced[:1])
         else:
-            line.append(text)
+            line += [text, *given]
     return line, found

@@ -25,6 +25,7 @@ from funcrl.tasks import (
 from funcrl.tasks.adapt import guard
 from funcrl.tasks.contracts import Prompt, Task, TaskLike, TaskOrRows, Tokenizer, is_task
 from funcrl.tasks.load import is_rows, read_tables
+from funcrl.tasks.named import check_name
 from funcrl.tasks.rewards import columns_of, form_of
 from funcrl.tasks.row_prompts import RowsOptions
 from funcrl.tasks.rows import task_of_rows
@@ -84,6 +85,8 @@ def plain_task(config: TrainConfig, tokenizer: Tokenizer | None) -> Task:
 
     They are 0: its prompts and its tokenizer are of use, for the memory that a run needs.
     """
+    for each in config.reward:
+        check_name("--reward", each)
     names = [each.rpartition(":")[2] for each in config.reward]
     names += [_OF_A_MODEL] if config.reward_model is not None else []
     return _load(config, tokenizer, dict.fromkeys(names, _nothing))

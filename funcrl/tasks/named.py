@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from funcrl.config.names import did_you_mean, own_name
 from funcrl.config.sections import is_own
 from funcrl.core.files import brief
 
@@ -25,13 +26,22 @@ def named_file(option: str, name: str) -> Path:
     return _module_file(place) or Path(f"the module {place}")
 
 
+def check_name(option: str, name: str) -> None:
+    """Raise unless `import_named` can look for the object of a name; nothing is run."""
+    if not is_own(name):
+        meant = [own_name(name)] if is_own(own_name(name)) else []
+        if option == "--reward" and "/" in name and not name.endswith(".py"):
+            meant = [f"--reward-model {name}"]
+        raise ValueError(
+            f"load expects {option} to be file.py:Name or module:Name, got {brief(name)}"
+            f"{did_you_mean(meant)}"
+        )
+
+
 def import_named(option: str, name: str) -> Any:
     """Return the object of a name, whose file or module is run."""
+    check_name(option, name)  # of such names alone it is asked whether this account trusts the file
     place, _, attribute = name.rpartition(":")
-    if not is_own(name):  # of such names alone it is asked whether this account trusts the file
-        raise ValueError(
-            f"load expects {option} to be file.py:Name or module:Name, got {brief(name)}."
-        )
     module = _module(option, name, place)
     if not hasattr(module, attribute):
         raise ValueError(f"load expects {option} {name} to name an object, got none in {place}.")

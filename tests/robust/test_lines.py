@@ -142,7 +142,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("trian", "funcrl train?"),
         ("--steps 3", "funcrl expects a command first, got '--steps'."),
         ("train --zzz 1", "funcrl train --help-all lists them."),
-        ("train --bf16 --n 4 --zzz=1 --bf16", "--dtype? Nor --n (--num-generations?), --zzz.\n"),
+        ("train --fp16 --n 4 --zzz=1 --fp16", "--dtype? Nor --n (--num-generations?), --zzz.\n"),
     ],
 )
 def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
@@ -187,6 +187,11 @@ def test_a_refused_value_names_its_option(capsys, line, expected):
         ("--lora-r 4 --load-in-8bit", {"lora.rank": 4, "lora.base_dtype": "int8"}),
         ("--optim adamw_8bit --lr 3e-4",
          {"optimizer.moments": "8bit", "optimizer.learning_rate": 3e-4}),
+        ("--lora-r=4 --use_peft true --bf16=True", {"lora.rank": 4, "dtype": "bfloat16"}),
+        ("--use_vllm --report_to wandb tensorboard",
+         {"generator": "vllm", "log.trackers": ["wandb", "tensorboard"]}),
+        ("--reward_funcs accuracy_reward pkg.rewards.mine pkg.rewards:own --lr 3e-4",
+         {"reward": ["trl.rewards:accuracy_reward", "pkg.rewards:mine", "pkg.rewards:own"]}),
         ("--optim=adamw_torch_fused", {"optimizer.name": "adamw", "optimizer.moments": "float32"}),
         ("--beta 0.5 --algorithm.kl 0.25", {"algorithm.kl": 0.25}),
     ],
@@ -219,6 +224,20 @@ def test_what_peers_call_an_option_leads_to_one_that_there_is():
     assert all(every & {*meant} for meant in _SAME_AS.values())
     assert not every & (_KNOWN_AS.keys() | _SAME_AS.keys())
     assert not _KNOWN_AS.keys() & _SAME_AS.keys()
+
+
+@pytest.mark.parametrize(
+    ("reward", "meant"),
+    [
+        ("accuracy_reward", "trl.rewards:accuracy_reward"),
+        ("trl.rewards.accuracy_reward", "trl.rewards:accuracy_reward"),
+        ("ORG/NAME", "--reward-model ORG/NAME"),
+    ],
+)
+def test_a_reward_s_name_is_refused_by_a_dry_run_too(capsys, reward, meant):
+    code, _, err = run(["train", "--dry-run", "--reward", reward], capsys)
+    assert code == 1
+    assert f"module:Name, got {reward!r}; did you mean {meant}?" in err
 
 
 @pytest.mark.parametrize("given", [["--algorithm", "dapo"], ["--algorithm=dapo"]])
