@@ -87,6 +87,7 @@ REFUSED = {
     "a completion's step of text": (seen(step="x"), COMPLETIONS),
     "an advantage of text": (seen(advantage="x"), COMPLETIONS),
     "rewards that are a list": (seen(rewards=[1]), COMPLETIONS),
+    "logged columns that are a list": (seen(extra=[1]), COMPLETIONS),
     "a named reward of text": (seen(rewards={"a": "x"}), COMPLETIONS),
     "100 named rewards": (seen(rewards={f"r{n}": 0 for n in range(100)}), COMPLETIONS),
     "tokens of numbers": (seen(tokens=[1], logprobs=[0], trainer_logprobs=[0]), COMPLETIONS),
@@ -163,6 +164,9 @@ ACCEPTED = {
     "a long completion": seen(completion="x\x00\x1b[2J\u202e" * 200_000),
     "HTML in a completion": seen(completion="</pre><img src=x onerror=alert(1)>", answer="&amp;",
                                  finish_reason="<b>"),
+    "100 logged columns, one of them deep": seen(
+        extra={f"<script>alert({n})": [[{"a": 1}] * 9] * n for n in range(100)},
+    ),
     "HTML in tokens and rewards": seen(
         rewards={"</script><script>alert(1)": 1.0}, advantage=float("nan"), logprobs=[None, 1e99],
         tokens=["</span><img src=x onerror=alert(1)>", "\x1b"], trainer_logprobs=[-1.0, -1e99]),

@@ -22,6 +22,7 @@ _LONGEST_TEXTS = (20_000, 5000, 2000, 1000, 500, 200, 100)  # in characters: the
 _MOST_TEXT = 500_000  # of all completions that are listed, in characters
 _MOST_LISTED = 5000  # completions
 _MOST_REWARDS = 40  # names of rewards in completions
+_MOST_COLUMNS = 8  # that reward functions have logged of completions
 _MOST_TOKENS = 1000  # of a completion whose tokens are shown one by one
 _MOST_COLOURED = 5  # such completions
 _LONGEST_TOKEN = 40
@@ -93,7 +94,7 @@ def _completions(path: Path) -> tuple[int, list[dict[str, Any]]]:
                 f"report expects at most {_MOST_REWARDS} rewards, got another one in line {number} "
                 f"of {path}."
             )
-        lengths.append(tuple(len(row[name]) for name in _TEXTS))
+        lengths.append([*(len(row[name]) for name in _TEXTS), *map(len, row["extra"].values())])
         if row["step"] != last_step:
             firsts.append(number)
             last_step = row["step"]
@@ -116,6 +117,7 @@ def _completions(path: Path) -> tuple[int, list[dict[str, Any]]]:
             _check_completion(path, number, row)
             kept = {name: row[name] for name in ("step", "reward", "rewards", "advantage")}
             kept |= {name: _cut(row[name], longest) for name in _TEXTS}
+            kept["extra"] = {name: _cut(text, longest) for name, text in row["extra"].items()}
             if number in coloured:
                 kept |= {name: row[name] for name in ("logprobs", "trainer_logprobs")}
                 kept["tokens"] = [_cut(token, _LONGEST_TOKEN) for token in row["tokens"]]
@@ -140,13 +142,15 @@ def _check_completion(path: Path, number: int, row: dict[str, Any]) -> None:
             )
     for name in ("reward", "advantage"):
         row[name] = _number(path, number, name, row.get(name))
-    rewards = row.get("rewards", {})
-    if not isinstance(rewards, dict):
-        raise ValueError(
-            f"report expects rewards to be an object, got {brief(rewards)} in line {number} of "
-            f"{path}."
-        )
+    for name in ("rewards", "extra"):
+        if not isinstance(row.setdefault(name, {}), dict):
+            raise ValueError(
+                f"report expects {name} to be an object, got {brief(row[name])} in line {number} "
+                f"of {path}."
+            )
+    rewards, extra = row["rewards"], islice(row["extra"].items(), _MOST_COLUMNS)
     row["rewards"] = {name: _number(path, number, name, rewards[name]) for name in rewards}
+    row["extra"] = {name: str(value) for name, value in extra}
     _check_tokens(path, number, row)
 
 
@@ -273,10 +277,13 @@ def completions_section(run: Run) -> str:
         return f"<p>No {COMPLETIONS} here.</p>"
     rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     has_advantage = any(row["advantage"] is not None for row in rows)
-    head = ["step", "prompt", "completion", "answer", "reward", *map(shown, rewards)]
+    columns = list(dict.fromkeys(name for row in rows for name in row["extra"]))[:_MOST_COLUMNS]
+    texts = ["prompt", "completion", "answer", *map(shown, columns)]
+    head = ["step", *texts, "reward", *map(shown, rewards)]
     head += [*(["advantage"] if has_advantage else []), "ended by"]
     cells = [
-        [row["step"], row["prompt"], row["completion"], row["answer"], _shown_number(row["reward"]),
+        [row["step"], row["prompt"], row["completion"], row["answer"],
+         *(row["extra"].get(name, "") for name in columns), _shown_number(row["reward"]),
          *(_shown_number(row["rewards"].get(name)) for name in rewards),
          *([_shown_number(row["advantage"])] if has_advantage else []), row["finish_reason"]]
         for row in rows
@@ -289,7 +296,7 @@ def completions_section(run: Run) -> str:
         left_out,
         '<div id="completions"></div>',
         f"<noscript>{still_table(rows)}</noscript>",
-        data("completions-data", {"head": head, "rows": cells, "texts": 3}),
+        data("completions-data", {"head": head, "rows": cells, "texts": len(texts)}),
         coloured(rows),
     ])  # fmt: skip
 

@@ -13,7 +13,7 @@ from pages import SCRIPT, without_own_scripts
 from funcrl import runs
 from funcrl.run import report
 from funcrl.run.report import page, plots
-from funcrl.run.report.run import read_run
+from funcrl.run.report.run import completions_section, read_run
 
 
 def make_run(folder, steps=60, rate=1e-3, seed=0):
@@ -253,6 +253,31 @@ def test_of_very_many_completions_the_first_of_each_step_is_listed(tmp_path):
         assert {row["step"] for row in read.completions} == set(range(count))
         assert sum(len(row["completion"]) for row in read.completions) < 1_000_000
     assert {row["completion"] for row in read.completions} == {""}
+
+
+def test_what_reward_functions_log_of_completions_is_in_their_table(tmp_path):
+    runs.append_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    seen = {"step": 1, "prompt": "1=", "completion": "1", "answer": "1", "reward": 1.0,
+            "rewards": {}, "finish_reason": "stop"}  # fmt: skip
+    extra = {"parsed": "one", "length": 1, "none": None}
+    rows = [seen, seen | {"extra": extra}, seen | {"extra": {"parsed": "x" * 100_000}}]
+    runs.append_lines(tmp_path / "completions.jsonl", rows)
+    run = read_run(tmp_path)
+    page = completions_section(run)
+    listed = json.loads(page.partition('id="completions-data">')[2].partition("</script>")[0])
+    columns = ["parsed", "length", "none"]
+    assert listed["head"] == [
+        "step",
+        "prompt",
+        "completion",
+        "answer",
+        *columns,
+        "reward",
+        "ended by",
+    ]
+    assert listed["texts"] == 6
+    assert [row[4:8] for row in listed["rows"][:2]] == [["", "", "", 1], ["one", "1", "None", 1]]
+    assert len(listed["rows"][2][4]) < 25_000
 
 
 def test_what_is_no_run_is_refused(tmp_path):
