@@ -178,7 +178,8 @@ def describe_rollout(
         rewards: each reward function's own [B], NaN where it does not judge, reported as
             `rewards/<name>/mean` and `/std`.
         truncated: [B] bool, True where the completion was cut off; gives
-            `completions/clipped_ratio`.
+            `completions/clipped_ratio`, and of the others, if there are any,
+            `completions/{mean,min,max}_terminated_length`.
 
     Returns:
         `reward`, `reward_std` (the mean over groups of the group's deviation),
@@ -215,9 +216,7 @@ def describe_rollout(
         "reward": _mean(total),
         "reward_std": deviations.mean(),
         "frac_reward_zero_std": (deviations == 0).to(torch.float32).mean(),
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.amin(),
-        "completions/max_length": lengths.amax(),
+        **_extent("length", lengths),
         "num_nonfinite_logprobs": left_out.sum(),
     }
     for name, named in (rewards or {}).items():
@@ -227,8 +226,19 @@ def describe_rollout(
             values[f"rewards/{name}/mean"] = _mean(judged)
             values[f"rewards/{name}/std"] = _deviation(judged)
     if truncated is not None:
-        values["completions/clipped_ratio"] = truncated.to("cpu", torch.float32).mean()
+        cut = truncated.cpu()
+        values["completions/clipped_ratio"] = cut.to(torch.float32).mean()
+        values |= _extent("terminated_length", lengths[~cut]) if not cut.all() else {}
     return {name: value.item() for name, value in values.items()}
+
+
+def _extent(name: str, lengths: Tensor) -> dict[str, Tensor]:
+    """Return the mean, the least and the largest of lengths, under TRL's names."""
+    return {
+        f"completions/mean_{name}": lengths.mean(),
+        f"completions/min_{name}": lengths.amin(),
+        f"completions/max_{name}": lengths.amax(),
+    }
 
 
 def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:

@@ -93,6 +93,9 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
                Panel("clipped share", ("clip_ratio/low_mean", "clip_ratio/high_mean"))),
     "Completions": (Panel("tokens", ("completions/mean_length", "completions/min_length",
                                      "completions/max_length")),
+                    Panel("tokens of those that ended", (
+                        "completions/mean_terminated_length", "completions/min_terminated_length",
+                        "completions/max_terminated_length")),
                     Panel("cut off", ("completions/clipped_ratio",))),
     "Sampling mismatch": (
         Panel("log-prob difference", ("sampling/sampling_logp_difference/mean",

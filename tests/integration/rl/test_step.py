@@ -650,11 +650,16 @@ def test_rollout_metrics_by_hand():
             "completions/min_length": 0.0,
             "completions/max_length": 3.0,
             "completions/clipped_ratio": 0.25,
+            "completions/mean_terminated_length": 1.0,
+            "completions/min_terminated_length": 0.0,
+            "completions/max_terminated_length": 2.0,
             "rewards/right/mean": 0.75,
             "rewards/right/std": 0.5,
             "num_nonfinite_logprobs": 0,
         }
     )
+    none_ended = funcrl.metrics.describe_rollout(rollout, named, torch.ones(4, dtype=torch.bool))
+    assert not any("terminated" in name for name in none_ended)
 
 
 def test_deviations_of_interleaved_groups_of_several_sizes():
