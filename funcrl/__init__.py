@@ -74,7 +74,7 @@ from funcrl.rl.grads import (
 )
 from funcrl.rl.losses import policy_loss
 from funcrl.rl.packing import pack, pack_groups
-from funcrl.rl.prepare import recenter, top_entropy
+from funcrl.rl.prepare import off_policy_mask, recenter, top_entropy
 from funcrl.rl.primitives import forward_backward, optim_step
 from funcrl.rl.step import grpo_step
 from funcrl.run import runs
@@ -156,6 +156,7 @@ __all__ = [
     "models",
     "noise_scale",
     "numerics",
+    "off_policy_mask",
     "ops",
     "optim",
     "optim_step",

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from funcrl.core import checks, rng
-from funcrl.core.arguments import Fraction, checked
+from funcrl.core.arguments import Fraction, NotNegative, checked
 from funcrl.core.types import Batch, CorrectionFn, PrepareFn, Rows, TokenScores
 from funcrl.ops import attention
+from funcrl.rl.ratios import sequence_sum
 
 
 @checked
@@ -83,6 +84,46 @@ def _contexts(batch: Rows) -> Tensor:
     totals = totals.scatter_add(1, batch.segment_ids + 1, hashes)
     of_prefix = totals.gather(1, batch.prefix_ids + 1)
     return within + torch.where(batch.prefix_ids < 0, 0, of_prefix)
+
+
+@checked
+def off_policy_mask(threshold: NotNegative) -> PrepareFn:
+    """Return the function that leaves out bad completions which the policy has moved away from.
+
+    Where the advantage is negative and the generator's log-probabilities lie above the current
+    policy's by more than `threshold`, as a mean over the completion's sampled tokens, the advantage
+    becomes 0: DeepSeek-V3.2's mask (arXiv:2512.02556; TRL's `off_policy_mask_threshold`). Token
+    weights stay, so denominators and penalties do too.
+
+    Args:
+        threshold: such as 0.05, in nats a token.
+
+    Example:
+        >>> import torch, funcrl
+        >>> batch = funcrl.Batch(
+        ...     tokens=torch.ones(2, 2, dtype=torch.int64), positions=torch.arange(2).expand(2, 2),
+        ...     mask=torch.tensor([[False, True]] * 2), behavior_logprobs=torch.zeros(2, 2),
+        ...     advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), token_weights=torch.ones(2, 2))
+        >>> scores = funcrl.TokenScores(torch.full((2, 2), -0.1), torch.zeros(2, 2))
+        >>> funcrl.off_policy_mask(0.05)(scores, batch).advantages
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+
+    @checked
+    def prepare(scores: TokenScores, batch: Rows) -> Rows:
+        behavior, mask = batch.behavior_logprobs, batch.mask
+        checks.check_shape(
+            "off_policy_mask", "scores.logprobs", scores.logprobs, "batch.mask", mask.shape
+        )
+        above = torch.where(mask, behavior - scores.logprobs, 0.0)
+        sums, segment_ids = vmap(sequence_sum), getattr(batch, "segment_ids", ())
+        count = sums(mask.to(above.dtype), mask, segment_ids)
+        mean = sums(above, mask, segment_ids) / count.clamp(min=1.0)
+        keeps = (batch.advantages >= 0) | (mean <= threshold)
+        return batch._replace(advantages=torch.where(keeps, batch.advantages, 0.0))
+
+    return prepare
 
 
 @checked

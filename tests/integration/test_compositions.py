@@ -348,6 +348,33 @@ def test_which_model_functions_read_where_samples_begin(way):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_off_policy_completions_are_masked_in_every_layout(layout):
+    rollout = rollout_of(random.Random(5))
+    batch = funcrl.collate(rollout, funcrl.grpo())
+    # What a policy says of a token, so that rows and packed rows have the same.
+    policy = 0.5 * torch.randn(100, generator=torch.Generator().manual_seed(0)).double() - 2.0
+    masks, seen = funcrl.off_policy_mask(0.05), set()
+    expected = {}
+    for row in range(len(batch.mask)):
+        places = batch.mask[row].nonzero().flatten().tolist()
+        gaps = [float(batch.behavior_logprobs[row, t] - policy[batch.tokens[row, t]])
+                for t in places]  # fmt: skip
+        advantage = float(batch.advantages[row, places[0]]) if places else 0.0
+        drops = advantage < 0 and sum(gaps) / len(gaps) > 0.05
+        seen.add((advantage >= 0, drops))
+        for t in places:
+            key = (*batch.tokens[row, : t + 1].tolist(), float(batch.behavior_logprobs[row, t]))
+            expected[key] = 0.0 if drops else advantage
+    assert seen >= {(True, False), (False, True), (False, False)}
+    rows = laid(layout, batch)
+    scores = funcrl.TokenScores(policy[rows.tokens], torch.zeros(rows.mask.shape))
+    found = masks(scores, rows)
+    assert torch.equal(found.token_weights, rows.token_weights)
+    ours = sorted(found.advantages[rows.mask].tolist())
+    assert ours == pytest.approx(sorted(expected.values()), abs=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_one_context_tie_however_their_entropies_are_rounded(layout):
     # Two prompts with one ending: what follows them has two contexts, which do not tie.
     tokens = torch.tensor([[20 + own // 6, 2, 3, own] for own in range(12)])

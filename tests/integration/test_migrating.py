@@ -314,6 +314,27 @@ def test_a_row_without_a_token_counts_as_one_in_trl(loss_type, tmp_path, algorit
     assert_same(scaled, case.result)
 
 
+def test_the_mask_of_what_is_off_policy_is_trl_s():
+    trl = peer_trl.import_trl()
+    generator = torch.Generator().manual_seed(0)
+    logprobs, behavior = (
+        -torch.rand(40, 6, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    mask = torch.arange(6) < torch.randint(0, 7, (40, 1), generator=generator)
+    advantages = torch.randn(40, 1, generator=generator, dtype=torch.float64)
+    keeps = trl.GRPOTrainer.get_off_policy_mask(
+        advantages, logprobs, behavior, mask.double(), off_policy_threshold=0.1
+    )
+    assert 5 < keeps.sum() < 35
+    batch = funcrl.Batch(
+        torch.zeros(40, 6, dtype=torch.int64), torch.arange(6).expand(40, 6), mask, behavior,
+        advantages.expand(40, 6), mask.double(),
+    )  # fmt: skip
+    scores = funcrl.TokenScores(logprobs, torch.zeros_like(logprobs))
+    found = funcrl.off_policy_mask(0.1)(scores, batch).advantages
+    assert torch.equal(found, (advantages * keeps).expand(40, 6))
+
+
 def test_rewards_that_are_normalised_before_they_are_added(tmp_path):
     options = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
     case = case_of(tmp_path, exact=True, two_rewards=True, **options)

@@ -321,6 +321,7 @@ TABLE_OF_CALLS = {
     "rows.row_ends": (rows.row_ends, (BATCH.mask,)),
     "rows.split_rows": (lambda b: list(rows.split_rows("f", b, 4)), (BATCH,)),
     "rows.over_rows": (lambda p, b: rows.over_rows("f", MODEL_FN)(p, b), (PARAMS, BATCH)),
+    "off_policy_mask": (funcrl.off_policy_mask(0.05), (SCORES, COLLATED)),
     "recenter": (funcrl.recenter(ratios.truncated(2.0)), (SCORES, COLLATED)),
     "top_entropy": (funcrl.top_entropy(0.5), (SCORES, COLLATED)),
     "init_params": (lambda: funcrl.init_params(MODEL, seed=3), ()),
