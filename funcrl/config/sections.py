@@ -28,6 +28,7 @@ BY_ITSELF = ("reinforce", "ppo", *WITHOUT_REWARDS)
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
 # Options of a critic and of the advantages that it gives.
+_OF_A_POLICY_GRADIENT = ("max_importance", "top_entropy", "off_policy_mask")
 _OF_A_CRITIC = ("value", "value_clip", "gamma", "lam", "whiten")
 
 
@@ -79,6 +80,12 @@ class AlgorithmConfig:
     """Truncate the importance weights that correct for a generator whose log-probabilities are not
     quite the policy's here; when left out 2 with vLLM or with a max_staleness above 0, and no
     correction otherwise. The weights are those at each update, and with them nothing is clipped."""
+    top_entropy: Fraction = 1.0
+    """Learn from this share of an update's sampled tokens alone, those of the highest entropy
+    (TRL's top_entropy_quantile)."""
+    off_policy_mask: FinitePositive | None = None
+    """Learn nothing from a completion of negative advantage whose tokens the policy has made less
+    likely by this much since, in nats as a mean (TRL's off_policy_mask_threshold)."""
     value: FiniteNotNegative = 0.1
     """Coefficient of the critic's error (TRL's vf_coef); ppo alone has a critic, and the options
     after this one up to teacher."""
@@ -119,11 +126,12 @@ class AlgorithmConfig:
                     f"train expects --algorithm ppo, which has a critic, with --algorithm."
                     f"{name.replace('_', '-')}, got {self.name}."
                 )
-        if self.max_importance is not None and self.name in WITHOUT_REWARDS:
-            raise ValueError(
-                f"train expects no --algorithm.max-importance with {self.name}, which has no "
-                f"policy gradient, got {self.max_importance}."
-            )
+        for name in _OF_A_POLICY_GRADIENT if self.name in WITHOUT_REWARDS else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"train expects no --algorithm.{name.replace('_', '-')} with {self.name}, "
+                    f"which has no policy gradient, got {getattr(self, name)}."
+                )
 
 
 @dataclass(frozen=True)

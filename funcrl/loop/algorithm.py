@@ -1,4 +1,4 @@
-"""The algorithm and the optimizer that a configuration names."""
+"""The algorithm, what it leaves out, and the optimizer that a configuration names."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,10 +9,18 @@ from funcrl import optim
 from funcrl.config import AlgorithmConfig, TrainConfig
 from funcrl.config.sections import WITHOUT_REWARDS, is_own
 from funcrl.core import tree
-from funcrl.core.types import Algorithm, GradientTransformation, Params
+from funcrl.core.types import (
+    Algorithm,
+    GradientTransformation,
+    Params,
+    PrepareFn,
+    Rows,
+    TokenScores,
+)
 from funcrl.parallel import Axis
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl import aggregation, algorithms, ratios
+from funcrl.rl.prepare import off_policy_mask, top_entropy
 from funcrl.tasks.named import arguments_taken, call_with_known, import_named
 
 
@@ -61,6 +69,23 @@ def _without_rewards(config: TrainConfig, has_teacher: bool) -> Algorithm:
         return algorithms.distill(weight=taught)
     supervised = algorithms.sft()
     return supervised._replace(teacher_weight=taught) if has_teacher else supervised
+
+
+def prepare_of(config: TrainConfig) -> PrepareFn | None:
+    """Return the function that leaves out what a step is not to learn from; None for nothing."""
+    options = config.algorithm
+    chosen: list[PrepareFn] = []
+    if options.off_policy_mask is not None:
+        chosen.append(off_policy_mask(options.off_policy_mask))
+    if options.top_entropy < 1:
+        chosen.append(top_entropy(options.top_entropy))
+
+    def prepare(scores: TokenScores, batch: Rows) -> Rows:
+        for each in chosen:
+            batch = each(scores, batch)
+        return batch
+
+    return prepare if chosen else None
 
 
 def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTransformation:

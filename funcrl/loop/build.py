@@ -25,7 +25,7 @@ from funcrl.core.types import (
 from funcrl.generators import Generator, Scorer
 from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
-from funcrl.loop.algorithm import algorithm_of, optimizer_of
+from funcrl.loop.algorithm import algorithm_of, optimizer_of, prepare_of
 from funcrl.loop.from_config import check_model
 from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import is_shape, without_critic
@@ -406,7 +406,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], Callable[[_Making], Any]]] = {
     "algorithm": (("teacher",), _algorithm),
     "optimizer": ((), lambda making: optimizer_of(making.config, making.mesh.shard)),
     "per_sample": ((), _per_sample),
-    "prepare": ((), lambda _: None),
+    "prepare": ((), lambda making: prepare_of(making.config)),
     "layout": (("model", "params", "lora"), _layout),
     "step": (("model_fn", "algorithm", "optimizer", "per_sample", "prepare", "layout"), _step),
     "generator": (("model", "task"), _generator),

@@ -192,6 +192,8 @@ def test_a_refused_value_names_its_option(capsys, line, expected):
          {"generator": "vllm", "log.trackers": ["wandb", "tensorboard"]}),
         ("--reward_funcs accuracy_reward pkg.rewards.mine pkg.rewards:own --lr 3e-4",
          {"reward": ["trl.rewards:accuracy_reward", "pkg.rewards:mine", "pkg.rewards:own"]}),
+        ("--top_entropy_quantile 0.2 --off-policy-mask-threshold=0.05",
+         {"algorithm.top_entropy": 0.2, "algorithm.off_policy_mask": 0.05}),
         ("--optim=adamw_torch_fused", {"optimizer.name": "adamw", "optimizer.moments": "float32"}),
         ("--beta 0.5 --algorithm.kl 0.25", {"algorithm.kl": 0.25}),
     ],

@@ -79,6 +79,27 @@ def test_a_policy_from_nothing_learns_to_copy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", ["none", "prefixes"])
+def test_what_is_left_out_by_option_is_what_the_functions_leave_out(packing):
+    """In several updates of a rollout, in which the policy moves away from what drew it."""
+    options = {"num_iterations": 2, "num_minibatches": 2, "packing": packing}
+    plain = small(None, **options, optimizer=OptimizerConfig(learning_rate=1e-2, warmup=0))
+
+    def params_of(prepare=None, **changes):
+        config = replace(plain, algorithm=replace(plain.algorithm, **changes))
+        given = {} if prepare is None else {"prepare": prepare}
+        return funcrl.train(config, task=Copy(), **given).state.params
+
+    def both(scores, batch):
+        return funcrl.top_entropy(0.5)(scores, funcrl.off_policy_mask(0.02)(scores, batch))
+
+    found = params_of(top_entropy=0.5, off_policy_mask=0.02)
+    assert equal(found, params_of(both))
+    for other in ({}, {"top_entropy": 0.5}, {"off_policy_mask": 0.02}):
+        assert not equal(found, params_of(**other))
+
+
+@pytest.mark.slow
 def test_the_folder_holds_the_run(tmp_path):
     config = small(tmp_path / "run")
     trained = funcrl.train(config, command=["funcrl", "train"])
