@@ -34,6 +34,8 @@ _SAME_AS = {
     "num-steps": ("steps",),
     "output-dir": ("run-dir", "out"),
     "report-to": ("log.trackers",),
+    "ref-model-mixup-alpha": ("algorithm.reference-mixup",),
+    "ref-model-sync-steps": ("algorithm.reference-every",),
     "save-steps": ("checkpoint.every",),
     "save-total-limit": ("checkpoint.keep-last",),
     "temperature": ("sampling.temperature",),
@@ -133,11 +135,12 @@ def no_option(owner: str, wrong: Mapping[str, Sequence[str]]) -> str:
     return f"{owner} has no option {first}{did_you_mean(meant)}{nor and f' Nor {nor}.'}"
 
 
-# Flags of TRL that are an option with a value here; its adapters have rank 16.
+# Flags of TRL that are an option with a value here: its adapters have rank 16.
 _FLAGS = {
     "bf16": ("dtype", "bfloat16"),
     "load-in-4bit": ("lora.base-dtype", "nf4"),
     "load-in-8bit": ("lora.base-dtype", "int8"),
+    "sync-ref-model": ("algorithm.reference-every", "512"),
     "use-peft": ("lora.rank", "16"),
     "use-vllm": ("generator", "vllm"),
 }

@@ -28,7 +28,7 @@ BY_ITSELF = ("reinforce", "ppo", *WITHOUT_REWARDS)
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
 # Options of a critic and of the advantages that it gives.
-_OF_A_POLICY_GRADIENT = ("max_importance", "top_entropy", "off_policy_mask")
+_OF_A_POLICY_GRADIENT = ("max_importance", "top_entropy", "off_policy_mask", "reference_every")
 _OF_A_CRITIC = ("value", "value_clip", "gamma", "lam", "whiten")
 
 
@@ -73,6 +73,11 @@ class AlgorithmConfig:
     answers alive that a small policy would forget; 0 needs no reference and is faster."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """The formula that estimates the KL divergence from samples."""
+    reference_every: Count | None = None
+    """Move the reference of the KL penalty towards the policy each time that so many steps are done
+    (TRL's ref_model_sync_steps with sync_ref_model); when left out it stays."""
+    reference_mixup: Fraction = 0.6
+    """How far the reference moves: 1 is to the policy (TRL's ref_model_mixup_alpha)."""
     entropy: Finite = 0.02
     """Coefficient of the entropy bonus: without one, a small policy settles on wrong answers. Its
     tokens are weighed as the loss's are; TRL's entropy_coef takes their mean, as dapo does."""

@@ -289,6 +289,12 @@ class TrainConfig:
                 f"trained whole and has no exact operations, got {self.lora.rank} and "
                 f"{self.numerics}."
             )
+        moves = self.algorithm.reference_every is not None and self.algorithm.reference_mixup < 1
+        if moves and self.lora.rank:
+            raise ValueError(
+                f"train expects --algorithm.reference-mixup 1 with adapters, whose two matrices "
+                f"cannot be mixed one by one, got {self.algorithm.reference_mixup}."
+            )
         if self.lora.is_rounded and self.numerics == "exact":
             raise ValueError(
                 f"train expects --lora.base-dtype float32 with --numerics exact, which has no "

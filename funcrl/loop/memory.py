@@ -288,6 +288,7 @@ def estimate_memory(
     is_captured = config.generator == "sampler" and on_gpu and is_half and captured_runs(shape)
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and on_gpu
+    moves = config.algorithm.reference_every is not None  # the reference is part of a checkpoint
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
@@ -310,7 +311,7 @@ def estimate_memory(
         # over the old state layer by layer.
         next_state=(share.parameters + own_moments) * (0 if is_in_place else num_states),
         updates=updates if config.compile is None else 0,
-        checkpoint=saves * ((1 + config.max_staleness) * trained + moments),
+        checkpoint=saves * ((1 + config.max_staleness + moves) * trained + moments),
         cache=cache,
         kept_cache=cache if is_captured else 0,
     )

@@ -117,12 +117,12 @@ def go_on_together(record: Follower, parts: Parts) -> None:
     if mesh.all.size == 1:
         return
     own = record.progress if isinstance(record, Record) else None
-    known = None if own is None else (own.step, own.row, len(own.older))
-    step, row, num_older = of_first_rank(known, mesh.host)
-    like = (empty_state(parts), (dict(trained_like(parts)),) * num_older)
-    whole = like if mesh.shard.size == 1 else (whole_like(parts), like[1])
+    known = None if own is None else (own.step, own.row, len(own.older), len(own.reference))
+    step, row, *counts = of_first_rank(known, mesh.host)
+    like = (empty_state(parts), *((dict(trained_like(parts)),) * count for count in counts))
+    whole = like if mesh.shard.size == 1 else (whole_like(parts), *like[1:])
     leaves, unflatten = tree.flatten(like)
-    given = leaves if own is None else tree.leaves((own.state, own.older))
+    given = leaves if own is None else tree.leaves((own.state, own.older, own.reference))
     for place, shape in enumerate(tuple(leaf.shape) for leaf in tree.leaves(whole)):
         local = leaves[place]
         sent = torch.empty(shape, dtype=local.dtype, device=local.device)
@@ -130,5 +130,5 @@ def go_on_together(record: Follower, parts: Parts) -> None:
             sent = given[place].to(local.device)
         received = broadcast(sent, mesh.all)
         leaves[place] = received if local.shape == shape else shard(received, mesh.shard)
-    state, older = unflatten(leaves)
-    record.go_on(Progress(step, state, row, older))
+    state, older, reference = unflatten(leaves)
+    record.go_on(Progress(step, state, row, older, reference))

@@ -20,7 +20,15 @@ from funcrl.loop.build import Parts, build, empty_state, first_params, whole_par
 from funcrl.loop.ending import Callback, EndFn, ends_with
 from funcrl.loop.export import Trained
 from funcrl.loop.from_config import has_critic, plain_model_fn
-from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
+from funcrl.loop.opening import (
+    Start,
+    check_reference,
+    check_teacher,
+    facts_of,
+    open_run,
+    remember_code,
+    with_folder,
+)
 from funcrl.loop.pack import check_packing
 from funcrl.loop.ranks import (
     agreed,
@@ -43,7 +51,7 @@ from funcrl.loop.rollouts.roll import (
 )
 from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.supervised import answers_of
-from funcrl.loop.update import scored, update
+from funcrl.loop.update import moved_reference, moves_reference, scored, update
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.functional import is_of_transformers
 from funcrl.ops.exact.linear import slow_products
@@ -151,6 +159,7 @@ def train(
             f"numerics, packing, vLLM and .gguf files, and slower to draw from."
         )
     check_packing(config, parts)
+    check_reference(config, parts)
     check_teacher(config, parts)
     facts = facts_of(config, parts, start.given) | {"ranks": str(mesh.all.size)}
     check_ranks_agree(config, facts, mesh)
@@ -292,14 +301,7 @@ def _loop(
     done, state = record.progress.step, record.progress.state
     if not done and _ends(record, why_it_ends):
         return
-    reference = None
-    if parts.kl:
-        reference = whole_params(parts, state.params)
-        if isinstance(record, Record):
-            reference = reference_policy(record.folder, done, reference)
-        reference = dict(broadcast_tree(dict(reference), parts.mesh.all))
-        if parts.donates:  # the first step overwrites its state, which must not be the reference
-            reference = tree.map(torch.clone, reference)
+    reference, moved = _first_reference(parts, record), record.progress.reference
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     rollouts.give(done, state.params)
     skipped = _Skipped(record.progress.row, state)
@@ -316,7 +318,10 @@ def _loop(
             if parts.is_supervised:  # the step drew nothing to look at
                 seen = evaluated.seen
                 row |= _eval_loss(config, parts, whole_trained(parts, rollouts.newest), prompts)
-        record.advance(state, row, seen, rollouts.older)
+        if reference is not None and moves_reference(config, index):
+            reference = moved_reference(config, reference, whole_params(parts, state.params))
+            moved = (reference,)
+        record.advance(state, row, seen, rollouts.older, moved)
         for line in skipped.lines(row, state):
             record.note(line)
         if _ends(record, why_it_ends):
@@ -324,6 +329,20 @@ def _loop(
         if stop() and index < config.steps:
             record.save_together()  # while all ranks are here
             raise KeyboardInterrupt
+
+
+def _first_reference(parts: Parts, record: Follower) -> Params | None:
+    """Return the reference of a KL penalty that a run begins or goes on with, if it has one."""
+    step, state, *_, moved = record.progress
+    if not parts.kl:
+        return None
+    reference = whole_params(parts, state.params)
+    if isinstance(record, Record):
+        reference = moved[0] if moved else reference_policy(record.folder, step, reference)
+    reference = dict(broadcast_tree(dict(reference), parts.mesh.all))
+    if parts.donates:  # the first step overwrites its state, which must not be the reference
+        reference = tree.map(torch.clone, reference)
+    return reference
 
 
 def _ends(record: Follower, why_it_ends: EndFn) -> bool:
@@ -363,7 +382,7 @@ class _Skipped:
 
 def _check_updated(record: Follower) -> None:
     """Raise if each update of a run was skipped."""
-    _, state, row, _ = record.progress
+    state, row = record.progress.state, record.progress.row
     if 0 < int(state.step) == row.get("num_skipped_updates"):
         raise ValueError(
             f"train expects finite gradients and updates, got none in {int(state.step)} updates, "

@@ -20,6 +20,7 @@ class Progress(NamedTuple):
     row: dict[str, Any]  # of metrics.jsonl; those before it are only there
     # What was trained after the steps before it, oldest first, as far as rollouts need it.
     older: tuple[Params, ...] = ()
+    reference: tuple[Params, ...] = ()  # of a KL penalty: one, once it has moved
 
 
 class Follower:
@@ -57,9 +58,10 @@ class Follower:
         seen: Sequence[Completion],
         # Trained after the steps before it, if a resumed run draws with that.
         older: Sequence[Params] = (),
+        reference: Sequence[Params] = (),
     ) -> None:
         """Take a finished step."""
-        self._progress = Progress(row["step"], state, row, tuple(older))
+        self._progress = Progress(row["step"], state, row, tuple(older), tuple(reference))
         self._show(seen)
         every = self._config.checkpoint.every
         if every and (row["step"] == self._config.steps or not row["step"] % every):

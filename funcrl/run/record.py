@@ -29,6 +29,7 @@ from funcrl.run.runs import Completion
 from funcrl.run.trackers import Tracker, tracker
 from funcrl.run.views import View
 
+_MOVED = "reference_has_moved"  # whether the last tree beside a checkpoint's state is the reference
 _OF_A_FORK = ("parent", "parent_step")  # facts of a run that began as another one's checkpoint
 
 
@@ -81,7 +82,7 @@ class Record(Follower):
             return None
         self._facts |= origin
         self._go_on(self.folder, found, needs_reference)
-        self._progress = Progress(found.step, found.state, found.extra["row"], found.beside)
+        self._progress = _progress_of(found)
         self.note(f"Resumed {self.folder} after step {found.step}.")
         return found.step
 
@@ -102,7 +103,7 @@ class Record(Follower):
         if (parent / runs.REFERENCE).exists():
             params = dict(like.params)
             save(self.folder / runs.REFERENCE, reference_policy(parent, found.step or 1, params))
-        progress = Progress(found.step, found.state, found.extra["row"], found.beside)
+        progress = _progress_of(found)
         if self._config.checkpoint.every:
             score = score_of(progress.row)
             self._checkpoints.save(found.step, found.state, found.extra, score, found.beside)
@@ -142,6 +143,7 @@ class Record(Follower):
         row: dict[str, Any],
         seen: Sequence[Completion],
         older: Sequence[Params] = (),
+        reference: Sequence[Params] = (),
     ) -> None:
         """Write down a finished step, and show it."""
         metrics = self.folder / runs.METRICS
@@ -153,7 +155,7 @@ class Record(Follower):
         runs.append_lines(metrics, [row])
         runs.append_lines(self.folder / runs.COMPLETIONS, [each.to_row() for each in seen])
         # Only now, because a step whose lines could not be written must be run again.
-        super().advance(state, row, seen, older)
+        super().advance(state, row, seen, older, reference)
 
     def _show(self, seen: Sequence[Completion]) -> None:
         """Show a finished step, whose state is whole again."""
@@ -168,9 +170,10 @@ class Record(Follower):
 
     def _write(self, whole: Progress) -> None:
         """Begin to write a checkpoint."""
-        step, state, row, older = whole
+        step, state, row, older, reference = whole
         runs.sync_lines(self.folder)  # before what goes on from them
-        self._checkpoints.save(step, state, {"step": step, "row": row}, score_of(row), older)
+        extra = {"step": step, "row": row, **({_MOVED: True} if reference else {})}
+        self._checkpoints.save(step, state, extra, score_of(row), (*older, *reference))
 
     def save_unsaved(self, error: BaseException) -> None:
         """Save what an error or an interruption would lose, and report what is saved.
@@ -228,6 +231,13 @@ class Record(Follower):
         return None
 
 
+def _progress_of(found: Restored) -> Progress:
+    """Return the finished step that a checkpoint holds."""
+    num_older = len(found.beside) - bool(found.extra.get(_MOVED))
+    older, reference = found.beside[:num_older], found.beside[num_older:]
+    return Progress(found.step, found.state, found.extra["row"], older, reference)
+
+
 class _Display:
     """The view and the trackers that show a run."""
 
@@ -263,7 +273,7 @@ class _Display:
 
 
 def reference_policy(folder: Path, step: int, params: Params) -> Params:
-    """Return the policy of step 0, the reference of a KL penalty: saved then, restored later.
+    """Return the policy of step 0, a KL penalty's first reference: saved then, restored later.
 
     `params` are the policy's after `step` steps.
     """

@@ -395,6 +395,7 @@ def test_the_command_line_keeps_equal_rewards_where_they_teach(tmp_path, name):
     [
         {"clip": (0.2, 0.2)}, {"scale_rewards": "none"}, {"max_importance": 2.0},
         {"top_entropy": 0.5}, {"off_policy_mask": 0.1},
+        {"reference_every": 2},
     ],
 )  # fmt: skip
 def test_options_of_a_policy_gradient_are_refused_without_one(name, option):

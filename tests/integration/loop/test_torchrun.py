@@ -31,12 +31,14 @@ CONFIG = TrainConfig(
     steps=6, threads=1, numerics="exact", num_prompts=6, num_generations=4,
     packing="prefixes",  # as the command line chooses it
     warm_start=WarmStartConfig(steps=2), checkpoint=CheckpointConfig(every=2),
-    evaluation=EvaluationConfig(every=3, num_prompts=9), algorithm=AlgorithmConfig(kl=0.05),
+    evaluation=EvaluationConfig(every=3, num_prompts=9),
+    algorithm=AlgorithmConfig(kl=0.05, reference_every=2),
 )  # fmt: skip
 OPTIONS = {
     "--steps": 6, "--threads": 1, "--numerics": "exact", "--num-prompts": 6,
     "--num-generations": 4, "--warm-start.steps": 2, "--checkpoint.every": 2,
     "--evaluation.every": 3, "--evaluation.num-prompts": 9, "--algorithm.kl": 0.05,
+    "--algorithm.reference-every": 2,
 }  # fmt: skip
 
 
