@@ -135,16 +135,6 @@ def _given(config: TrainConfig, objects: Collection[str], parts: Parts | None) -
     return {*parts.replaced}
 
 
-def check_reference(config: TrainConfig, parts: Parts) -> None:
-    """Raise if a reference is to move that there is not."""
-    every = config.algorithm.reference_every
-    if every and not parts.kl:
-        raise ValueError(
-            f"train expects --algorithm.kl above 0 with --algorithm.reference-every {every}, which "
-            f"moves the reference of its penalty, got 0."
-        )
-
-
 def check_teacher(config: TrainConfig, parts: Parts) -> None:
     """Raise unless a teacher and an algorithm that learns from one come together.
 

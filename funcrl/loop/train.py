@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from funcrl.config import TrainConfig
-from funcrl.core import checks, rng, tree
+from funcrl.core import checks, rng
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
@@ -22,7 +22,6 @@ from funcrl.loop.export import Trained
 from funcrl.loop.from_config import has_critic, plain_model_fn
 from funcrl.loop.opening import (
     Start,
-    check_reference,
     check_teacher,
     facts_of,
     open_run,
@@ -39,6 +38,12 @@ from funcrl.loop.ranks import (
     whole_like,
     whole_state_fn,
 )
+from funcrl.loop.reference import (
+    check_reference,
+    first_reference,
+    moved_reference,
+    moves_reference,
+)
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record, to_completions, with_logged
 from funcrl.loop.rollouts.ranks import draw_and_grade
@@ -51,7 +56,7 @@ from funcrl.loop.rollouts.roll import (
 )
 from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.supervised import answers_of
-from funcrl.loop.update import moved_reference, moves_reference, scored, update
+from funcrl.loop.update import scored, update
 from funcrl.loop.warm_start import beyond, warm_start
 from funcrl.models.functional import is_of_transformers
 from funcrl.ops.exact.linear import slow_products
@@ -61,7 +66,7 @@ from funcrl.rl.batching import pad_length
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, named_mean
 from funcrl.run.follower import Follower
-from funcrl.run.record import Record, reference_policy
+from funcrl.run.record import Record
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.views import SilentView, View, view_for
@@ -301,7 +306,7 @@ def _loop(
     done, state = record.progress.step, record.progress.state
     if not done and _ends(record, why_it_ends):
         return
-    reference, moved = _first_reference(parts, record), record.progress.reference
+    reference, moved = first_reference(parts, record), record.progress.reference
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     rollouts.give(done, state.params)
     skipped = _Skipped(record.progress.row, state)
@@ -329,20 +334,6 @@ def _loop(
         if stop() and index < config.steps:
             record.save_together()  # while all ranks are here
             raise KeyboardInterrupt
-
-
-def _first_reference(parts: Parts, record: Follower) -> Params | None:
-    """Return the reference of a KL penalty that a run begins or goes on with, if it has one."""
-    step, state, *_, moved = record.progress
-    if not parts.kl:
-        return None
-    reference = whole_params(parts, state.params)
-    if isinstance(record, Record):
-        reference = moved[0] if moved else reference_policy(record.folder, step, reference)
-    reference = dict(broadcast_tree(dict(reference), parts.mesh.all))
-    if parts.donates:  # the first step overwrites its state, which must not be the reference
-        reference = tree.map(torch.clone, reference)
-    return reference
 
 
 def _ends(record: Follower, why_it_ends: EndFn) -> bool:

@@ -78,18 +78,6 @@ def update(
     return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
 
 
-def moves_reference(config: TrainConfig, index: int) -> bool:
-    """Return whether the reference of a KL penalty moves after a step."""
-    every = config.algorithm.reference_every
-    return every is not None and index % every == 0
-
-
-def moved_reference(config: TrainConfig, reference: Params, policy: Params) -> Params:
-    """Return the reference of a KL penalty, moved towards the policy."""
-    share = config.algorithm.reference_mixup
-    return tree.map(lambda old, new: (1 - share) * old + share * new, reference, policy)
-
-
 def scored(
     config: TrainConfig,
     parts: Parts,

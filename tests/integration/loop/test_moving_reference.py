@@ -19,7 +19,7 @@ from funcrl.config import (
     OptimizerConfig,
 )
 from funcrl.loop.build import empty_state
-from funcrl.loop.update import moved_reference
+from funcrl.loop.reference import moved_reference
 from funcrl.run.checkpoint import restore_newest
 
 
@@ -113,8 +113,8 @@ def test_a_fork_begins_with_the_reference_that_its_parent_had(tmp_path):
     whole = moving(tmp_path / "whole", every=2)
     straight = funcrl.train(whole, task=Copy())
     stops = iter([False, False, True])
+    parent = replace(whole, run_dir=tmp_path / "parent")
     with pytest.raises(KeyboardInterrupt):
-        parent = replace(whole, run_dir=tmp_path / "parent")
         funcrl.train(parent, task=Copy(), stop=lambda: next(stops))
     forked = funcrl.train(
         replace(whole, run_dir=tmp_path / "fork"), task=Copy(), fork=tmp_path / "parent"
