@@ -27,15 +27,15 @@ _SAME_AS = {
     "max-response-length": ("sampling.max-tokens", "max-tokens"),
     "max-steps": ("steps",),
     "max-tokens": ("sampling.max-tokens",),
-    "off-policy-mask-threshold": ("algorithm.off-policy-mask",),
     "model-name": ("model",),
     "model-name-or-path": ("model",),
     "num-epochs": ("num-train-epochs",),
     "num-steps": ("steps",),
+    "off-policy-mask-threshold": ("algorithm.off-policy-mask",),
     "output-dir": ("run-dir", "out"),
-    "report-to": ("log.trackers",),
     "ref-model-mixup-alpha": ("algorithm.reference-mixup",),
     "ref-model-sync-steps": ("algorithm.reference-every",),
+    "report-to": ("log.trackers",),
     "save-steps": ("checkpoint.every",),
     "save-total-limit": ("checkpoint.keep-last",),
     "temperature": ("sampling.temperature",),
@@ -135,7 +135,7 @@ def no_option(owner: str, wrong: Mapping[str, Sequence[str]]) -> str:
     return f"{owner} has no option {first}{did_you_mean(meant)}{nor and f' Nor {nor}.'}"
 
 
-# Flags of TRL that are an option with a value here: its adapters have rank 16.
+# Flags of TRL that are an option with a value here; its adapters have rank 16.
 _FLAGS = {
     "bf16": ("dtype", "bfloat16"),
     "load-in-4bit": ("lora.base-dtype", "nf4"),
@@ -163,12 +163,11 @@ def own_name(name: str) -> str:
     module, _, attribute = name.rpartition(".")
     if name in _REWARDS_OF_TRL:
         return f"trl.rewards:{name}"
-    if all(part.isidentifier() for part in (*module.split("."), attribute)):
-        return f"{module}:{attribute}"
-    return name
+    is_path = all(part.isidentifier() for part in (*module.split("."), attribute))
+    return f"{module}:{attribute}" if is_path and attribute != "py" else name
 
 
-def _in_own_words(
+def _translated(
     name: str, values: Sequence[str], options: Sequence[str]
 ) -> tuple[str, Sequence[str]]:
     """Return the option that a name of another library is, and its values; "" for none."""
@@ -200,7 +199,7 @@ def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], 
         flag, equals, first = text.partition("=")
         values = [first, *given] if equals else given
         name = flag.removeprefix("--").replace("_", "-")
-        option, own = _in_own_words(name, values, options)
+        option, own = _translated(name, values, options)
         if flag.startswith("--") and name not in options and option in options:
             replaced = [f"--{option}", *own]
             # A flag goes before an option that is given: the last one counts.

@@ -27,8 +27,8 @@ WITHOUT_REWARDS = ("distill", "sft")
 BY_ITSELF = ("reinforce", "ppo", *WITHOUT_REWARDS)
 OPTIMIZERS = ("adamw", "sgd", "muon")
 GENERATORS = ("sampler", "vllm")
-# Options of a critic and of the advantages that it gives.
 _OF_A_POLICY_GRADIENT = ("max_importance", "top_entropy", "off_policy_mask", "reference_every")
+# Options of a critic and of the advantages that it gives.
 _OF_A_CRITIC = ("value", "value_clip", "gamma", "lam", "whiten")
 
 
@@ -124,6 +124,11 @@ class AlgorithmConfig:
             raise ValueError(
                 f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
                 f"divide by a deviation, got {self.scale_rewards}."
+            )
+        if self.reference_every is None and self.reference_mixup != type(self).reference_mixup:
+            raise ValueError(
+                f"train expects --algorithm.reference-every with --algorithm.reference-mixup "
+                f"{self.reference_mixup}, got none."
             )
         for name in _OF_A_CRITIC if self.name != "ppo" else ():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:

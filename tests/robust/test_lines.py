@@ -237,12 +237,15 @@ def test_what_peers_call_an_option_leads_to_one_that_there_is():
         ("accuracy_reward", "trl.rewards:accuracy_reward"),
         ("trl.rewards.accuracy_reward", "trl.rewards:accuracy_reward"),
         ("ORG/NAME", "--reward-model ORG/NAME"),
+        ("my.py", ""),
+        ("folder/my.py", ""),
     ],
 )
 def test_a_reward_s_name_is_refused_by_a_dry_run_too(capsys, reward, meant):
     code, _, err = run(["train", "--dry-run", "--reward", reward], capsys)
     assert code == 1
-    assert f"module:Name, got {reward!r}; did you mean {meant}?" in err
+    assert f"module:Name, got {reward!r}{meant and f'; did you mean {meant}?'}" in err
+    assert ("did you mean" in err) == bool(meant)
 
 
 @pytest.mark.parametrize("given", [["--algorithm", "dapo"], ["--algorithm=dapo"]])

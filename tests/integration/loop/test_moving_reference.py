@@ -141,3 +141,8 @@ def test_a_reference_that_cannot_move_is_refused_before_the_folder_is_made(
     with pytest.raises(ValueError, match=words):
         funcrl.train(moving(tmp_path / "run", every=2, **options))
     assert not [*tmp_path.iterdir()]
+
+
+def test_how_far_it_moves_is_asked_only_of_one_that_moves():
+    with pytest.raises(ValueError, match="--algorithm.reference-every with --algorithm.reference-"):
+        AlgorithmConfig(reference_mixup=0.5)
