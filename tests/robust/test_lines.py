@@ -16,8 +16,9 @@ from funcrl.cli.options import (
     parse,
     with_compile_options,
 )
+from funcrl.cli.train import read_line
 from funcrl.config import TrainConfig
-from funcrl.config.names import _KNOWN_AS, _SAME_AS
+from funcrl.config.names import _KNOWN_AS, _SAME_AS, understood
 
 MALFORMED = """
 train --num-train-epochs 3
@@ -211,6 +212,25 @@ def test_names_of_other_libraries_are_understood_and_said(capsys, line, own):
     (said,) = [each for each in err.splitlines() if " is --" in each]
     theirs = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
     assert all(f"{word} is --" in said for word in theirs if word != "--algorithm.kl")
+
+
+def test_the_line_of_trl_grpo_in_the_docs_is_one_of_funcrl_train():
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    block = page.partition("    funcrl train --model_name_or_path")[2].partition("\n\n")[0]
+    words = f"--model_name_or_path{block}".replace("\\\n", " ").split()
+    options = [option.name for each in (with_compile_options(TrainConfig()), StartConfig())
+               for option in options_of(each)]  # fmt: skip
+    line, others = understood(words, options)
+    assert len(others) == 19  # all but two, which are called the same
+    _, config = read_line(line)
+    assert config.model == "Qwen/Qwen3-0.6B"
+    assert config.task == "trl-lib/DeepMath-103K"
+    assert config.reward == ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward")
+    assert (config.lora.rank, config.lora.alpha, config.dtype) == (16, 32, "bfloat16")
+    assert (config.num_generations, config.sampling.max_tokens, config.seed) == (8, 512, 42)
+    assert (config.algorithm.name, config.algorithm.kl) == ("dapo", 0.0)
+    assert (config.checkpoint.every, config.evaluation.every) == (100, 50)
+    assert config.log.trackers == ("wandb",)
 
 
 def test_a_run_needs_no_option_before_it(capsys, tmp_path):
