@@ -73,11 +73,11 @@ class Form(NamedTuple):
 def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> Form:
     """Return how a reward function is called, which its parameters say.
 
-    One that takes `prompts`, `completions`, `solution_strs`, `environments` or what only functions
-    of a batch get, such as `completion_ids`, is called once for a batch. Parameters that are called
-    prompt, completion, answer, data, or like a column get these, and so do verl's solution_str and
-    ground_truth. Of two others the names must say that they are the prompt and the completion, as
-    (p, c) and (_, text) do.
+    One that takes `prompts`, `completions`, `completion_ids`, `log_extra`, `environments` or
+    `solution_strs` is called once for a batch. Parameters that are called prompt, completion,
+    answer, data, trainer_state, log_metric, or like a column get these, and so do verl's
+    solution_str and ground_truth. Of two others the names must say that they are the prompt and the
+    completion, as (p, c) and (_, text) do.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -91,6 +91,7 @@ def form_of(name: str, function: Callable[..., Any], columns: Collection[str]) -
     names = [each.name for each in plain]
     needed = [each.name for each in plain if each.default is each.empty]
     is_batch = not _OF_BATCH.isdisjoint(names)
+    is_batch |= not _OF_ANY.isdisjoint(names) and _OF_ONE.isdisjoint(names)
     known = {*columns, *(_BATCH | _plurals(columns) if is_batch else _ONE)}
     unknown = [each for each in needed if each not in known]
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL} & kinds
@@ -120,14 +121,14 @@ def calls_of(
         function: any callable.
         prompts: [B] the prompts, as `funcrl.tasks.Prompt`.
         outcomes: [B] the texts of completions, or an environment's last states.
-        known: what else functions of a batch may take, by name.
+        known: what else functions may take, by name.
     """
     if form.kind == "batch":
         return [partial(_call_batch, function, form, prompts, outcomes, known)]
     if form.kind == "positional":
         return [partial(function, *row) for row in zip(prompts, outcomes, strict=True)]
     return [
-        partial(_call_one, function, form, prompt, outcome)
+        partial(_call_one, function, form, prompt, outcome, known)
         for prompt, outcome in zip(prompts, outcomes, strict=True)
     ]
 
@@ -172,14 +173,18 @@ def as_list(result: Any, count: int) -> Sequence[Any]:
 
 _TEXTS = {"text", "response", "output", "outcome", "reply", "generation"}  # of a completion
 _VERL = {"solution_str", "ground_truth"}  # verl's names for the completion and the answer
-_ONE = {"prompt", "completion", "state", "answer", "data", *_VERL}
+_OF_ANY = {"trainer_state", "log_metric"}  # of a function of one completion or of a batch
+_OF_ONE = {"prompt", "completion", "state", "solution_str"}
+_ONE = {*_OF_ONE, "answer", "data", *_VERL, *_OF_ANY}
 _PLURALS = {f"{each}s" for each in _VERL}
-_KNOWN = {"completion_ids", "trainer_state", "log_metric", "log_extra"}  # where there are any
-_OF_BATCH = {"prompts", "completions", "environments", "solution_strs", *_KNOWN}
-_BATCH = {*_OF_BATCH, "states", "answers", "data", *_PLURALS}
+_OF_BATCH = {
+    "prompts", "completions", "completion_ids", "log_extra", "environments", "solution_strs",
+}  # fmt: skip
+_BATCH = {*_OF_BATCH, "states", "answers", "data", *_PLURALS, *_OF_ANY}
+_KNOWN = {"completion_ids", "log_extra", *_OF_ANY}  # where there are any
 _OF_VERL = {"solution_str", "solution_strs"}
 # Where a column has one of these names, the argument is not the column; `data` has it.
-_RESERVED = {"prompt", "completion", "solution_str", *_OF_BATCH}
+_RESERVED = {"prompt", "completion", "solution_str", *_OF_BATCH, *_OF_ANY}
 
 
 def columns_of(prompt: Any) -> Mapping[str, Any]:
@@ -232,15 +237,25 @@ def _plurals(columns: Collection[str]) -> set[str]:
     return {f"{each}s" for each in columns}
 
 
-def _call_one(function: Callable[..., Any], form: Form, prompt: Any, outcome: Any) -> Any:
+def _call_one(
+    function: Callable[..., Any], form: Form, prompt: Any, outcome: Any, known: Mapping[str, Any]
+) -> Any:
+    _check_known(form, known)
     given = {
         "prompt": prompt, "completion": outcome, "state": outcome, "answer": prompt.answer,
         "data": prompt.data,
     }  # fmt: skip
     given |= {name: v for name, v in columns_of(prompt).items() if name not in _RESERVED}
     wanted = [*form.names, *(given if form.takes_all else ())]
-    given = {"solution_str": outcome, "ground_truth": _ground_truth(prompt), **given}
-    return function(**{each: given[each] for each in wanted})
+    given = {"solution_str": outcome, "ground_truth": _ground_truth(prompt), **given, **known}
+    return function(**{each: given[each] for each in wanted if each in given})
+
+
+def _check_known(form: Form, known: Mapping[str, Any]) -> None:
+    """Raise if a function needs what is not known."""
+    missing = [each for each in form.needed if each in _KNOWN and each not in known]
+    if missing:
+        raise NoRewardError(f"takes {missing[0]}, got none: grade(..., {missing[0]}=...)")
 
 
 def _call_batch(
@@ -250,9 +265,7 @@ def _call_batch(
     outcomes: Sequence[Any],
     known: Mapping[str, Any],
 ) -> Any:
-    missing = [each for each in form.needed if each in _KNOWN and each not in known]
-    if missing:
-        raise NoRewardError(f"takes {missing[0]}, got none: grade(..., {missing[0]}=...)")
+    _check_known(form, known)
     names = [each for each in columns_of(prompts[0]) if each not in _RESERVED]
     columns = {name: [columns_of(each)[name] for each in prompts] for name in names}
     plain = {
@@ -288,7 +301,7 @@ def rewards_of(
         prompts: [B], at least one.
         outcomes: [B] the texts of completions, or an environment's last states.
         limits: of rewards that are `async def`.
-        known: what else functions of a batch may take, by name.
+        known: what else functions may take, by name.
     """
     calls = own_calls(task, prompts, outcomes, limits, known)
     return own_rewards(task, run_calls(calls, limits), len(prompts))

@@ -171,6 +171,26 @@ async def logging_later(prompts, **given):
     return logging(*(given[name] for name in inspect.signature(logging).parameters))
 
 
+def logging_of_one(completion, trainer_state, log_metric=None, **columns):
+    assert columns["level"] in (0, 1)
+    assert "trainer_state" not in columns
+    log_metric("length", len(completion))
+    return trainer_state.global_step / trainer_state.max_steps
+
+
+def logging_of_all(log_metric, **given):
+    log_metric("length", sum(map(len, given["completions"])))
+    return [0.25] * len(given["completions"])
+
+
+@pytest.mark.parametrize(("function", "logged"), [(logging_of_one, 5 / 4), (logging_of_all, 5)])
+def test_a_function_of_one_completion_logs_too(function, logged):
+    task = with_rewards(from_rows(ROWS, by_position, held_out=0), {"logging": function})
+    found = rollouts.grade(task, PROMPTS, TEXTS, trainer_state=Progress(1, 4))
+    assert found.rewards["logging"].tolist() == [0.25] * 4
+    assert found.metrics == {"length": logged}
+
+
 class Logging(SumDigits):
     accuracy = "logging"
 
