@@ -103,7 +103,7 @@ def test_a_reference_that_is_the_policy_of_the_step_before_penalises_nothing(com
 def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path, options):
     config = moving(tmp_path / "whole", every=2, **options)
     straight = goes_on_to_the_same_bits(config, task=Copy())
-    fixed = replace(config.algorithm, reference_every=None)
+    fixed = replace(config.algorithm, reference_every=None, reference_mixup=0.6)
     other = funcrl.train(replace(config, algorithm=fixed, run_dir=tmp_path / "fixed"), task=Copy())
     assert not equal(other.state.params, straight.state.params)
 
