@@ -29,7 +29,7 @@ from funcrl.run.accuracy import wilson
 from funcrl.run.trust import check_run
 from funcrl.tasks.contracts import Task, TaskOrRows, is_task
 from funcrl.tasks.load import data_set, is_rows
-from funcrl.tasks.rewards import Progress
+from funcrl.tasks.rewards import TrainerState
 
 
 def interval(values: Sequence[float], num_samples: int = 1) -> tuple[float, float]:
@@ -315,7 +315,7 @@ def _grade(
             options.on_reward_error,
             limits_of(options),
             completed.completion_ids(),
-            Progress(step, options.steps),
+            TrainerState(step, options.steps),
         )
     finally:
         if out is not None:

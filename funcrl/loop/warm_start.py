@@ -15,7 +15,7 @@ from funcrl.rl.step import grpo_step
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Environment, Prompt, Task, TaskLike
 from funcrl.tasks.reward_calls import RewardLimits
-from funcrl.tasks.rewards import Progress
+from funcrl.tasks.rewards import TrainerState
 
 
 @checked
@@ -62,7 +62,7 @@ def warm_start(
         prompts = task.prompts(seed, done * config.num_prompts, config.num_prompts)
         demonstrations = [demonstration(task, prompt) for prompt in prompts]
         if not done:
-            _check_right(task, prompts, demonstrations, Progress(0, config.steps))
+            _check_right(task, prompts, demonstrations, TrainerState(0, config.steps))
         state, _ = step(state, collate(to_rollout(demonstrations, device), algorithm))
         done += 1
         if accuracy is not None and (done % config.every == 0 or done == config.steps):
@@ -86,12 +86,15 @@ def beyond(task: Task, prompts: Sequence[Prompt], limit: int) -> str:
 
 
 def _check_right(
-    task: Task, prompts: Sequence[Prompt], rows: Sequence[Demonstration], progress: Progress
+    task: Task,
+    prompts: Sequence[Prompt],
+    rows: Sequence[Demonstration],
+    trainer_state: TrainerState,
 ) -> None:
     """Raise if a demonstration is not right: a policy would learn what earns nothing."""
     outcomes, name = [outcome for _, _, outcome in rows], task.accuracy or "correct"
     ids = [each.completion() for each in rows]
-    rewarded = batch_rewards(task, prompts, outcomes, RewardLimits(), ids, progress).rows
+    rewarded = batch_rewards(task, prompts, outcomes, RewardLimits(), ids, trainer_state).rows
     for prompt, outcome, found in zip(prompts, outcomes, rewarded, strict=True):
         row, error, cause = found[:3]
         if error:

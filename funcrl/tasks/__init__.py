@@ -35,7 +35,7 @@ from funcrl.tasks.load import (
 )
 from funcrl.tasks.model_rewards import ask_judge, reward_model
 from funcrl.tasks.reward_calls import RewardLimits
-from funcrl.tasks.rewards import Progress
+from funcrl.tasks.rewards import TrainerState
 from funcrl.tasks.rows import from_rows
 from funcrl.tasks.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
 from funcrl.tasks.tool_calls import ToolCall, json_calls, python_calls, renderer_calls
@@ -55,7 +55,6 @@ __all__ = [
     "Judge",
     "Math",
     "Played",
-    "Progress",
     "Prompt",
     "ReasoningGym",
     "RewardFn",
@@ -66,6 +65,7 @@ __all__ = [
     "ToolCall",
     "ToolResults",
     "ToolState",
+    "TrainerState",
     "WordTokenizer",
     "ask_judge",
     "boxed_answer",

@@ -18,8 +18,8 @@ from funcrl.tasks.reward_calls import (
 )
 
 
-class Progress(NamedTuple):
-    """How far a run is, with TRL's names: what reward functions get as `trainer_state`."""
+class TrainerState(NamedTuple):
+    """How far a run is, for reward functions, under TRL's names."""
 
     global_step: int  # updates that are done
     max_steps: int

@@ -16,7 +16,7 @@ from funcrl.rl import rewards
 from funcrl.tasks.adapt import check_task
 from funcrl.tasks.contracts import Prompt, Task, TaskLike
 from funcrl.tasks.reward_calls import NOT_CAUGHT, RewardLimits, describe_error, shorten
-from funcrl.tasks.rewards import Progress, RewardLog, rewards_of
+from funcrl.tasks.rewards import RewardLog, TrainerState, rewards_of
 
 # Rewards are float32: what is larger would become infinite.
 _LARGEST = torch.finfo(torch.float32).max
@@ -50,7 +50,7 @@ def batch_rewards(
     outcomes: Sequence[Any],
     limits: RewardLimits,
     completion_ids: Sequence[Sequence[int]] | None = None,
-    trainer_state: Progress | None = None,
+    trainer_state: TrainerState | None = None,
 ) -> RewardedBatch:
     """Return the named rewards of completions, in their order.
 
@@ -141,7 +141,7 @@ def grade(
     on_error: Literal["stop", "skip"] = "stop",
     limits: RewardLimits | None = None,
     completion_ids: Sequence[Sequence[int]] | None = None,
-    trainer_state: Progress | None = None,
+    trainer_state: TrainerState | None = None,
 ) -> Graded:
     """Return every completion's rewards, and their weighted sum.
 

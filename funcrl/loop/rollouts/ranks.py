@@ -17,7 +17,7 @@ from funcrl.loop.rollouts.draw import Completed, complete
 from funcrl.loop.rollouts.grade import Graded, RewardedBatch, batch_rewards, graded_of
 from funcrl.parallel import Axis, gather_objects
 from funcrl.tasks.contracts import Prompt
-from funcrl.tasks.rewards import Progress
+from funcrl.tasks.rewards import TrainerState
 
 _Value = TypeVar("_Value")
 
@@ -60,7 +60,7 @@ def draw_and_grade(
             completed.outcomes,
             limits_of(config),
             completed.completion_ids(),
-            Progress(updates, config.steps),
+            TrainerState(updates, config.steps),
         )
     share = _Share(places, completed, rewarded)
     if axis.size > 1:

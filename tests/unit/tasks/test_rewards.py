@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 from funcrl import rollouts
 from funcrl.loop.episodes import Failure
 from funcrl.loop.rollouts.grade import RewardError
-from funcrl.tasks import Progress, Prompt, RewardLimits, SumDigits, from_rows, with_rewards
+from funcrl.tasks import Prompt, RewardLimits, SumDigits, TrainerState, from_rows, with_rewards
 from funcrl.tasks.adapt import guard
 
 ROWS = [{"prompt": f"{n}?", "answer": n, "level": n % 2} for n in range(4)]
@@ -186,7 +186,7 @@ def logging_of_all(log_metric, **given):
 @pytest.mark.parametrize(("function", "logged"), [(logging_of_one, 5 / 4), (logging_of_all, 5)])
 def test_a_function_of_one_completion_logs_too(function, logged):
     task = with_rewards(from_rows(ROWS, by_position, held_out=0), {"logging": function})
-    found = rollouts.grade(task, PROMPTS, TEXTS, trainer_state=Progress(1, 4))
+    found = rollouts.grade(task, PROMPTS, TEXTS, trainer_state=TrainerState(1, 4))
     assert found.rewards["logging"].tolist() == [0.25] * 4
     assert found.metrics == {"length": logged}
 
@@ -203,7 +203,7 @@ class Logging(SumDigits):
     "task", [from_rows(ROWS, logging), from_rows(ROWS, logging_later), Logging()]
 )
 def test_a_function_of_a_batch_logs_and_asks_how_far_the_run_is(task):
-    state = Progress(global_step=1, max_steps=4)
+    state = TrainerState(global_step=1, max_steps=4)
     found = rollouts.grade(guard(task), PROMPTS, TEXTS, trainer_state=state)
     assert found.total.tolist() == [0.25] * 4
     assert found.metrics == {"count": 2.0}
