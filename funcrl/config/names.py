@@ -221,10 +221,10 @@ def understood(args: Sequence[str], options: Sequence[str]) -> tuple[list[str], 
         name = flag.removeprefix("--").replace("_", "-")
         option, own = _translated(name, values, options)
         if flag.startswith("--") and name not in options and option in options:
-            replaced = [f"--{option}", *own]
+            found[flag] = " ".join([f"--{option}", *(own if own != values else ())])
+            replaced = [f"--{option}={own[0]}", *own[1:]] if equals else [f"--{option}", *own]
             # A flag goes before an option that is given: the last one counts.
             line = [*replaced, *line] if name in _FLAGS else [*line, *replaced]
-            found[flag] = " ".join(replaced if own != values else replaced[:1])
         else:
             line += [text, *given]
     return line, found

@@ -197,6 +197,7 @@ def test_a_refused_value_names_its_option(capsys, line, expected):
          {"algorithm.top_entropy": 0.2, "algorithm.off_policy_mask": 0.05}),
         ("--ref_model_sync_steps 64 --sync_ref_model --ref-model-mixup-alpha 0.5",
          {"algorithm.reference_every": 64, "algorithm.reference_mixup": 0.5}),
+        ("--output_dir=-odd", {"run_dir": "-odd"}),
         ("--sync-ref-model", {"algorithm.reference_every": 512}),
         ("--optim=adamw_torch_fused", {"optimizer.name": "adamw", "optimizer.moments": "float32"}),
         ("--beta 0.5 --algorithm.kl 0.25", {"algorithm.kl": 0.25}),
