@@ -1,5 +1,6 @@
 """Groups of options of a run: the algorithm, the optimizer, and what happens beside the steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -125,23 +126,25 @@ class AlgorithmConfig:
                 f"train expects no --algorithm.scale-rewards with {self.name}, which does not "
                 f"divide by a deviation, got {self.scale_rewards}."
             )
-        if self.reference_every is None and self.reference_mixup != type(self).reference_mixup:
+        if self.reference_every is None and self._given(["reference_mixup"]):
             raise ValueError(
                 f"train expects --algorithm.reference-every with --algorithm.reference-mixup "
                 f"{self.reference_mixup}, got none."
             )
-        for name in _OF_A_CRITIC if self.name != "ppo" else ():
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(
-                    f"train expects --algorithm ppo, which has a critic, with --algorithm."
-                    f"{name.replace('_', '-')}, got {self.name}."
-                )
-        for name in _OF_A_POLICY_GRADIENT if self.name in WITHOUT_REWARDS else ():
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(
-                    f"train expects no --algorithm.{name.replace('_', '-')} with {self.name}, "
-                    f"which has no policy gradient, got {getattr(self, name)}."
-                )
+        for name in self._given(_OF_A_CRITIC if self.name != "ppo" else ()):
+            raise ValueError(
+                f"train expects --algorithm ppo, which has a critic, with --algorithm."
+                f"{name.replace('_', '-')}, got {self.name}."
+            )
+        for name in self._given(_OF_A_POLICY_GRADIENT if self.name in WITHOUT_REWARDS else ()):
+            raise ValueError(
+                f"train expects no --algorithm.{name.replace('_', '-')} with {self.name}, "
+                f"which has no policy gradient, got {getattr(self, name)}."
+            )
+
+    def _given(self, names: Sequence[str]) -> list[str]:
+        """Return those of some options that do not have their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(type(self), name)]
 
 
 @dataclass(frozen=True)
