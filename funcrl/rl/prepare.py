@@ -13,7 +13,7 @@ from funcrl.core import checks, rng
 from funcrl.core.arguments import Fraction, NotNegative, checked
 from funcrl.core.types import Batch, CorrectionFn, PrepareFn, Rows, TokenScores
 from funcrl.ops import attention
-from funcrl.rl.ratios import sequence_sum
+from funcrl.rl.ratios import sequence_mean
 
 
 @checked
@@ -117,9 +117,7 @@ def off_policy_mask(threshold: NotNegative) -> PrepareFn:
             "off_policy_mask", "scores.logprobs", scores.logprobs, "batch.mask", mask.shape
         )
         above = torch.where(mask, behavior - scores.logprobs, 0.0)
-        sums, segment_ids = vmap(sequence_sum), getattr(batch, "segment_ids", ())
-        count = sums(mask.to(above.dtype), mask, segment_ids)
-        mean = sums(above, mask, segment_ids) / count.clamp(min=1.0)
+        mean = vmap(sequence_mean)(above, mask, getattr(batch, "segment_ids", ()))
         keeps = (batch.advantages >= 0) | (mean <= threshold)
         return batch._replace(advantages=torch.where(keeps, batch.advantages, 0.0))
 

@@ -52,9 +52,7 @@ def sequence(
     """
     log_ratio = _log_ratio("sequence", logprobs, behavior_logprobs)
     checks.check_shape("sequence", "mask", mask, "logprobs", logprobs.shape)
-    count = sequence_sum(mask.to(log_ratio.dtype), mask, segment_ids)
-    mean = sequence_sum(log_ratio, mask, segment_ids) / count.clamp(min=1)
-    ratio = numerics.exp_ratio(mean)
+    ratio = numerics.exp_ratio(sequence_mean(log_ratio, mask, segment_ids))
     return Ratio(ratio, torch.ones_like(ratio))
 
 
@@ -180,3 +178,22 @@ def sequence_sum(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()
     # T^2 work, but a fixed order of sums: index_add on a GPU gives other bits at each call.
     same_segment = segment_ids[:, None] == segment_ids[None, :]
     return same_segment.to(kept.dtype) @ kept
+
+
+@checked
+def sequence_mean(values: Tensor, mask: Tensor, segment_ids: Tensor | Absent = ()) -> Tensor:
+    """Return at each token the mean over the masked tokens of its sample, 0 where it has none.
+
+    Args:
+        values: [T].
+        mask: as of `sequence_sum`.
+        segment_ids: as of `sequence_sum`.
+
+    Example:
+        >>> import torch, funcrl
+        >>> values, mask = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([False, True, True])
+        >>> funcrl.ratios.sequence_mean(values, mask)
+        tensor([3., 3., 3.])
+    """
+    count = sequence_sum(mask.to(values.dtype), mask, segment_ids)
+    return sequence_sum(values, mask, segment_ids) / count.clamp(min=1)

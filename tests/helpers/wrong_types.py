@@ -100,6 +100,7 @@ OWN: dict[str, dict[str, Any]] = {
     "aggregation.constant": {"mask": purity.ROLLOUT.mask},
     "aggregation.sequence_mean": {"mask": purity.ROLLOUT.mask},
     "aggregation.token_mean": {"mask": purity.ROLLOUT.mask},
+    "ratios.sequence_mean": {"values": LOGPROBS},
     "ratios.sequence_sum": {"values": LOGPROBS},
     "arrays.to_tensor": {"array": LOGPROBS.numpy(), "like": LOGPROBS},
     "checks.check_callable": {"value": abs},

@@ -349,6 +349,8 @@ TABLE_OF_CALLS = {
         advantages.by_group(advantages.center), (ROLLOUT.rewards, ROLLOUT.group)),
     "advantages.standardize_by_batch": (
         advantages.standardize_by_batch, (ROLLOUT.rewards, ROLLOUT.group)),
+    "ratios.sequence_mean": (
+        ratios.sequence_mean, (T[0], T[0] > 0, torch.tensor([0, 0, 0, 1, 1, 1]))),
     "ratios.sequence_sum": (
         ratios.sequence_sum, (T[0], T[0] > 0, torch.tensor([0, 0, 0, 1, 1, 1]))),
     "aggregation.scaled": (
