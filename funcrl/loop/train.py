@@ -20,14 +20,7 @@ from funcrl.loop.build import Parts, build, empty_state, first_params, whole_par
 from funcrl.loop.ending import Callback, EndFn, ends_with
 from funcrl.loop.export import Trained
 from funcrl.loop.from_config import has_critic, plain_model_fn
-from funcrl.loop.opening import (
-    Start,
-    check_teacher,
-    facts_of,
-    open_run,
-    remember_code,
-    with_folder,
-)
+from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing
 from funcrl.loop.ranks import (
     agreed,
@@ -38,12 +31,7 @@ from funcrl.loop.ranks import (
     whole_like,
     whole_state_fn,
 )
-from funcrl.loop.reference import (
-    check_reference,
-    first_reference,
-    moved_reference,
-    moves_reference,
-)
+from funcrl.loop.reference import check_reference, first_reference, moved_reference, moves_reference
 from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
 from funcrl.loop.rollouts.log import completions_to_record, to_completions, with_logged
 from funcrl.loop.rollouts.ranks import draw_and_grade
