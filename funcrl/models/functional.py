@@ -315,9 +315,15 @@ def logits_fn(model: nn.Module) -> LogitsFn:
         apply = functional(_without_padding(model))
         takes_positions = forward_takes(model, "position_ids")
         takes_cache = forward_takes(model, "use_cache")
+        longest = getattr(model, "context_length", None)  # beyond which its rotation is another
 
         @checked
         def logits_of_transformers(params: Params, sample: Row) -> Tensor:
+            if longest is not None and len(sample.tokens) > longest:
+                raise ValueError(
+                    f"logits_fn expects rows of at most {longest} tokens, the context_length of "
+                    f"{type(model).__name__}, got {len(sample.tokens)}."
+                )
             # Without a mask and with a cache, transformers reads no values: see docs/models.md.
             call: dict[str, Any] = {"input_ids": sample.tokens[None]}
             if takes_positions:

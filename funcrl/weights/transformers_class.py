@@ -13,9 +13,6 @@ from funcrl.models.functional import forward_takes, without_weights
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.tensors import LONGEST_HEADER
 
-# Rotations whose angles depend on how long the longest text of a call is.
-_OF_LENGTH = ("dynamic", "longrope")
-
 
 def load_with_transformers(
     folder: Path, dtype: torch.dtype, device: str
@@ -69,7 +66,27 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
                 f"and no others, got {kind.replace('_keys', '')} {names}."
             )
     loaded_module: nn.Module = module.eval()
+    _keep_angles_of_short_texts(loaded_module)
     return loaded_module
+
+
+def _keep_angles_of_short_texts(module: nn.Module) -> None:
+    """Make rotations functions of a token's position alone, and `context_length` say until where.
+
+    Those of two kinds have other angles in a call whose longest text is above that length, where
+    the log-probability of a token would depend on its neighbours in the batch.
+    """
+    part: Any
+    for part in module.modules():
+        kind = getattr(part, "rope_type", None)
+        if kind == "longrope":
+            length = part.config.rope_parameters["original_max_position_embeddings"]
+        elif kind == "dynamic":
+            length = part.config.max_position_embeddings
+        else:
+            continue
+        module.context_length = length
+        part.rope_type = "default"  # its forward chooses no angles then
 
 
 def _check_causal(module: nn.Module, folder: Path) -> None:
@@ -123,13 +140,3 @@ def _check_described(described: dict[str, Any], folder: Path) -> None:
             f"load_params expects weights that are not quantised, got a quantization_config in "
             f"{folder / 'config.json'}."
         )
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = described.get(name)
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-        if kind in _OF_LENGTH:
-            raise ValueError(
-                f"load_params expects a rotation that is a function of a token's position, got "
-                f"{name} of type {kind!r} in {folder / 'config.json'}, which depends on the "
-                f"longest text of a call; of type 'default' it is the same network for texts "
-                f"within the length that it was trained with."
-            )

@@ -33,8 +33,6 @@ CONFIGS = {
     "layer_types": ({"layer_types": ["sliding_attention"] * 2}, "layer_types .*sliding"),
     "model_type": ({"model_type": "mistral"}, "model_type .*'mistral'"),
     "rope_type": ({"rope_scaling": {"rope_type": "yarn"}}, "got KeyError: .*'yarn'"),
-    "of length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-                  "position, got .*'dynamic'"),
     "biases quantised": ({"attention_bias": True, "quantization_config": {"bits": 4}},
                          "attention_bias .*True"),
     "both": ({"rope_parameters": THETA, "rope_scaling": LLAMA3},

@@ -1,6 +1,5 @@
 """Models that funcrl's own network is not: loaded, trained, resumed and exported by name alone."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -23,6 +22,8 @@ SIZES = {
 OF_TWO = SIZES | {"num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
         "original_max_position_embeddings": 16}  # fmt: skip
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.3, 2.0],
+             "long_factor": [2.0, 5.0, 9.0]}  # fmt: skip
 # The class, its configuration, and whether funcrl's own Transformer is that network.
 NETWORKS = {
     "mistral": ("MistralForCausalLM", OF_TWO | {"sliding_window": None}, True),
@@ -38,6 +39,9 @@ NETWORKS = {
     "llama biases": ("LlamaForCausalLM", OF_TWO | {
         "attention_bias": True, "mlp_bias": True}, False),
     "llama gelu": ("LlamaForCausalLM", OF_TWO | {"hidden_act": "gelu"}, False),
+    "llama dynamic": ("LlamaForCausalLM", OF_TWO | {
+        "max_position_embeddings": 40,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, False),
     "qwen2 window": ("Qwen2ForCausalLM", OF_TWO | {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}, False),
     "qwen3 biases": ("Qwen3ForCausalLM", OF_TWO | {"attention_bias": True}, False),
@@ -46,6 +50,8 @@ NETWORKS = {
     "gpt-neox": ("GPTNeoXForCausalLM", SIZES, False),
     "phi": ("PhiForCausalLM", SIZES | {"hidden_size": 32}, False),
     "phi3": ("Phi3ForCausalLM", SIZES, False),
+    "phi3 long": ("Phi3ForCausalLM", SIZES | {
+        "original_max_position_embeddings": 40, "rope_parameters": LONG_ROPE}, False),
     "olmo2": ("Olmo2ForCausalLM", SIZES, False),
     "smollm3": ("SmolLM3ForCausalLM", OF_TWO, False),
     "mixtral": ("MixtralForCausalLM", OF_TWO | {"num_local_experts": 4}, False),
@@ -258,10 +264,18 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         funcrl.load_params(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rotation_that_depends_on_the_length_is_refused(tmp_path, kind):
-    peer("phi3").save_pretrained(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    rewrite(tmp_path, rope_parameters=values["rope_parameters"] | {"rope_type": kind})
-    with pytest.raises(ValueError, match=f"^load_params .*position, got rope_parameters .*{kind}"):
-        funcrl.load_params(tmp_path)
+@pytest.mark.parametrize("name", ["llama dynamic", "phi3 long"])
+def test_a_rotation_does_not_depend_on_other_rows(tmp_path, name):
+    network = peer(name)
+    network.save_pretrained(tmp_path)
+    model, params = funcrl.load_params(tmp_path)
+    sampler = funcrl.generators.HuggingFace(model)
+    sampler.push(params)
+    samples = sampler.generate([[1, 2, 3]], Sampling(4, max_tokens=50), seed=0)
+    assert samples.tokens.shape[1] == 37  # 40 with the prompt
+    longer = torch.arange(41)[None]
+    with torch.no_grad():
+        short = network(longer[:, :40]).logits
+        assert (network(longer).logits[:, :40] - short).abs().max() > 1e-2  # of other angles
+    with pytest.raises(ValueError, match=f"^logits_fn .* at most 40 .*{type(network).__name__}"):
+        funcrl.score(funcrl.logprob_fn(model), params, Sample(longer, longer))
