@@ -23,6 +23,10 @@ _ADVICE = (
 )
 
 
+class Unbatched(ValueError):
+    """A forward that `torch.vmap` cannot run for all rows at once."""
+
+
 def explained(function: str, error: RuntimeError) -> Exception | None:
     """Return an error of our own for what vmap cannot run, None where it is another error."""
     text = str(error)
@@ -57,9 +61,14 @@ def reads_a_value(error: RuntimeError) -> bool:
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return True
     # vmap's refusals have no type of their own: `item()` and `if` begin with the first of these
-    # words, `tolist()` with the others.
+    # words, `tolist()` with the others, the last two of meta tensors and in a trace.
     return str(error).startswith(
-        ("vmap: It looks like you're", "Cannot access data pointer of Tensor that doesn't have")
+        (
+            "vmap: It looks like you're",
+            "Cannot access data pointer of Tensor that doesn't have",
+            "Cannot copy out of meta tensor",
+            "tolist() shouldn't be called on a tensor with unallocated storage",
+        )
     )
 
 
@@ -74,10 +83,10 @@ def why_not_batched(error: RuntimeError) -> str:
     return f"it refuses: {sentence}" if sentence.startswith("vmap: ") else ""
 
 
-def value_was_read(function: str, what: str, error: RuntimeError) -> ValueError:
+def value_was_read(function: str, what: str, error: RuntimeError) -> Unbatched:
     """Return the error that names the code that read a value, and what to pass instead."""
-    inside = {Path(torch.__file__).parent, Path(__file__).parents[1] / "core",
-              Path(__file__).parents[1] / "models"}  # fmt: skip
+    package = Path(__file__).parents[1]
+    inside = {Path(torch.__file__).parent, *(package / x for x in ("core", "graph", "models"))}
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -89,7 +98,7 @@ def value_was_read(function: str, what: str, error: RuntimeError) -> ValueError:
         place = f" in {last.name}() at line {last.lineno} of {Path(last.filename).name}"
         if "transformers" in Path(last.filename).parts:
             advice = _ADVICE
-    return ValueError(
+    return Unbatched(
         f"{function} expects {what} that reads no tensor's value in Python (float(), if) under "
         f"vmap or funcrl.trace, got one that does{place}.{advice}"
     )

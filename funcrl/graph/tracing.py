@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -147,9 +148,6 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
         if reads_a_value(error):
             raise ValueError(f"{_READS_NOTHING}, got one that does: {error}") from error
         raise
-    read = traced.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
-    if read:
-        raise ValueError(f"{_READS_NOTHING}, got one that reads {read[0].args[0]}.")
     graph = clean(traced)
     _check_own_memory(graph, args, paths)
     _complete(graph, paths, recorder)
@@ -205,6 +203,8 @@ class _Recorder(TorchDispatchMode):
         """Run the operation and set the origin of the nodes that it adds."""
         if func in _NO_NODES:
             return _NO_NODES[func](*args)
+        if func is aten._local_scalar_dense.default and getattr(args[0], "constant", 0) is None:
+            raise DataDependentOutputException(func)  # rather than a symbol, which goes anywhere
         last = self._graph._root.prev
         result = self._repeats.run(func, args, kwargs or {})
         added = nodes_after(last)

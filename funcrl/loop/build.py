@@ -27,10 +27,10 @@ from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.algorithm import algorithm_of, optimizer_of, prepare_of
 from funcrl.loop.from_config import check_model
-from funcrl.models.functional import vocab_size_of
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import Teacher
 from funcrl.models.lora import Lora
+from funcrl.models.networks import vocab_size_of
 from funcrl.parallel import Layout, Mesh, layout_of, unshard
 from funcrl.parallel.mesh import ALONE
 from funcrl.rl.grads import PerSampleTransform, clip_per_sample

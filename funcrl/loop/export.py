@@ -18,7 +18,7 @@ from funcrl.loop import sources
 from funcrl.loop.build import Parts, trained_like
 from funcrl.loop.data import check_data, task_of
 from funcrl.models import Transformer
-from funcrl.models.functional import is_of_transformers
+from funcrl.models.networks import is_of_transformers
 from funcrl.run import report, runs
 from funcrl.run.accuracy import held_out
 from funcrl.run.trust import check_run

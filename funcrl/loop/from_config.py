@@ -15,10 +15,10 @@ from funcrl.generators.draw import truncation_of
 from funcrl.graph.nodes import layer_of
 from funcrl.loop import memory
 from funcrl.models import Recurrent, Transformer, with_critic
-from funcrl.models.functional import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, logprob_fn
 from funcrl.models.lora import has_adapted_weights
+from funcrl.models.networks import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, Truncation, attend_flash, attend_flash_segments
 from funcrl.tasks.contracts import Task

@@ -23,10 +23,10 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.functional import is_of_transformers
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, adapts_linear, layer_weights, lora, qlora
+from funcrl.models.networks import is_of_transformers
 from funcrl.ops import ops_of
 from funcrl.run import runs
 from funcrl.run.checkpoint import restore_field

@@ -46,7 +46,7 @@ from funcrl.loop.sources import tokenizer_place
 from funcrl.loop.supervised import answers_of
 from funcrl.loop.update import scored, update
 from funcrl.loop.warm_start import beyond, warm_start
-from funcrl.models.functional import is_of_transformers
+from funcrl.models.networks import is_of_transformers, runs_under_vmap
 from funcrl.ops.exact.linear import slow_products
 from funcrl.parallel import Mesh, broadcast_tree
 from funcrl.parallel.mesh import ALONE
@@ -147,9 +147,10 @@ def train(
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     if parts.source.weights is not None and is_of_transformers(parts.model):
+        by_row = "" if runs_under_vmap(parts.model) else " It is trained one row after the other."
         view.note(
             f"{type(parts.model).__name__} runs as its class in transformers: without exact "
-            f"numerics, packing, vLLM and .gguf files, and slower to draw from."
+            f"numerics, packing, vLLM and .gguf files, and slower to draw from.{by_row}"
         )
     check_packing(config, parts)
     check_reference(config, parts)

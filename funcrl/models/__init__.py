@@ -1,7 +1,6 @@
 """The network definition, and parameters for it."""
 
 from funcrl.models.config import LARGEST, TransformerConfig
-from funcrl.models.functional import LogitsFn, logits_fn
 from funcrl.models.initial import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -22,6 +21,7 @@ from funcrl.models.layers import (
     recur_segments,
 )
 from funcrl.models.lora import AdaptedWeight, qlora
+from funcrl.models.networks import LogitsFn, logits_fn
 from funcrl.models.recurrent import Recurrent, RecurrentConfig, RecurrentState
 from funcrl.models.transformer import HeadFn, LayerFn, Transformer
 from funcrl.ops.arithmetic import rotary_angles, rotary_factors, rotate

@@ -11,7 +11,8 @@ from funcrl.core import tree
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.rows import over_rows
 from funcrl.core.types import ExactModelFn, ModelFn, Params, TokenScores
-from funcrl.models.functional import forward_takes, without_weights
+from funcrl.models.functional import without_weights
+from funcrl.models.networks import forward_takes
 from funcrl.models.transformer import Transformer
 from funcrl.ops import Ops, ops_of
 from funcrl.ops.choice import replace_ops

@@ -1,10 +1,9 @@
-"""Any `nn.Module` as a pure function of its parameters, and the logits of any network."""
+"""Any `nn.Module` as a pure function of its parameters."""
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from funcrl.core import checks, tree
 from funcrl.core.arguments import checked
-from funcrl.core.types import Params, Row
-from funcrl.core.unbatched import reads_a_value, value_was_read, why_not_batched
+from funcrl.core.types import Params
+from funcrl.core.unbatched import Unbatched, reads_a_value, value_was_read, why_not_batched
 
 # torch's hooks that set a weight before each forward: their names, and their replacements.
 _HOOKS = {
@@ -105,7 +104,7 @@ def functional(module: nn.Module) -> Callable[..., Any]:
             if reads_a_value(error):
                 raise value_was_read("functional", f"a forward of {kind}", error) from error
             if reason := why_not_batched(error):
-                raise ValueError(
+                raise Unbatched(
                     f"functional expects a forward of {kind} that torch.vmap can run, got one that "
                     f"{reason}."
                 ) from error
@@ -282,133 +281,3 @@ def _check_params(
         raise ValueError(
             f"{function} expects parameters of {kind}, got {name!r}, which it does not have."
         )
-
-
-LogitsFn: TypeAlias = Callable[..., Tensor]  # (params, sample) -> logits [T, V]
-
-
-@checked
-def logits_fn(model: nn.Module) -> LogitsFn:
-    """Return `(params, sample) -> logits` of a network; `logits[t]` predicts `tokens[t + 1]`.
-
-    The network is one of three:
-
-    * `model(tokens, positions) -> logits`, of tokens [T], positions [T] and logits [T, V], such as
-      `funcrl.models.Transformer`: positions are given to an argument of that name, wherever it
-      stands, or else to a second argument that is needed;
-    * `model(tokens) -> logits`, which finds positions itself, such as a recurrent network;
-    * a model of transformers, whose output has `logits`. It is called for one row without a mask:
-      its attention is causal, and rows are padded at their ends.
-
-    Args:
-        model: only its structure is used, never its weights.
-
-    Example:
-        >>> import torch, funcrl
-        >>> network = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
-        >>> sample = funcrl.types.Sample(torch.tensor([1, 2, 3]), torch.arange(3))
-        >>> params = funcrl.init_params(network, seed=0)
-        >>> funcrl.models.logits_fn(network)(params, sample).shape
-        torch.Size([3, 7])
-    """
-    if is_of_transformers(model):
-        apply = functional(_without_padding(model))
-        takes_positions = forward_takes(model, "position_ids")
-        takes_cache = forward_takes(model, "use_cache")
-        longest = getattr(model, "context_length", None)  # beyond which its rotation is another
-
-        @checked
-        def logits_of_transformers(params: Params, sample: Row) -> Tensor:
-            if longest is not None and len(sample.tokens) > longest:
-                raise ValueError(
-                    f"logits_fn expects rows of at most {longest} tokens, the context_length of "
-                    f"{type(model).__name__}, got {len(sample.tokens)}."
-                )
-            # Without a mask and with a cache, transformers reads no values: see docs/models.md.
-            call: dict[str, Any] = {"input_ids": sample.tokens[None]}
-            if takes_positions:
-                call["position_ids"] = sample.positions[None]
-            if takes_cache:  # a config that was saved in training often says False
-                call["use_cache"] = True
-            logits: Tensor = apply(params, **call).logits[0]
-            return logits
-
-        return logits_of_transformers
-    apply = functional(model)
-    by_name, takes_two = forward_takes(model, "positions"), _takes_two(model)
-
-    @checked
-    def logits(params: Params, sample: Row, **options: Any) -> Any:
-        if by_name:
-            return apply(params, sample.tokens, positions=sample.positions, **options)
-        given = (sample.tokens, sample.positions) if takes_two else (sample.tokens,)
-        return apply(params, *given, **options)
-
-    return logits
-
-
-def _without_padding(model: nn.Module) -> nn.Module:
-    """Return a model of transformers that does not look for padding, as GPT-2 does to warn of it.
-
-    Rows are padded at their ends, so that no token sees it.
-    """
-    if getattr(model.config, "pad_token_id", None) is None:
-        return model
-    quiet: Any = bind(model, dict(model.named_parameters()))
-    quiet.config.pad_token_id = None  # of a copy, which all of the copy's modules share
-    return quiet
-
-
-def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a network is one of transformers, which need not be installed."""
-    return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
-    )
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer of a transformers model is linear, as GPT-2's `Conv1D` is, too."""
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-
-
-def forward_takes(model: nn.Module, name: str) -> bool:
-    """Return whether a network's forward has an argument of this name."""
-    return name in inspect.signature(model.forward).parameters
-
-
-def context_length_of(model: nn.Module) -> int | None:
-    """Return the largest number of tokens that a network says it takes, None if it does not.
-
-    Its attribute `context_length`, that of its `config`, or transformers' name for it.
-    """
-    config = getattr(model, "config", None)
-    for owner, name in (
-        (model, "context_length"),
-        (config, "context_length"),
-        (config, "max_position_embeddings"),
-    ):
-        length = getattr(owner, name, None)
-        if isinstance(length, int) and length > 0:
-            return length
-    return None
-
-
-def vocab_size_of(model: nn.Module) -> int | None:
-    """Return the size of a network's vocabulary: its own, or its config's; None if it has none."""
-    for owner in (model, getattr(model, "config", None)):
-        size = getattr(owner, "vocab_size", None)
-        if isinstance(size, int) and size > 0:
-            return size
-    return None
-
-
-def _takes_two(model: nn.Module) -> bool:
-    """Return whether a network's forward needs a second argument, which is the positions.
-
-    One that may be left out, such as a recurrent network's first state, is not.
-    """
-    given = inspect.signature(model.forward).parameters.values()
-    kinds = [each.kind for each in given if each.default is each.empty]
-    needed = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return sum(kind in needed for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds

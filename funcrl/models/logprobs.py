@@ -13,9 +13,9 @@ from funcrl.core.arguments import Count, CountOrAll, Positive, checked
 from funcrl.core.rows import over_rows, split_rows
 from funcrl.core.types import Absent, ExactModelFn, ModelFn, PackedBatch, Params, Row, TokenScores
 from funcrl.models.blocks import ScoresFn, network_takes_rows, summing_in_blocks
-from funcrl.models.functional import forward_takes, logits_fn
 from funcrl.models.initial import CRITIC, without_critic
 from funcrl.models.layers import RecurFn, recur_causal, recur_segments
+from funcrl.models.networks import forward_takes, logits_fn
 from funcrl.models.transformer import Transformer, has_delta
 from funcrl.ops import attention
 from funcrl.ops.divergences import Divergence

@@ -13,9 +13,10 @@ from funcrl.core import rng
 from funcrl.core.arguments import Count, Positive, checked
 from funcrl.core.numerics import at_least_float32
 from funcrl.core.types import ModelFn, Params, TokenScores
-from funcrl.models.functional import is_linear, is_of_transformers, without_weights
+from funcrl.models.functional import without_weights
 from funcrl.models.layers import Linear
 from funcrl.models.logprobs import logprob_fn
+from funcrl.models.networks import is_linear, is_of_transformers
 from funcrl.ops import NATIVE, Ops, Quantized, ops_of, quantize
 from funcrl.ops.choice import replace_ops
 from funcrl.ops.contract import Weights

@@ -23,7 +23,7 @@ from funcrl.loop.sources import (
     tokenizer_of,
     tokenizer_place,
 )
-from funcrl.models.functional import vocab_size_of
+from funcrl.models.networks import vocab_size_of
 from funcrl.run import runs
 from funcrl.serve.http import RequestError
 from funcrl.tasks.contracts import Tokenizer

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from funcrl.core.types import Params
 from funcrl.models import Transformer
-from funcrl.models.functional import is_linear
+from funcrl.models.networks import is_linear
 from funcrl.weights.names import translate
 from funcrl.weights.save import atomic_folder, json_bytes
 from funcrl.weights.tensors import write_safetensors

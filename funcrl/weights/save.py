@@ -16,7 +16,8 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import read_json, sync, whole_file
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.models.functional import bind, check_params, is_of_transformers
+from funcrl.models.functional import bind, check_params
+from funcrl.models.networks import is_of_transformers
 from funcrl.weights.gguf import BY_NEIGHBOURS, SIZES, gguf_config, read_gguf
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.hugging_face import (

@@ -9,7 +9,8 @@ from torch import nn
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
-from funcrl.models.functional import forward_takes, without_weights
+from funcrl.models.functional import without_weights
+from funcrl.models.networks import forward_takes
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.tensors import LONGEST_HEADER
 

@@ -21,15 +21,14 @@ from funcrl.generators.embedded.schedule import (
     new_samples,
 )
 from funcrl.generators.stops import DecodeFn
-from funcrl.models.functional import (
-    bind,
-    check_params,
+from funcrl.models.functional import bind, check_params
+from funcrl.models.logprobs import logprob_fn
+from funcrl.models.networks import (
     context_length_of,
     forward_takes,
     is_of_transformers,
     vocab_size_of,
 )
-from funcrl.models.logprobs import logprob_fn
 
 
 class HuggingFace(EmbeddedGenerator):
@@ -121,7 +120,7 @@ def _draw_together(
     prompts = [list(request.prompts[each.prompt]) for each in samples[::group]]
     logits, cache = _run(model, torch.tensor(prompts, device=device), None)
     logits = logits.repeat_interleave(group, dim=0)
-    cache.batch_repeat_interleave(group)
+    _take(cache, torch.arange(len(prompts), device=device).repeat_interleave(group))
     going = list(range(len(samples)))  # the samples that the rows of the cache belong to
     while True:
         count = len(samples[going[0]].tokens)
@@ -135,8 +134,16 @@ def _draw_together(
         tokens = drawn[0]
         if len(kept) < len(going):
             going, tokens = [going[row] for row in kept], tokens[kept]
-            cache.batch_select_indices(torch.tensor(kept, device=device))
+            _take(cache, torch.tensor(kept, device=device))
         logits, cache = _run(model, tokens[:, None], cache)
+
+
+def _take(cache: Any, rows: Tensor) -> None:
+    """Make these rows those of a cache, a row as often as it is among them."""
+    if "batch_select_indices" in vars(type(cache)):  # a model's own cache, such as MiniMax's
+        cache.batch_select_indices(rows)
+    else:  # as beam search does: the other leaves the states of linear attention as they are
+        cache.reorder_cache(rows)
 
 
 def _run(model: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:

@@ -17,14 +17,9 @@ from funcrl.generators.embedded.batch import Batch
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.schedule import Completions, Drawn, Request, completions
 from funcrl.generators.stops import DecodeFn
-from funcrl.models.functional import (
-    LogitsFn,
-    check_params,
-    context_length_of,
-    logits_fn,
-    vocab_size_of,
-)
+from funcrl.models.functional import check_params
 from funcrl.models.logprobs import logprob_fn, token_scores
+from funcrl.models.networks import LogitsFn, context_length_of, logits_fn, vocab_size_of
 from funcrl.ops import NATIVE, ops_of
 
 # Rows are as long as the longest sample, rounded up: a pass meets few lengths.
