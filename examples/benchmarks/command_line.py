@@ -13,6 +13,7 @@ from benchmarks.inputs import StepBenchConfig
 from benchmarks.loop import LoopBenchConfig, bench_loop
 from benchmarks.numerics import NumericsBenchConfig, bench_numerics
 from benchmarks.recurrent import bench_recurrent, format_recurrent
+from benchmarks.rows import RowsBenchConfig, bench_rows
 from benchmarks.scans import RecurrentBenchConfig
 from benchmarks.step import bench_step
 from benchmarks.table import format_columns, format_rows
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "loop": Benchmark(LoopBenchConfig, bench_loop, format_columns),
     "numerics": Benchmark(NumericsBenchConfig, bench_numerics),
     "recurrent": Benchmark(RecurrentBenchConfig, bench_recurrent, format_recurrent),
+    "rows": Benchmark(RowsBenchConfig, bench_rows),
     "vllm": Benchmark(VLLMBenchConfig, bench_vllm),
 }
 

@@ -42,8 +42,8 @@ def logits_fn(model: nn.Module) -> LogitsFn:
         torch.Size([3, 7])
     """
     if is_of_transformers(model):
-        of_one = _logits_of_transformers(model)
-        return of_one if runs_under_vmap(model) else _of_rows(of_one)
+        of_one = logits_of_transformers(model)
+        return of_one if runs_under_vmap(model) else row_by_row(of_one)
     apply = functional(model)
     by_name, takes_two = forward_takes(model, "positions"), _takes_two(model)
 
@@ -57,7 +57,8 @@ def logits_fn(model: nn.Module) -> LogitsFn:
     return logits
 
 
-def _logits_of_transformers(model: nn.Module) -> LogitsFn:
+def logits_of_transformers(model: nn.Module) -> LogitsFn:
+    """Return `(params, sample) -> logits` of a model of transformers, for one row."""
     apply = functional(_without_padding(model))
     takes_positions = forward_takes(model, "position_ids")
     takes_cache = forward_takes(model, "use_cache")
@@ -92,10 +93,10 @@ def runs_under_vmap(model: nn.Module) -> bool:
     params = {name: leaf.detach().to("meta") for name, leaf in leaves}
     rows = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     try:
-        torch.vmap(_logits_of_transformers(model), (None, 0))(params, Sample(rows, rows))
+        torch.vmap(logits_of_transformers(model), (None, 0))(params, Sample(rows, rows))
     except Unbatched:
         return False
-    except RuntimeError:  # of a forward that meta tensors cannot run, whatever vmap can
+    except Exception:  # whatever a forward raises where its tensors are on meta
         return True
     return True
 
@@ -133,7 +134,7 @@ class _RowByRow(torch.autograd.Function):
         def of_row(row: int) -> Any:
             pairs = zip(tensors, axes[1:], strict=True)
             own = (leaf if axis is None else leaf.select(axis, row) for leaf, axis in pairs)
-            return _row_by_row(function, *own)
+            return _call_rows(function, *own)
 
         rows = [of_row(row) for row in range(info.batch_size)]
         if isinstance(rows[0], Tensor):
@@ -155,15 +156,15 @@ class _RowByRow(torch.autograd.Function):
         tokens, positions, *leaves = ctx.saved_tensors
         by = [n for n, needs in enumerate(ctx.needs_input_grad[3:]) if needs]
         derivative = _Derivative(ctx.function, by)
-        found = iter(_row_by_row(derivative, tokens, positions, *grads, *leaves))
+        found = iter(_call_rows(derivative, tokens, positions, *grads, *leaves))
         return None, None, None, *(next(found) if n in by else None for n in range(len(leaves)))
 
 
-def _row_by_row(function: Any, *tensors: Tensor) -> Any:
+def _call_rows(function: Any, *tensors: Tensor) -> Any:
     return _RowByRow.apply(function, *tensors)  # type: ignore[no-untyped-call]  # (torch's own)
 
 
-def _of_rows(logits: LogitsFn) -> LogitsFn:
+def row_by_row(logits: LogitsFn) -> LogitsFn:
     """Return logits that `torch.vmap` computes row by row, where it cannot for all at once."""
 
     @checked
@@ -174,7 +175,7 @@ def _of_rows(logits: LogitsFn) -> LogitsFn:
         def of_row(tokens: Tensor, positions: Tensor, *leaves: Tensor) -> Tensor:
             return logits(dict(zip(params, leaves, strict=True)), Sample(tokens, positions))
 
-        found: Tensor = _row_by_row(of_row, sample.tokens, sample.positions, *params.values())
+        found: Tensor = _call_rows(of_row, sample.tokens, sample.positions, *params.values())
         return found
 
     return of_rows

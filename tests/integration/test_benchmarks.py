@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import run_command
+from cases import relative, run_command
 
 import funcrl
 from benchmarks import step, table
@@ -16,6 +16,7 @@ from benchmarks.inputs import StepBenchConfig, make_case
 from benchmarks.loop import LoopBenchConfig
 from benchmarks.measure import peak_bytes
 from benchmarks.recurrent import bench_recurrent
+from benchmarks.rows import RowsBenchConfig, bench_rows, gradient, network_and_rows
 from benchmarks.scans import PARTS, RecurrentBenchConfig
 from benchmarks.scans import make_case as make_scan
 from benchmarks.step import bench_step
@@ -24,6 +25,7 @@ from benchmarks.variants import changed
 from benchmarks.workloads import WORKLOADS, RandomPrompts, as_train_config
 from funcrl import CompileConfig
 from funcrl.config import TrainConfig
+from funcrl.models.networks import row_by_row
 
 run = partial(run_command, main=main)
 SMALL = {"num_layers": (2,), "width": 16, "vocab_size": 11, "rows": 4, "length": 8, "repeats": 1}
@@ -237,6 +239,16 @@ def test_recurrent_has_a_row_for_each_variant_or_refuses_it_by_name(tmp_path, ca
     for variant, reason in refused.items():
         assert reason.startswith(f"gru_scan with backend='{variant.split(',')[0]}' expects ")
         assert reason in out
+
+
+def test_rows_compares_equal_things_and_one_row_takes_less_memory():
+    config = RowsBenchConfig(width=32, num_layers=2, rows=3, length=24, repeats=1)
+    logits, params, rows = network_and_rows(config)
+    both = [gradient(way, params, rows) for way in (logits, row_by_row(logits))]
+    assert relative(*both) <= 1e-5
+    whole, one = bench_rows(config)
+    assert (whole.variant, one.variant) == ("all rows at once", "row by row")
+    assert one.peak_bytes < whole.peak_bytes
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
