@@ -61,13 +61,12 @@ def reads_a_value(error: RuntimeError) -> bool:
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return True
     # vmap's refusals have no type of their own: `item()` and `if` begin with the first of these
-    # words, `tolist()` with the others, the last two of meta tensors and in a trace.
+    # words, `tolist()` with the others, the last of them on meta tensors.
     return str(error).startswith(
         (
             "vmap: It looks like you're",
             "Cannot access data pointer of Tensor that doesn't have",
             "Cannot copy out of meta tensor",
-            "tolist() shouldn't be called on a tensor with unallocated storage",
         )
     )
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.arguments import checked
-from funcrl.core.unbatched import reads_a_value
+from funcrl.core.unbatched import reads_a_value, value_was_read
 from funcrl.graph.aliases import is_view, looks_alike, sharing_places, written_inputs
 from funcrl.graph.in_place import without_writes
 from funcrl.graph.nodes import (
@@ -99,7 +99,6 @@ _NO_NODES: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: lambda tensor: tensor.device,
     aten.promote_types.default: cache(torch.promote_types),
 }
-_READS_NOTHING = "trace expects a function that reads no tensor's value in Python (float(), if)"
 
 
 @checked
@@ -146,7 +145,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
             )(*args)
     except RuntimeError as error:
         if reads_a_value(error):
-            raise ValueError(f"{_READS_NOTHING}, got one that does: {error}") from error
+            raise value_was_read("trace", "a function", error) from error
         raise
     graph = clean(traced)
     _check_own_memory(graph, args, paths)

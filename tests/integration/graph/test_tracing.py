@@ -122,8 +122,18 @@ def test_module_hooks_are_gone_after_an_error():
 
 @pytest.mark.parametrize("read", [float, bool, lambda x: x.item()])
 def test_a_value_read_in_python_is_refused(read):
-    with pytest.raises(ValueError, match="trace.*reads"):
-        funcrl.trace(lambda x: x * read(x.sum()), torch.ones(2))
+    def reading(x):
+        return x * read(x.sum())
+
+    named = r"^trace expects .* reads no .* at line \d+ of test_tracing\.py\.$"
+    with pytest.raises(ValueError, match=named):
+        funcrl.trace(reading, torch.ones(2))
+
+
+def test_a_value_that_is_known_may_be_read():
+    scale = torch.tensor(3.0)
+    traced = funcrl.trace(lambda x: x * float(scale) + torch.tensor(2.0).item(), torch.ones(2))
+    assert torch.equal(traced(torch.ones(2)), torch.full((2,), 5.0))
 
 
 def test_a_number_among_the_arguments_is_refused():
