@@ -84,6 +84,18 @@ def test_gradients_are_the_module_s_own(name):
         assert (summed[key] - sum(row[key] for row in rows)).abs().max() <= bound, key
 
 
+@pytest.mark.parametrize(("name", "message"), [
+    ("Mamba", "that torch.vmap can run, got one that writes into a tensor"),
+    ("Bloom", "that torch.vmap can run, got one that has an autograd.Function"),
+    ("JetMoe", r"that reads no tensor's value .* of modeling_jetmoe\.py"),
+])  # fmt: skip
+def test_by_hand_a_call_is_refused_with_the_reason(name, message):
+    module = module_of(name)
+    apply, params = funcrl.functional(module), params_of(module)
+    with pytest.raises(ValueError, match=f"^functional .* of {name}ForCausalLM {message}"):
+        torch.vmap(lambda tokens: apply(params, input_ids=tokens[None]).logits)(BATCH.tokens)
+
+
 def test_a_second_derivative_is_refused():
     module = module_of("Mamba")
     model_fn, params = funcrl.logprob_fn(module), params_of(module)
