@@ -86,8 +86,8 @@ def logits_of_transformers(model: nn.Module) -> LogitsFn:
 def runs_under_vmap(model: nn.Module) -> bool:
     """Return whether `torch.vmap` can run a model of transformers for all rows at once.
 
-    It cannot where a forward reads a value, or writes values of all rows into a tensor of none. It
-    is tried on meta tensors, which compute nothing.
+    It cannot where a forward reads a value, or writes in place into a tensor without a batch axis.
+    It is tried on meta tensors, which compute nothing.
     """
     leaves = [*model.named_parameters(), *model.named_buffers()]
     params = {name: leaf.detach().to("meta") for name, leaf in leaves}
