@@ -24,7 +24,7 @@ _ADVICE = (
 
 
 class Unbatched(ValueError):
-    """A forward that `torch.vmap` cannot run for all rows at once."""
+    """A function that `torch.vmap` cannot run for all rows at once, or a trace cannot follow."""
 
 
 def explained(function: str, error: RuntimeError) -> Exception | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -153,6 +153,11 @@ def trace(fn: Callable[..., Any], *args: Any) -> GraphModule:
     return graph
 
 
+def _has_no_value(tensor: Tensor) -> bool:
+    """Return whether a tensor of a trace stands for any values, unlike a constant."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 class _Recorder(TorchDispatchMode):
     """Records the origin of each operation as it becomes a node, below autograd and vmap."""
 
@@ -202,8 +207,8 @@ class _Recorder(TorchDispatchMode):
         """Run the operation and set the origin of the nodes that it adds."""
         if func in _NO_NODES:
             return _NO_NODES[func](*args)
-        if func is aten._local_scalar_dense.default and getattr(args[0], "constant", 0) is None:
-            raise DataDependentOutputException(func)  # rather than a symbol, which goes anywhere
+        if func is aten._local_scalar_dense.default and _has_no_value(args[0]):
+            raise DataDependentOutputException(func)  # a symbol would travel on
         last = self._graph._root.prev
         result = self._repeats.run(func, args, kwargs or {})
         added = nodes_after(last)

@@ -43,7 +43,7 @@ def logits_fn(model: nn.Module) -> LogitsFn:
     """
     if is_of_transformers(model):
         of_one = logits_of_transformers(model)
-        return of_one if runs_under_vmap(model) else row_by_row(of_one)
+        return of_one if runs_under_vmap(model, of_one) else row_by_row(of_one)
     apply = functional(model)
     by_name, takes_two = forward_takes(model, "positions"), _takes_two(model)
 
@@ -83,17 +83,18 @@ def logits_of_transformers(model: nn.Module) -> LogitsFn:
     return logits
 
 
-def runs_under_vmap(model: nn.Module) -> bool:
+def runs_under_vmap(model: nn.Module, logits: LogitsFn | None = None) -> bool:
     """Return whether `torch.vmap` can run a model of transformers for all rows at once.
 
     It cannot where a forward reads a value, or writes in place into a tensor without a batch axis.
-    It is tried on meta tensors, which compute nothing.
+    It is tried on meta tensors, which compute nothing; with its `logits`, if they are made already.
     """
+    logits = logits or logits_of_transformers(model)
     leaves = [*model.named_parameters(), *model.named_buffers()]
     params = {name: leaf.detach().to("meta") for name, leaf in leaves}
     rows = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     try:
-        torch.vmap(logits_of_transformers(model), (None, 0))(params, Sample(rows, rows))
+        torch.vmap(logits, (None, 0))(params, Sample(rows, rows))
     except Unbatched:
         return False
     except Exception:  # whatever a forward raises where its tensors are on meta

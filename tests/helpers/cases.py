@@ -189,3 +189,14 @@ def relative(got, expected):
     """The largest difference of a leaf, relative to the largest entry of that leaf."""
     pairs = zip(tree.leaves(got), tree.leaves(expected), strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def gradient_of_row(module, batch, row):
+    """The gradient of a row's weighted log-probabilities in a model of transformers."""
+    module.zero_grad()
+    logprobs = module(batch.tokens[row : row + 1]).logits[0, :-1].log_softmax(-1)
+    chosen = logprobs.gather(-1, batch.tokens[row, 1:, None])[:, 0]
+    (batch.token_weights[row, 1:] * chosen).sum().backward()
+    zero = torch.zeros(())  # of experts that no token goes to
+    return {name: zero if leaf.grad is None else leaf.grad.clone()
+            for name, leaf in module.named_parameters()}  # fmt: skip

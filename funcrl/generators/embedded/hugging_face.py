@@ -119,8 +119,9 @@ def _draw_together(
     uniforms = rng.uniform(torch.tensor(seeds, device=device), request.max_tokens)
     prompts = [list(request.prompts[each.prompt]) for each in samples[::group]]
     logits, cache = _run(model, torch.tensor(prompts, device=device), None)
-    logits = logits.repeat_interleave(group, dim=0)
-    _take(cache, torch.arange(len(prompts), device=device).repeat_interleave(group))
+    rows = torch.arange(len(prompts), device=device).repeat_interleave(group)
+    logits = logits[rows]
+    _take(cache, rows)
     going = list(range(len(samples)))  # the samples that the rows of the cache belong to
     while True:
         count = len(samples[going[0]].tokens)

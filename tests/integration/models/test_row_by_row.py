@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
-from cases import equal, relative, tiny_batch
+from cases import equal, gradient_of_row, relative, tiny_batch
 
 import funcrl
 from funcrl import CompileConfig, optim
@@ -51,17 +51,6 @@ def params_of(module):
     return {name: leaf.detach() for name, leaf in module.named_parameters()}
 
 
-def gradient_of_row(module, row):
-    """The gradient of the weighted log-probabilities of a row, by torch's own autograd."""
-    module.zero_grad()
-    logprobs = module(BATCH.tokens[row : row + 1]).logits[0, :-1].log_softmax(-1)
-    chosen = logprobs.gather(-1, BATCH.tokens[row, 1:, None])[:, 0]
-    (BATCH.token_weights[row, 1:] * chosen).sum().backward()
-    zero = torch.zeros(())
-    return {name: zero if leaf.grad is None else leaf.grad.clone()
-            for name, leaf in module.named_parameters()}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_the_module_s_own(name):
     module = module_of(name)
@@ -75,7 +64,7 @@ def test_gradients_are_the_module_s_own(name):
     summed = torch.func.grad(
         lambda params: torch.vmap(loss, in_dims=(None, 0))(params, BATCH).sum()
     )(params)
-    rows = [gradient_of_row(module, row) for row in range(4)]
+    rows = [gradient_of_row(module, BATCH, row) for row in range(4)]
     # A part of the others is computed in float32, whatever the parameters are.
     bound = 1e-12 if name in ("Bloom", "JetMoe") else 1e-6
     for key in params:

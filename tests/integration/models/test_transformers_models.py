@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
-from cases import equal, relative, tiny_batch
+from cases import equal, gradient_of_row, relative, tiny_batch
 
 import funcrl
 from funcrl import CompileConfig, optim, tree
@@ -90,12 +90,8 @@ def test_scores_and_gradients_are_the_module_s_own(family, call, attention):
     got = funcrl.per_sample_grad(loss)(params, BATCH)
     module = module_of(family, attention)
     for row in range(2):
-        module.zero_grad()
-        logprobs = module(BATCH.tokens[row : row + 1]).logits[0, :-1].log_softmax(-1)
-        chosen = logprobs.gather(-1, BATCH.tokens[row, 1:, None])[:, 0]
-        (BATCH.token_weights[row, 1:] * chosen).sum().backward()
-        for name, leaf in module.named_parameters():
-            assert (got[name][row] - leaf.grad).abs().max() <= 1e-12, name
+        for name, wanted in gradient_of_row(module, BATCH, row).items():
+            assert (got[name][row] - wanted).abs().max() <= 1e-12, name
 
 
 @pytest.mark.slow
