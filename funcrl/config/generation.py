@@ -115,8 +115,8 @@ class ServerConfig:
     """vLLM servers, which are started with a run and end with it."""
 
     network: Literal["native", "unified"] = "unified"
-    """native computes with vLLM's own class for the architecture, unified with funcrl's
-    `Transformer`."""
+    """native computes with vLLM's own class for the architecture, as is always done for a model of
+    transformers, unified with funcrl's `Transformer`."""
     devices: tuple[Natural, ...] = ()
     """The GPUs, as nvidia-smi counts them, that have a server each; with none there is one server,
     where the trainer is."""
@@ -147,8 +147,9 @@ class VLLMConfig:
     """A vLLM engine: in this process, or in servers of its own."""
 
     form: Form = "unified"
-    """native runs vLLM's own class for the architecture, unified funcrl's `Transformer` inside
-    vLLM, both in this process; server runs either in servers of their own."""
+    """native runs vLLM's own class for the architecture, as is always done for a model of
+    transformers, unified funcrl's `Transformer` inside vLLM, both in this process; server runs
+    either in servers of their own."""
     attention: Literal["auto", "vllm", "funcrl"] = "auto"
     """The attention of the unified form: vLLM's kernel on its paged cache, or funcrl's own there.
     auto takes vLLM's where it has one for the model's head width, and the numerics are native."""

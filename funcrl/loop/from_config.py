@@ -189,17 +189,22 @@ def generator_of(
         return check_generator(function, f"--generator {config.generator} to make", found)
     if config.generator == "sampler":
         return embedded(model)(model, **given)
-    if not isinstance(model, Transformer):
+    if not (isinstance(model, Transformer) or is_of_transformers(model)):
         raise ValueError(
-            f"{function} expects --generator sampler for a network that is no Transformer, which "
-            f"vLLM does not know, got vllm for {type(model).__name__}."
+            f"{function} expects --generator sampler for a network of one's own, which vLLM does "
+            f"not know, got vllm for {type(model).__name__}."
         )
     # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
     engine = config.vllm
     if config.sampling.temperature != 1 or trained_truncation(config):
         engine = replace(engine, logprobs="sampling")
     beside = 0
-    if config.device == "cuda" and not engine.cache_bytes:
+    if config.device == "cuda" and not (engine.cache_bytes or engine.server.devices):
+        if not isinstance(model, Transformer):
+            raise ValueError(
+                f"{function} expects --vllm.cache-bytes for {type(model).__name__}, of which it is "
+                f"not known how much of the GPU the update will need, got none."
+            )
         needs = estimate_memory(config, model, task, num_ranks, teacher)
         # An engine that sleeps lends its memory to the update.
         beside = needs.state + (0 if engine.sleep else needs.training)

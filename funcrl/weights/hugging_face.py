@@ -129,12 +129,13 @@ def same_module(values: Mapping[str, Any], module: nn.Module) -> bool:
         there = type(config).from_dict(dict(values))
     except Exception as error:
         raise ValueError(f"transformers does not read it: {error}") from error
-    here = type(config).from_dict(_plain_json(config))
+    here = type(config).from_dict(plain_json(config))
     same_class = values.get("architectures") == [type(module).__name__]
-    return same_class and _network(_plain_json(there)) == _network(_plain_json(here))
+    return same_class and _network(plain_json(there)) == _network(plain_json(here))
 
 
-def _plain_json(config: Any) -> dict[str, Any]:
+def plain_json(config: Any) -> dict[str, Any]:
+    """Return all that a configuration of transformers says, as its config.json does."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values
 

@@ -12,6 +12,7 @@ from funcrl.core.types import Params
 from funcrl.models.functional import without_weights
 from funcrl.models.networks import forward_takes
 from funcrl.weights.hub import no_progress_bar
+from funcrl.weights.hugging_face import plain_json
 from funcrl.weights.tensors import LONGEST_HEADER
 
 
@@ -28,6 +29,25 @@ def load_with_transformers(
 def network_of_transformers(folder: Path, device: str) -> nn.Module:
     """Return a causal language model of transformers without its weights."""
     return _without_weights(_load(folder, torch.float32), device)
+
+
+def config_json(model: nn.Module, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a model of transformers, beside weights of a dtype."""
+    written = {"architectures": [type(model).__name__], "dtype": dtype, "torch_dtype": dtype}
+    return plain_json(model.config) | written
+
+
+def as_checkpoint(model: Any, params: Params) -> Params:
+    """Return what a checkpoint of a model of transformers holds, under the names there.
+
+    Those are the parameters, experts one by one, and the buffers that are kept with them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kept = model.state_dict().keys()
+    buffers = {name: leaf for name, leaf in model.named_buffers() if name in kept}
+    found: Params = revert_weight_conversion(model, {**params, **buffers})
+    return found
 
 
 def _without_weights(module: nn.Module, device: str) -> nn.Module:

@@ -93,6 +93,11 @@ def watch_builds(monkeypatch):
     return built
 
 
+def untimed(history):
+    """A run's rows of metrics, without times."""
+    return [{name: value for name, value in row.items() if "time" not in name} for row in history]
+
+
 def largest(found, wanted):
     """The largest difference between two lists of log-probabilities."""
     return max(

@@ -278,7 +278,7 @@ def test_who_draws_and_whose_numbers_are_kept():
     """A server's model cannot be told of a request: what it would have to know is seen here."""
     model, _ = exact("llama", torch.float32)
     config = VLLMConfig(logprobs="sampling")
-    setup = EngineSetup(model.config, config, "float32", {}, None, None, None)
+    setup = EngineSetup(model, config, "float32", {}, None, None, None)
     hot = Sampling(3, temperature=0.7, top_k=5)
     plain, given, kept = who_draws(setup, hot)
     assert (plain, given) == (Sampling(3), hot)

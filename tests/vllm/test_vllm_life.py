@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import DEVICE, PROMPTS, make, needs_vllm, watch_builds
+from engines import DEVICE, PROMPTS, make, needs_vllm, untimed, watch_builds
 
 import funcrl
 from funcrl import memory
@@ -73,10 +73,6 @@ def run_config(folder):
         warm_start=WarmStartConfig(steps=5), checkpoint=CheckpointConfig(every=10),
         evaluation=EvaluationConfig(num_prompts=10, every=2), vllm=VLLMConfig(slots=64),
     )  # fmt: skip
-
-
-def untimed(history):
-    return [{name: value for name, value in row.items() if "time" not in name} for row in history]
 
 
 @pytest.fixture(scope="module")

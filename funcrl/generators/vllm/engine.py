@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
@@ -25,7 +26,7 @@ from funcrl.generators.contract import Prompts, Pushed, State, pushed, sample_se
 from funcrl.generators.stops import has_stop_string
 from funcrl.generators.vllm.generator import Completion, check_logprobs, to_samples
 from funcrl.generators.vllm.plugin.attention import unpack_score
-from funcrl.generators.vllm.plugin.native import write_params
+from funcrl.generators.vllm.plugin.native import load_checkpoint, write_params
 from funcrl.generators.vllm.plugin.unified import FuncrlForCausalLM
 from funcrl.generators.vllm.settings import (
     EngineSetup,
@@ -64,7 +65,8 @@ class InProcess:
             raise RuntimeError("VLLM.push expects an engine at rest, got one that is generating.")
         with self._lifecycle.transition_to(State.READY):
             named = self._setup.named(params)
-            self._llm.apply_model(lambda model: _put(model, named))
+            with set_current_vllm_config(self._llm.vllm_config):
+                self._llm.apply_model(lambda model: _put(model, self._setup, named))
         self.pushed = pushed(params, version)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
@@ -218,8 +220,10 @@ def _completion(output: Any) -> Completion:
     return Completion(tokens, logprobs, output.finish_reason or "")
 
 
-def _put(model: Any, params: Params) -> None:
-    if isinstance(model, FuncrlForCausalLM):
+def _put(model: Any, setup: EngineSetup, params: Params) -> None:
+    if setup.is_checkpoint:
+        load_checkpoint(model, getattr(torch, setup.dtype), [params])
+    elif isinstance(model, FuncrlForCausalLM):
         model.adopt(params)
     else:
         write_params(model, params)

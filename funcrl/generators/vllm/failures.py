@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from funcrl.core import tree
+from funcrl.core import rng, tree
 from funcrl.core.process import ExplainedMemoryError, is_out_of_memory
 from funcrl.core.types import Params, Sample
-from funcrl.models import Transformer
+from funcrl.generators.vllm.memory import shape_of
 from funcrl.models.logprobs import logprob_fn, score
 
 # What torch and vLLM say where memory runs out: on a CPU, at the start and in vLLM's own allocator
@@ -44,7 +44,16 @@ def died(method: str, error: BaseException) -> EngineError:
     )
 
 
-_TOKENS = 24
+def not_started(model: nn.Module, error: BaseException) -> EngineError:
+    """Return the error of vLLM's class for a model of transformers that cannot be started."""
+    return EngineError(
+        f"VLLM expects a {type(model).__name__} that vLLM can run, got {type(error).__name__}: "
+        f"{error}; --generator sampler takes any."
+    )
+
+
+# Of a probe: enough for experts that are chosen otherwise for a part of the tokens.
+_TOKENS = 64
 # Another engine rounds in other places than the model does, not by much more. In float32, where the
 # model is what is compared with, by this: on a GPU vLLM's attention multiplies with fewer bits.
 _FACTOR, _LEAST = 4.0, {"cpu": 1e-3, "cuda": 1e-2}
@@ -63,7 +72,7 @@ def check_finite(params: Params) -> None:
 
 
 def check_probe(
-    model: Transformer,
+    model: nn.Module,
     params: Params,
     engine_scores: Callable[[Sequence[Sequence[int]]], list[list[float]]],
     context_length: int,
@@ -80,9 +89,11 @@ def check_probe(
     """
     count = min(_TOKENS, context_length - 1)
     like = next(iter(params.values()))
+    vocab_size = shape_of(model).vocab_size
+    drawn = [[rng.fold_in(0, place) % vocab_size for place in range(count)]]
+    tokens = torch.tensor(drawn, device=like.device)
     positions = torch.arange(count, device=like.device)[None]
-    tokens = positions * 7919 % model.config.vocab_size
-    scored = engine_scores(tokens.tolist())[0]
+    scored = engine_scores(drawn)[0]
     found = torch.tensor(scored, dtype=torch.float32, device="cpu")
     rows, model_fn = Sample(tokens, positions), logprob_fn(model)
 
@@ -95,5 +106,6 @@ def check_probe(
         raise RuntimeError(
             f"VLLM.push expects vLLM to give a probe's tokens the model's own log-probabilities, "
             f"got a mean difference of {off:.3g} where rounding to {like.dtype} makes "
-            f"{allowed:.3g}; funcrl's names of parameters and vLLM's do not agree."
+            f"{allowed:.3g}: vLLM computes another network, or funcrl's names of parameters and "
+            f"vLLM's do not agree; --generator sampler draws from the model itself."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.config.generation import Form
@@ -16,8 +17,14 @@ from funcrl.core import checks, tree
 from funcrl.core.types import Params, Samples
 from funcrl.generators.contract import Engine, Lifecycle, Prompts, Pushed, State, check_prompts
 from funcrl.generators.stops import DecodeFn
-from funcrl.generators.vllm.failures import check_finite, check_probe, died, out_of_memory
-from funcrl.generators.vllm.memory import cache_bytes, with_cache
+from funcrl.generators.vllm.failures import (
+    check_finite,
+    check_probe,
+    died,
+    not_started,
+    out_of_memory,
+)
+from funcrl.generators.vllm.memory import cache_bytes, shape_of, with_cache
 from funcrl.generators.vllm.settings import (
     EngineSetup,
     check_version,
@@ -27,8 +34,9 @@ from funcrl.generators.vllm.settings import (
 )
 from funcrl.models import Transformer
 from funcrl.models.functional import check_params
+from funcrl.models.networks import is_of_transformers
 from funcrl.rl.batching import pad_rows
-from funcrl.weights.load import load_transformer
+from funcrl.weights.load import load_params
 
 
 class Completion(NamedTuple):
@@ -94,12 +102,13 @@ class VLLM:
     something else.
 
     Args:
-        model: a `funcrl.models.Transformer`, whose parameters come by `push`; or a path as for
-            `funcrl.load_params`, whose parameters are pushed at once.
-        form: "native", vLLM's own class for the architecture, into whose tensors a push writes;
-            "unified", funcrl's `Transformer` on vLLM's paged cache, which a push binds to the very
-            tensors of the parameters; or "server", either of them in servers of their own, to
-            which a push sends the parameters. The configuration's when left out.
+        model: a `funcrl.models.Transformer` or a model of transformers, whose parameters come by
+            `push`; or a path as for `funcrl.load_params`, whose parameters are pushed at once.
+        form: "native", vLLM's own class for the architecture, into whose tensors a push writes, as
+            it always is for a model of transformers; "unified", funcrl's `Transformer` on vLLM's
+            paged cache, which a push binds to the very tensors of the parameters; or "server",
+            either of them in servers of their own, to which a push sends the parameters. The
+            configuration's when left out.
         config: the engine's size, and how it is compiled.
         dtype: of the engine; parameters are cast to it.
         decode: from tokens to text, for stop strings.
@@ -108,7 +117,7 @@ class VLLM:
 
     def __init__(
         self,
-        model: Transformer | str | Path,
+        model: nn.Module | str | Path,
         form: Form | None = None,
         *,
         config: VLLMConfig | None = None,
@@ -127,20 +136,23 @@ class VLLM:
         compile_arguments(config)
         sleep_arguments(config)
         loaded: Params | None = None
+        if not isinstance(model, nn.Module):
+            model, loaded = load_params(model, dtype)
         if not isinstance(model, Transformer):
-            model, loaded = load_transformer(model, dtype)
-        self.context_length = min(config.context_length, model.config.context_length)
+            config = _as_native(model, config)
+        shape = shape_of(model)
+        self.context_length = min(config.context_length, shape.context_length)
         if self.context_length < _LEAST_CONTEXT:
             raise ValueError(
                 f"VLLM expects --vllm.context-length of at least {_LEAST_CONTEXT}, for two tokens "
                 f"that a probe scores and one of a completion, got {self.context_length}."
             )
-        cache_bytes(model.config, config, _DTYPES[dtype])
+        cache_bytes(shape, config, _DTYPES[dtype])
         check_version()
         self._lifecycle = Lifecycle()
-        overrides, hf_config = network_arguments(model.config, config, _DTYPES[dtype])
+        overrides, hf_config = network_arguments(model, config, _DTYPES[dtype])
         self._setup = EngineSetup(
-            model.config, config, _DTYPES[dtype], overrides, hf_config, self._lifecycle, decode
+            model, config, _DTYPES[dtype], overrides, hf_config, self._lifecycle, decode
         )
         self._model, self._config, self._dtype = model, config, dtype
         self._trainer_bytes = trainer_bytes
@@ -233,13 +245,13 @@ class VLLM:
         if self.state is State.CLOSED:
             raise RuntimeError(f"VLLM.push expects an engine, got one {self.state.value}.")
         if self._engine is None:
-            start = partial(_start, self._model, self._setup, self._trainer_bytes)
+            start = partial(_start, self._setup, self._trainer_bytes)
             self._engine = self._guarded("push", start)
         engine = self._engine
         self._guarded("push", lambda: engine.push(params, version))
 
     def _check(self, prompts: Prompts, sampling: Sampling, decode: DecodeFn | None) -> None:
-        vocab_size = self._model.config.vocab_size
+        vocab_size = self._setup.shape.vocab_size
         check_prompts(prompts, sampling, vocab_size, decode, self.context_length)
 
     def _running(self, method: str) -> _Started:
@@ -253,6 +265,8 @@ class VLLM:
             return work()
         except BaseException as error:
             explained: Exception | None = out_of_memory(method, error)
+            if self._engine is None and self._setup.is_checkpoint:
+                explained = explained or not_started(self._model, error)
             if self._engine is not None:
                 if self.state is not State.FAILED:
                     raise
@@ -265,11 +279,23 @@ class VLLM:
             raise explained from error
 
 
-def _start(model: Transformer, setup: EngineSetup, trainer_bytes: int) -> _Started:
+def _as_native(model: nn.Module, config: VLLMConfig) -> VLLMConfig:
+    """Return the configuration of an engine that runs vLLM's class for a model of transformers."""
+    if not is_of_transformers(model):
+        raise ValueError(
+            f"VLLM expects a Transformer or a model of transformers, which vLLM has classes for, "
+            f"got {type(model).__name__}; --generator sampler takes any network."
+        )
+    if config.form == "server":
+        return replace(config, server=replace(config.server, network="native"))
+    return replace(config, form="native")
+
+
+def _start(setup: EngineSetup, trainer_bytes: int) -> _Started:
     """Return an engine that runs, with a cache of what the trainer leaves of the GPU."""
     config = setup.config
     if not (config.form == "server" and config.server.devices):  # which share no GPU
-        setup = setup._replace(config=with_cache(model, config, setup.dtype, trainer_bytes))
+        setup = setup._replace(config=with_cache(setup.model, config, setup.dtype, trainer_bytes))
     if config.form == "server":
         from funcrl.generators.vllm.remote import Remote
 

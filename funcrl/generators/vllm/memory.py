@@ -1,16 +1,51 @@
 """The memory of vLLM: its KV cache, and what it leaves to the trainer."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from funcrl.config.generation import VLLMConfig
 from funcrl.generators.vllm.transport import BUCKET_BYTES
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.models.networks import context_length_of
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 _BLOCK = 128  # tokens; the largest block of attention that vLLM takes by itself
 _CPU_CACHE = 1 << 30
+# What transformers calls layers whose cache is of keys and values.
+_KINDS: dict[str, Any] = {
+    "full_attention": "full", "chunked_attention": "full", "sliding_attention": "sliding",
+}  # fmt: skip
+
+
+def shape_of(model: nn.Module) -> TransformerConfig:
+    """Return the shape of a network: of a model of transformers, what its memory depends on."""
+    if isinstance(model, Transformer):
+        return model.config
+    config: Any = model.config
+    heads = getattr(config, "num_attention_heads", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    others = {each for each in kinds if each not in _KINDS}
+    if not heads or others or hasattr(config, "layers_block_type"):
+        raise ValueError(
+            f"VLLM expects a model of transformers whose layers are attention, with a cache of "
+            f"keys and values, got {type(model).__name__}; --generator sampler takes any."
+        )
+    width = config.hidden_size
+    return TransformerConfig(
+        vocab_size=config.vocab_size,
+        width=width,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_width=getattr(config, "head_dim", None) or width // heads,
+        mlp_width=getattr(config, "intermediate_size", None) or 4 * width,
+        context_length=context_length_of(model) or TransformerConfig.context_length,
+        layers=tuple(_KINDS[each] for each in kinds),
+        window=getattr(config, "sliding_window", None),
+    )
 
 
 def samples_at_a_time(
@@ -106,7 +141,7 @@ def left_for_cache(device: int, trainer: int, weights: int, work: int, least: in
     return left
 
 
-def own_weights(model: Transformer, config: VLLMConfig, dtype: str) -> int:
+def own_weights(model: nn.Module, config: VLLMConfig, dtype: str) -> int:
     """Return the bytes of an engine's own weights at most: none where it refers to the trainer's.
 
     The trainer's are float32.
@@ -128,21 +163,22 @@ def work_bytes(shape: TransformerConfig, config: VLLMConfig, dtype: str) -> int:
     return tokens * token + 4 * 4 * config.slots * c.vocab_size
 
 
-def with_cache(model: Transformer, config: VLLMConfig, dtype: str, trainer: int) -> VLLMConfig:
+def with_cache(model: nn.Module, config: VLLMConfig, dtype: str, trainer: int) -> VLLMConfig:
     """Return the configuration with its cache's size, if that is to be what is left of a GPU.
 
     The trainer will need so many bytes at most while the engine holds its cache.
     """
     if config.cache_bytes or not torch.cuda.is_available():
         return config
-    least, most = cache_limits(model.config, config, dtype)
+    shape = shape_of(model)
+    least, most = cache_limits(shape, config, dtype)
     # What torch holds and nobody uses is as good as free.
     device = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     left = left_for_cache(
         device,
         max(trainer, torch.cuda.memory_allocated()),
         own_weights(model, config, dtype),
-        work_bytes(model.config, config, dtype),
+        work_bytes(shape, config, dtype),
         least,
     )
     return replace(config, cache_bytes=min(left, most))

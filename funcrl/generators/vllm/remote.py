@@ -34,17 +34,19 @@ class Link:
         self._servers, self._config, self._dtype = servers, config, dtype
         self._sender: SharedMemory | Broadcast | None = None
 
-    def push(self, params: Params, clear: bool = False) -> None:
+    def push(self, params: Params, checkpoint: bool = False, clear: bool = False) -> None:
         """Send parameters to all servers, between two answers: none is of both policies.
 
-        With `clear` they empty their caches, where a policy has left NaN.
+        vLLM loads a `checkpoint` itself. With `clear` the servers empty their caches, where a
+        policy has left NaN.
         """
         servers = self._servers
         sender = self._sender or self._open(params)
         buckets = plan_buckets(params, self._dtype)
-        sent = {"buckets": buckets, "clear": clear} | self._fingerprints(params, buckets)
+        sent = {"buckets": buckets, "checkpoint": checkpoint, "clear": clear}
+        sent |= self._fingerprints(params, buckets)
         servers.all("/pause?mode=wait")  # what is under way is finished, what comes is held back
-        # As they are, not as a checkpoint has them: the receiver has the names.
+        # The receiver puts them where they belong, also those of a checkpoint.
         servers.all("/start_weight_update", {"is_checkpoint_format": False})
         content = {"update_info": sent}
         sender.send(params, buckets, lambda: servers.all("/update_weights", content))
@@ -118,7 +120,8 @@ class Remote:
     def push(self, params: Params, version: int | None = None) -> None:
         """Send parameters to all servers: all have those of one push, or the engine has failed."""
         with self._lifecycle.transition_to(State.READY):
-            self._link.push(self._setup.named(params), clear=self._nan_in_cache)
+            named = self._setup.named(params)
+            self._link.push(named, self._setup.is_checkpoint, clear=self._nan_in_cache)
         self._nan_in_cache, self.pushed = False, pushed(params, version)
 
     def generate(self, prompts: Prompts, sampling: Sampling, seed: int) -> Samples:
@@ -183,7 +186,8 @@ class Remote:
         self, one: Callable[[int], _Result], prompts: Sequence[int], longest: int
     ) -> list[_Result]:
         """Return `one` of every row of a prompt: of each server what it has room for at a time."""
-        room = samples_at_a_time(*self._setup[:3], longest)
+        setup = self._setup
+        room = samples_at_a_time(setup.shape, setup.config, setup.dtype, longest)
         pools = [ThreadPoolExecutor(room) for _ in range(len(self._servers))]
         rows = enumerate(prompts)
         answers = [pools[prompt % len(pools)].submit(one, row) for row, prompt in rows]

@@ -6,33 +6,39 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from funcrl.config.generation import Sampling, VLLMConfig
 from funcrl.core.types import Params
 from funcrl.generators.contract import Lifecycle
 from funcrl.generators.stops import DecodeFn
-from funcrl.generators.vllm.memory import cache_bytes
+from funcrl.generators.vllm.memory import cache_bytes, shape_of
 from funcrl.generators.vllm.processes import check_plugin
-from funcrl.models import TransformerConfig
+from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights import to_hugging_face
 from funcrl.weights.names import as_stored
+from funcrl.weights.transformers_class import as_checkpoint, config_json
 
 # Of vLLM's delta layers on a CPU.
 _CPU_WIDTHS, _CPU_CONV = (64, 128), 4
 
 
 def network_arguments(
-    shape: TransformerConfig, config: VLLMConfig, dtype: str
+    model: nn.Module, config: VLLMConfig, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return an engine's arguments of its network, and the config.json that vLLM is to read.
 
     Raise if vLLM has not what it needs for them.
     """
+    shape = shape_of(model)
     if config.form == "server":
         check_plugin()
     if config.network == "unified":
         return _unified(shape, config), None
-    return {"load_format": "dummy"}, _native(shape, dtype)
+    _check_kernel(shape)
+    if isinstance(model, Transformer):
+        return {"load_format": "dummy"}, _native(shape, dtype)
+    return {"load_format": "dummy"}, _of_transformers(model, config, dtype)
 
 
 def _unified(shape: TransformerConfig, config: VLLMConfig) -> dict[str, Any]:
@@ -62,11 +68,6 @@ def _unified(shape: TransformerConfig, config: VLLMConfig) -> dict[str, Any]:
 
 def _native(shape: TransformerConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json by which vLLM chooses its own class."""
-    if not _has_kernel(shape.head_width):
-        raise ValueError(
-            f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
-            f"{shape.head_width}; form 'unified' takes any."
-        )
     if shape.qkv_bias and shape.num_heads * shape.head_width != shape.width:
         raise ValueError(
             f"VLLM expects head_width of width / num_heads = {shape.width // shape.num_heads} for "
@@ -75,21 +76,49 @@ def _native(shape: TransformerConfig, dtype: str) -> dict[str, Any]:
     if "delta" in shape.kinds:
         _check_delta(shape, dtype)
     try:
-        described = to_hugging_face(shape, dtype)
+        values = to_hugging_face(shape, dtype)
     except ValueError as error:
         raise ValueError(
             f"VLLM expects a network that vLLM has a class for, got another ({error}); form "
             f"'unified' takes any without delta layers, and --generator sampler any."
         ) from error
+    _check_known(values["architectures"][0])
+    return values
+
+
+def _of_transformers(model: nn.Module, config: VLLMConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json by which vLLM chooses its class for a model of transformers."""
+    architecture = type(model).__name__
+    _check_known(architecture)
     from vllm import ModelRegistry
 
-    (architecture,) = described["architectures"]
+    place = getattr(ModelRegistry.models[architecture], "module_name", "")
+    if place.split(".")[-1] == "transformers" and config.form != "server":
+        raise ValueError(
+            f"VLLM expects --vllm.form server for {architecture}, which vLLM runs as a class of "
+            f"transformers that it changes for all of a process, got an engine in the trainer's."
+        )
+    return config_json(model, dtype)
+
+
+def _check_known(architecture: str) -> None:
+    """Raise unless vLLM has a class for an architecture."""
+    from vllm import ModelRegistry
+
     if architecture not in ModelRegistry.get_supported_archs():
         raise ValueError(
             f"VLLM expects a vLLM that has {architecture}, got one without; --generator sampler "
             f"needs none."
         )
-    return described
+
+
+def _check_kernel(shape: TransformerConfig) -> None:
+    if not _has_kernel(shape.head_width):
+        raise ValueError(
+            f"VLLM expects a head_width that vLLM's attention has a kernel for, got "
+            f"{shape.head_width}; form 'unified' takes any of a Transformer, and --generator "
+            f"sampler any."
+        )
 
 
 def _check_delta(shape: TransformerConfig, dtype: str) -> None:
@@ -215,7 +244,7 @@ _LOGPROBS_MODES = {"policy": "raw_logprobs", "sampling": "processed_logprobs"}
 class EngineSetup(NamedTuple):
     """All that an engine is started with, in this process or as servers."""
 
-    shape: TransformerConfig  # of the model
+    model: nn.Module  # the trainer's, without its weights
     config: VLLMConfig  # how large, how to compile, and how many servers
     dtype: str  # "float32" or "bfloat16", of weights and cache
     overrides: dict[str, Any]  # arguments of vLLM's `EngineArgs` besides
@@ -224,18 +253,32 @@ class EngineSetup(NamedTuple):
     decode: DecodeFn | None  # from tokens to text, for stop strings
 
     @property
+    def shape(self) -> TransformerConfig:
+        """The shape of the model, as `memory.shape_of` has it."""
+        return shape_of(self.model)
+
+    @property
     def is_exact(self) -> bool:
         """Whether log-probabilities are funcrl's own: of its network with exact numerics."""
         return self.config.network == "unified" and self.shape.numerics == "exact"
 
     def named(self, params: Params) -> Params:
         """Return parameters under the names that the engine's network has for them."""
-        return params if self.config.network == "unified" else as_stored(params, self.shape)
+        if self.config.network == "unified":
+            return params
+        if self.is_checkpoint:
+            return as_checkpoint(self.model, params)
+        return as_stored(params, self.shape)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether vLLM loads what is pushed, as a checkpoint: into a class not known to funcrl."""
+        return not isinstance(self.model, Transformer)
 
 
 def engine_settings(setup: EngineSetup) -> dict[str, Any]:
     """Return vLLM's arguments for an engine, by the names of its `EngineArgs`."""
-    shape, config, dtype = setup[:3]
+    shape, config, dtype = setup.shape, setup.config, setup.dtype
     context = min(config.context_length, shape.context_length)
     return {
         "skip_tokenizer_init": True,

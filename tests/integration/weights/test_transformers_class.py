@@ -197,7 +197,6 @@ def test_a_gate_that_is_narrower_than_the_rank_gets_no_adapter():
 @pytest.mark.parametrize(("options", "message"), [
     ({"numerics": "exact"}, "--numerics native .*GPT2LMHeadModel"),
     ({"packing": "samples"}, "--packing none .*GPT2LMHeadModel"),
-    ({"generator": "vllm"}, "--generator sampler .*GPT2LMHeadModel"),
     ({"attend": "flash"}, "--attend native .*GPT2LMHeadModel"),
     ({"algorithm": funcrl.config.AlgorithmConfig("ppo", kl=0.0)}, "own with ppo.*GPT2LMHeadModel"),
 ])  # fmt: skip

@@ -1,6 +1,8 @@
 """Parameters into vLLM's own class of a model: fused, and written where they are read."""
 
 from collections import defaultdict
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,4 +60,38 @@ def write_params(model: nn.Module, tensors: Params) -> None:
     for module in modules:
         # vLLM lays matrices and filters out anew for a CPU, and drops what it was given.
         if hasattr(module, "cpu_linear") or module in packed:
+            module.quant_method.process_weights_after_loading(module)
+
+
+@torch.no_grad()
+def load_checkpoint(model: Any, dtype: torch.dtype, parts: Iterable[Params]) -> None:
+    """Have vLLM load a checkpoint into a model that runs, of whatever class.
+
+    It loads a layer's tensors, lays them out for its kernels, and copies them to where they were,
+    where CUDA graphs look for them.
+
+    Args:
+        model: vLLM's.
+        dtype: that the model computes in.
+        parts: the tensors as a Hugging Face folder has them, some at a time.
+    """
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    device = next(model.parameters()).device
+    modules: list[Any] = list(model.modules())
+    if device.type == "cpu":  # where vLLM lays experts out for a new kernel only
+        for module in modules:
+            if hasattr(module, "quant_method") and hasattr(module.quant_method, "moe_kernel"):
+                module.quant_method.moe_kernel = None
+    with device:
+        initialize_layerwise_reload(model)
+        for part in parts:
+            model.load_weights(part.items())
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=dtype))
+    for module in modules:
+        # On a CPU an embedding that is the output layer, too, has been laid out for that before.
+        if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

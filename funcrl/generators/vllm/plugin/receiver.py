@@ -1,6 +1,7 @@
 """Inside a server: where parameters arrive, by vLLM's own interface for transferring weights."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from funcrl.core import tree
 from funcrl.core.types import Params
-from funcrl.generators.vllm.plugin.native import write_params
+from funcrl.generators.vllm.plugin.native import load_checkpoint, write_params
 from funcrl.generators.vllm.transport import (
     RUN_VARIABLE,
     Bucket,
@@ -39,11 +40,15 @@ class Opened(WeightTransferInitInfo):
 
 @dataclass
 class Sent(WeightTransferUpdateInfo):
-    """What comes, in this order: names, shapes and fingerprint of each bucket; if NaN is to go."""
+    """What comes, in this order: names, shapes and fingerprint of each bucket.
+
+    And whether vLLM is to load it, as a checkpoint, and whether NaN is to go.
+    """
 
     buckets: list[tuple[list[str], list[list[int]]]]
     fingerprints: list[int]
     key: int
+    checkpoint: bool = False
     clear: bool = False
 
 
@@ -56,6 +61,7 @@ class Receiver(WeightTransferEngine[Any, Any]):
     def __init__(self, config: Any, *more: Any) -> None:
         super().__init__(config, *more)  # which differ between versions of vLLM
         self._receive: Any = None
+        self._dtype = torch.float32
 
     def init_transfer_engine(self, init_info: Opened) -> None:
         """Open the way that parameters will come."""
@@ -63,15 +69,14 @@ class Receiver(WeightTransferEngine[Any, Any]):
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
-        run = os.environ[RUN_VARIABLE]
+        run, self._dtype = os.environ[RUN_VARIABLE], getattr(torch, init_info.dtype)
         if init_info.count:
             self._receive = open_memory(run, init_info.count, init_info.dtype, device)
             return
         group = join_group(run, init_info.rank, init_info.world, device)
-        dtype = getattr(torch, init_info.dtype)
 
         def receive(size: int) -> torch.Tensor:
-            taken = torch.empty(size, dtype=dtype, device=device)
+            taken = torch.empty(size, dtype=self._dtype, device=device)
             group.broadcast(taken, src=0)
             return taken
 
@@ -96,7 +101,17 @@ class Receiver(WeightTransferEngine[Any, Any]):
         del load_weights
         if update_info.clear:
             _clear(self.model)
-        together: Params = {}
+        parts = self._arriving(update_info)
+        if update_info.checkpoint:
+            load_checkpoint(self.model, self._dtype, parts)
+        elif hasattr(self.model, "adopt"):  # funcrl's network refers to all of them at once
+            self.model.adopt({name: leaf for part in parts for name, leaf in part.items()})
+        else:
+            for part in parts:
+                write_params(self.model, part)
+
+    def _arriving(self, update_info: Sent) -> Iterator[Params]:
+        """Yield the parameters of each bucket; raise if they are not those that were sent."""
         expected = zip(update_info.buckets, update_info.fingerprints, strict=True)
         for number, (each, sent) in enumerate(expected):
             bucket = Bucket(*each)
@@ -106,13 +121,7 @@ class Receiver(WeightTransferEngine[Any, Any]):
                     f"VLLM.push expects the parameters that the trainer sent in a server, got "
                     f"others in bucket {number}: fingerprint {got:x} and not {sent:x}."
                 )
-            params = unpack(flat, bucket)
-            if hasattr(self.model, "adopt"):  # funcrl's network refers to all of them at once
-                together |= params
-            else:
-                write_params(self.model, params)
-        if together:
-            self.model.adopt(together)
+            yield unpack(flat, bucket)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
