@@ -17,11 +17,13 @@ from benchmarks.measure import num_bytes, seconds_of, summarize, timed
 from benchmarks.table import Row, finish
 from funcrl import rng
 from funcrl.config import Sampling, ServerConfig, VLLMCompileConfig, VLLMConfig
-from funcrl.config.generation import Form
 from funcrl.core.arguments import Count, Natural, check_fields
-from funcrl.generators import VLLM
+from funcrl.core.types import Params
+from funcrl.generators import VLLM, HuggingFace
 from funcrl.models import Transformer, init_params
+from funcrl.models.functional import without_weights
 from funcrl.weights import to_hugging_face
+from funcrl.weights.names import as_stored
 
 _MODES = {
     "eager": VLLMCompileConfig(),
@@ -50,8 +52,13 @@ class VLLMBenchConfig:
     """How the engines are compiled; graphs need a GPU."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of the engines; the pushed parameters are float32."""
-    forms: tuple[Form, ...] = ("native", "unified")
-    """The forms that are measured beside plain vLLM; a server runs vLLM's own class."""
+    forms: tuple[Literal["native", "unified", "server", "class", "transformers"], ...] = (
+        "native",
+        "unified",
+    )
+    """The forms that are measured beside plain vLLM; a server runs vLLM's own class. class is the
+    network as a model of transformers, whose weights vLLM loads as a checkpoint, and transformers
+    that model's own forward on its own cache (`funcrl.generators.HuggingFace`)."""
     server_devices: tuple[Natural, ...] = ()
     """The GPUs that have a server each; with none there is one server, where the parameters are."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -116,14 +123,18 @@ def _engine_config(config: VLLMBenchConfig, mode: str) -> VLLMConfig:
     )
 
 
-def _own(config: VLLMBenchConfig, form: Form, mode: str) -> Row:
+def _own(config: VLLMBenchConfig, form: str, mode: str) -> Row:
     """Measure a form of funcrl's own, and what a push takes."""
-    model = Transformer(with_vocabulary(config.model))
-    params = init_params(model, 0, device=config.device)
+    model, params = _network(config, form)
     engine_config, dtype = _engine_config(config, mode), getattr(torch, config.dtype)
 
-    def start() -> VLLM:
-        engine = VLLM(model, form, config=engine_config, dtype=dtype)
+    def start() -> VLLM | HuggingFace:
+        engine: VLLM | HuggingFace
+        if form == "transformers":
+            engine = HuggingFace(model, slots=config.sequences, dtype=dtype)
+        else:
+            in_vllm: Any = "native" if form == "class" else form
+            engine = VLLM(model, in_vllm, config=engine_config, dtype=dtype)
         engine.push(params)
         engine.generate([[1, 2, 3]], Sampling(max_tokens=1), 0)
         return engine
@@ -138,6 +149,22 @@ def _own(config: VLLMBenchConfig, form: Form, mode: str) -> Row:
     engine.close()
     pushed = {"push_ms": 1e3 * push, "push_gb_per_s": num_bytes(params) / push / 1e9}
     return row._replace(numbers=row.numbers | pushed)
+
+
+def _network(config: VLLMBenchConfig, form: str) -> tuple[torch.nn.Module, Params]:
+    """Return the network that a form draws from, and its parameters."""
+    shape = with_vocabulary(config.model)
+    model = Transformer(shape)
+    params = init_params(model, 0, device=config.device)
+    if form not in ("class", "transformers"):
+        return model, params
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = to_hugging_face(shape, "float32")
+    module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**described), attn_implementation="eager"
+    )
+    return without_weights(module.to(config.device).eval()), as_stored(params, shape)
 
 
 def _plain(config: VLLMBenchConfig, mode: str) -> Row:

@@ -1,6 +1,6 @@
 """Chooses the options of speed and memory that nobody has given, for the device to train on."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ _MULTIPLE = 64  # of which the length of a packed row is one
 _ROWS = 16  # the number of packed rows is a multiple of at most so many
 _SLOTS = 512
 _BUSY = 8192  # tokens of a micro-batch that keep a GPU's products busy
+_HALF = "bfloat16", "a GPU multiplies it many times as fast as float32"
 _WHY = {"samples": "no padding", "prefixes": "no padding, and a prompt once for its group"}
 
 
@@ -29,14 +30,19 @@ class Chosen(NamedTuple):
     @property
     def line(self) -> str:
         """The choices as options of the command line."""
-        flags = []
-        for name in self.reasons:
-            value = getattr(self.config, name)
-            if isinstance(value, CompileConfig):
-                flags += [f"--compile.backend {value.backend}", f"--compile.remat {value.remat}"]
-            else:
-                flags.append(f"--{name.replace('_', '-')} {value}")
-        return " ".join(flags)
+        return as_options(self.config, self.reasons)
+
+
+def as_options(config: TrainConfig, names: Iterable[str]) -> str:
+    """Return some fields of a configuration as options of the command line."""
+    flags = []
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, CompileConfig):
+            flags += [f"--compile.backend {value.backend}", f"--compile.remat {value.remat}"]
+        else:
+            flags.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(flags)
 
 
 @checked
@@ -88,7 +94,7 @@ def choose_options(
         return Chosen(found.config, found.reasons, estimated(found.config))
     if gpu_bytes is None:
         raise ValueError("choose_options expects gpu_bytes for device cuda, got none.")
-    found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
+    found.choose("dtype", *_HALF)
     halves = found.config.dtype == "bfloat16"
     if config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
         found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
@@ -112,6 +118,13 @@ def choose_options(
     for name, value in changes.items():
         found.choose(name, value, reason)
     return Chosen(found.config, found.reasons, estimate)
+
+
+def choose_dtype(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, dict[str, str]]:
+    """Return a configuration for a GPU and a network whose memory is not known, and the reason."""
+    found = _Choices(config, given)
+    found.choose("dtype", *_HALF)
+    return found.config, found.reasons
 
 
 class _Choices:

@@ -150,7 +150,7 @@ def train(
         by_row = "" if runs_under_vmap(parts.model) else " It is trained one row after the other."
         view.note(
             f"{type(parts.model).__name__} runs as its class in transformers: without exact "
-            f"numerics, packing and .gguf files, and slower to draw from.{by_row}"
+            f"numerics, packing and .gguf files, and slower to draw from without vLLM.{by_row}"
         )
     check_packing(config, parts)
     check_reference(config, parts)

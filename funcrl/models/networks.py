@@ -204,7 +204,12 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 def is_linear(layer: nn.Module) -> bool:
     """Return whether a layer of a transformers model is linear, as GPT-2's `Conv1D` is, too."""
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    return isinstance(layer, nn.Linear) or is_transposed(layer)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether a linear layer has its weight [in, out], as GPT-2's `Conv1D` has."""
+    return type(layer).__name__ == "Conv1D"
 
 
 def forward_takes(model: nn.Module, name: str) -> bool:

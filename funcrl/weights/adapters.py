@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from funcrl.core.types import Params
 from funcrl.models import Transformer
-from funcrl.models.networks import is_linear
+from funcrl.models.networks import is_linear, is_transposed
 from funcrl.weights.names import translate
 from funcrl.weights.save import atomic_folder, json_bytes
 from funcrl.weights.tensors import write_safetensors
@@ -75,18 +75,17 @@ def _layer(model: nn.Module, name: str) -> _Layer:
         is_part = model.config.attention_gate and name.rpartition(".attention.")[2].startswith(
             ("q.", "gate.")  # which are one matrix there
         )
-        is_whole, is_transposed = not is_part and not name.startswith("embed."), False
+        is_whole, transposed = not is_part and not name.startswith("embed."), False
     else:
         theirs, layer = name, model.get_submodule(name.rpartition(".")[0])
-        # GPT-2's linear layers have their weights [in, out].
-        is_whole, is_transposed = is_linear(layer), type(layer).__name__ == "Conv1D"
+        is_whole, transposed = is_linear(layer), is_transposed(layer)
     path, _, leaf = theirs.rpartition(".")
     if leaf != "weight" or not is_whole:
         raise ValueError(
             f"export expects adapters of whole linear layers with --adapters, as peft has them, "
             f"got one of {name!r}; without it the merged model is written."
         )
-    return _Layer(path, is_transposed)
+    return _Layer(path, transposed)
 
 
 def _check_free(path: Path) -> None:

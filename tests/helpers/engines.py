@@ -18,6 +18,8 @@ needs_vllm = [
     pytest.mark.filterwarnings("default"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# On a GPU vLLM's attention does not multiply float32 in float32.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 _GEMMA3 = {
     "num_layers": 3, "rope_theta": 1e6, "rope_factor": 4.0, "norm_offset": 1.0, "post_norms": True,
     "activation": "gelu_tanh", "embed_scale": 8.0, "attention_scale": 20**-0.5, "logit_cap": 5.0,

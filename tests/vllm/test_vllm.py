@@ -327,7 +327,7 @@ class TestEngine:
                 other = name.replace(".k.", ".v.")
                 swapped[name], swapped[other] = params[other], params[name]
         named = generator._setup.named(swapped)
-        generator._engine._llm.apply_model(lambda theirs: _put(theirs, named))
+        generator._engine._llm.apply_model(lambda theirs: _put(theirs, generator._setup, named))
         with pytest.raises(RuntimeError, match=r"VLLM\.push .* names of parameters"):
             check_probe(model, params, generator.score, generator.context_length)
         generator._probed = False

@@ -8,6 +8,7 @@ import transformers
 from cases import equal, tiny_tokenizer
 from engines import (
     DEVICE,
+    DTYPE,
     PROMPTS,
     bound_of,
     has_vllm,
@@ -64,7 +65,7 @@ def module_of(name, **options):
 def loaded(folder, name):
     """A model of transformers and its parameters, as they come from its folder."""
     module_of(name).save_pretrained(folder)
-    model, params = funcrl.load_params(folder, device=DEVICE)
+    model, params = funcrl.load_params(folder, DTYPE, DEVICE)
     model.config._experts_implementation = "eager"  # torch's grouped product has no float64
     return model, params
 
@@ -99,7 +100,7 @@ class TestInThisProcess:
 
     def test_it_computes_what_the_trainer_does_after_every_push(self, tmp_path, name):
         model, params = loaded(tmp_path, name)
-        generator = VLLM(model, config=CONFIG)
+        generator = VLLM(model, config=CONFIG, dtype=DTYPE)
         try:
             check_engine(generator, model, params)
         finally:
@@ -112,7 +113,7 @@ class TestServer:
 
     def test_it_computes_what_the_trainer_does_after_every_push(self, tmp_path, name):
         model, params = loaded(tmp_path, name)
-        generator = VLLM(model, config=SERVER)
+        generator = VLLM(model, config=SERVER, dtype=DTYPE)
         try:
             check_engine(generator, model, params)
         finally:
@@ -186,8 +187,14 @@ class TestRefusals:
 
 
 def test_a_cache_is_as_large_as_its_layers_ask_for():
-    """Gemma 2's layers take turns; GPT-2 says neither how wide its heads are nor the MLP."""
+    """Gemma 2's layers take turns; GPT-2 says neither how wide its heads are nor the MLP.
+
+    Qwen2 with experts has a window of 0, which is none.
+    """
     gemma, gpt = shape_of(module_of("Gemma2")), shape_of(module_of("GPT2"))
     assert (gemma.kinds, gemma.head_width, gemma.num_kv_heads) == (("sliding", "full"), 32, 1)
     assert (gpt.kinds, gpt.head_width, gpt.num_kv_heads) == (("full", "full"), 32, 2)
     assert (gpt.mlp_width, gpt.context_length) == (256, 256)
+    config = transformers.Qwen2MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=8)
+    assert config.sliding_window == 0
+    assert shape_of(transformers.Qwen2MoeForCausalLM(config)).window is None

@@ -10,6 +10,7 @@ import funcrl
 from funcrl.config import Sampling, VLLMCompileConfig, VLLMConfig
 from funcrl.generators import VLLM, sampling_logprobs
 from funcrl.generators.vllm.settings import EngineSetup, who_draws
+from funcrl.models import Transformer
 from funcrl.ops import EXACT
 
 pytestmark = needs_vllm
@@ -285,5 +286,5 @@ def test_who_draws_and_whose_numbers_are_kept():
     assert kept.logprobs == "sampling"
     policy = setup._replace(config=VLLMConfig())
     assert who_draws(policy, hot) == (hot, Sampling(), VLLMConfig())
-    native = setup._replace(shape=replace(model.config, numerics="native"))
+    native = setup._replace(model=Transformer(replace(model.config, numerics="native")))
     assert who_draws(native, hot) == (hot, Sampling(), config)

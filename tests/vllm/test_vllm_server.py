@@ -21,6 +21,7 @@ import pytest
 import torch
 from engines import (
     DEVICE,
+    DTYPE,
     PROMPTS,
     bound_of,
     cache_of,
@@ -55,8 +56,6 @@ from funcrl.loop.parity import compare
 from funcrl.weights.names import as_stored
 
 ROOT = Path(__file__).parents[2]
-# On a GPU vLLM's attention does not multiply float32 in float32.
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def server(network="unified", cache_bytes=0, **options):

@@ -44,7 +44,7 @@ def shape_of(model: nn.Module) -> TransformerConfig:
         mlp_width=getattr(config, "intermediate_size", None) or 4 * width,
         context_length=context_length_of(model) or TransformerConfig.context_length,
         layers=tuple(_KINDS[each] for each in kinds),
-        window=getattr(config, "sliding_window", None),
+        window=getattr(config, "sliding_window", None) or None,  # some say 0 for none
     )
 
 

@@ -5,7 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 import yaml
+from cases import tiny_tokenizer
 
 import funcrl
 from funcrl.cli import main
@@ -157,6 +159,26 @@ def test_nothing_is_chosen_where_nobody_asks(capsys, tmp_path):
     file.write_text("device: cuda\nmodel: qwen3-0.6b\n")
     main(["train", "--config", str(file), "--gpu-memory", "80", "--dry-run"])
     assert "Chosen" not in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_is_computed_in_half_precision_on_a_gpu(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("funcrl.cli.device._FEWEST_PARAMETERS", 1)
+    tokenizer = tiny_tokenizer()
+    size = {"vocab_size": tokenizer.vocab_size, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).save_pretrained(tmp_path)
+    tokenizer._tokenizer.save_pretrained(tmp_path)
+    line = ["train", "--model", str(tmp_path), "--task", "sum_digits", *LINE[-3:]]
+    main([*line, "--device", "cuda"])
+    out, err = capsys.readouterr()
+    found = yaml.safe_load(out)
+    assert (found["dtype"], found["chosen"].keys()) == ("bfloat16", {"dtype"})
+    assert "Chosen for a GPU of 80 GB: --dtype bfloat16\n" in err
+    for more in (["--device", "cuda", "--dtype", "float32"], ["--microbatch", "None"]):
+        main([*line, *more])
+        out, err = capsys.readouterr()
+        assert (yaml.safe_load(out)["dtype"], "Chosen" in err) == ("float32", False)
 
 
 def test_a_gpu_must_have_a_size():
