@@ -14,9 +14,11 @@ from funcrl.config import TrainConfig
 from funcrl.core.printing import print_safely
 from funcrl.core.process import num_ranks
 from funcrl.loop import sources
-from funcrl.loop.choose import as_options, choose_dtype, choose_options
+from funcrl.loop.choose import choose_options
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import longest_prompt
+from funcrl.loop.memory import num_params
+from funcrl.loop.module_memory import Uncounted
 from funcrl.loop.teachers import network_of_teacher
 from funcrl.models import Transformer
 from funcrl.models.networks import is_of_transformers
@@ -50,33 +52,26 @@ def chosen_for_device(
     if not (start.choose and begins and can_be) or ("--task" in own and not runs_code):
         return options, {}
     task, network = task_and_network(options, start.trust)
-    if on_gpu and sum(leaf.numel() for leaf in network.parameters()) < _FEWEST_PARAMETERS:
+    is_known = isinstance(network, Transformer) or (on_gpu and is_of_transformers(network))
+    if not is_known or (on_gpu and num_params(network) < _FEWEST_PARAMETERS):
         return options, {}
-    names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
-    if isinstance(network, Transformer):
-        config, reasons = _chosen(options, sorted(names), task, network, size, start.trust)
-    elif on_gpu and is_of_transformers(network):
-        config, reasons = choose_dtype(options, names)
-    else:
-        return options, {}
-    if reasons and is_first_rank():
-        device = f"GPU of {size / 1e9:.0f} GB" if size is not None else "CPU"
-        print_safely(f"Chosen for a {device}: {as_options(config, reasons)}", sys.stderr)
-    return config, reasons
-
-
-def _chosen(
-    options: TrainConfig, names: list[str], task: Task, network: Transformer, size: int | None,
-    trust: bool,
-) -> tuple[TrainConfig, dict[str, str]]:  # fmt: skip
     teacher = None
-    if size is not None:  # a GPU, whose memory it takes a part of
-        teacher = network_of_teacher("train", options, task.tokenizer, trust)
-    config, reasons, _ = choose_options(
-        options, names, network.config, longest_prompt(options, task), size, task.max_turns,
-        num_ranks(), _has_compiler(), teacher.config if isinstance(teacher, Transformer) else None,
-    )  # fmt: skip
-    return config, reasons
+    if on_gpu:  # whose memory it takes a part of
+        teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
+    names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
+    counted = network.config if isinstance(network, Transformer) else network
+    try:
+        chosen = choose_options(
+            options, sorted(names), counted, longest_prompt(options, task), size, task.max_turns,
+            num_ranks(), _has_compiler(),
+            teacher.config if isinstance(teacher, Transformer) else None,
+        )  # fmt: skip
+    except Uncounted:  # nothing can be chosen by its memory
+        return options, {}
+    if chosen.reasons and is_first_rank():
+        device = f"GPU of {size / 1e9:.0f} GB" if size is not None else "CPU"
+        print_safely(f"Chosen for a {device}: {chosen.line}", sys.stderr)
+    return chosen.config, chosen.reasons
 
 
 def task_and_network(config: TrainConfig, trust: bool) -> tuple[Task, nn.Module]:

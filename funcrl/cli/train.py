@@ -35,12 +35,14 @@ from funcrl.core.process import is_out_of_memory, num_ranks
 from funcrl.loop import memory, sources
 from funcrl.loop.data import plain_task
 from funcrl.loop.from_config import estimate_memory
+from funcrl.loop.module_memory import Uncounted
 from funcrl.loop.opening import with_folder
 from funcrl.loop.sources import defaults
 from funcrl.loop.teachers import network_of_teacher
 from funcrl.loop.train import train as run_training
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.initial import is_shape
+from funcrl.models.networks import is_of_transformers
 from funcrl.run import report, runs
 from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.folder import check_options_kept
@@ -307,13 +309,20 @@ def describe_run(
 
 def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     task, network = task_and_network(config, trust)
-    if not isinstance(network, Transformer):
+    if not _is_known(network):
         return _sizes_of_others(network)
-    return _as_sizes(config, network, _estimated(config, task, network, trust))
+    try:
+        return _as_sizes(config, network, _estimated(config, task, network, trust))
+    except Uncounted as error:
+        return _sizes_of_others(network, str(error))
+
+
+def _is_known(network: nn.Module) -> bool:
+    return isinstance(network, Transformer) or is_of_transformers(network)
 
 
 def _estimated(
-    config: TrainConfig, task: Task, network: Transformer, trust: bool
+    config: TrainConfig, task: Task, network: nn.Module, trust: bool
 ) -> memory.MemoryEstimate:
     teacher = network_of_teacher("train", config, task.tokenizer, trust)
     return estimate_memory(config, network, task, num_ranks(), teacher)
@@ -323,16 +332,18 @@ def _largest_part(config: TrainConfig, trust: bool) -> str:
     """Return what a run that ran out of memory needed the most of, and what lowers it."""
     try:
         task, network = task_and_network(config, trust)
-        if isinstance(network, Transformer):
+        if _is_known(network):
             return _estimated(config, task, network, trust).advice
     except Exception as error:  # which must not take the place of the one that is explained
         return f"How much each part needs could not be estimated: {error}"
     return "How much each part needs is not known for a network that is no Transformer."
 
 
-def _sizes_of_others(network: nn.Module) -> dict[str, Any]:
-    count = sum(leaf.numel() for leaf in network.parameters())
-    return {"num_parameters": count, "memory": "not known for a network that is no Transformer"}
+_NO_TRANSFORMER = "a network that is no Transformer"
+
+
+def _sizes_of_others(network: nn.Module, why: str = _NO_TRANSFORMER) -> dict[str, Any]:
+    return {"num_parameters": memory.num_params(network), "memory": f"not known for {why}"}
 
 
 def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
@@ -348,9 +359,13 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     if source.code:
         return {"memory": f"not known: {config.model} is not loaded by a dry run without --trust"}
     network = sources.network_of("train", config, source, vocab_size)
-    if not isinstance(network, Transformer):
+    if not _is_known(network):
         return _sizes_of_others(network)
-    estimate = memory.estimate_memory(config, network.config, 0, turns or 1, num_ranks())
+    counted = network.config if isinstance(network, Transformer) else network
+    try:
+        estimate = memory.estimate_memory(config, counted, 0, turns or 1, num_ranks())
+    except Uncounted as error:
+        return _sizes_of_others(network, str(error))
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"
     if config.teacher is not None:
@@ -359,13 +374,13 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
 
 
 def _as_sizes(
-    config: TrainConfig, network: Transformer, estimate: memory.MemoryEstimate
+    config: TrainConfig, network: nn.Module, estimate: memory.MemoryEstimate
 ) -> dict[str, Any]:
     needs = {name: f"{value / 1e6:.1f} MB" for name, value in estimate._asdict().items()}
     needs["peak"] = f"{estimate.peak / 1e6:.1f} MB, and about 0.5 GB for Python and its libraries"
     return {
-        "num_parameters": memory.num_params(network.config),
-        "num_trained": memory.num_trained(config, network.config),
+        "num_parameters": memory.num_params(network),
+        "num_trained": memory.num_trained(config, network),
         **({"num_ranks": num_ranks()} if num_ranks() > 1 else {}),  # the memory is of each
         "memory": needs,
     }

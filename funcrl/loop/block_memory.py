@@ -1,11 +1,77 @@
-"""Estimates what one block of a network keeps for its backward pass, and for the next token."""
+"""Estimates what funcrl's own network computes in: what its blocks keep, and for what."""
 
 from typing import NamedTuple
 
+from funcrl.config import TrainConfig
+from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import TransformerConfig
 from funcrl.models.config import Kind
 
 FLOAT = 4  # bytes of a number of float32
+
+
+class Rows(NamedTuple):
+    """How many rows a micro-batch has and how long they are; and the samples of a generator."""
+
+    rows: int
+    padded: int
+    slots: int
+    length: int
+
+
+class Work(NamedTuple):
+    """The bytes that a network computes in, and what its sampler does with its weights."""
+
+    kept: int  # for the backward pass
+    logits: int  # and their matrix's gradient
+    of_teacher: int  # logits
+    recomputed: int
+    cache: int
+    is_captured: bool  # the sampler
+    has_layout: bool  # the sampler: another than the parameters'
+
+
+def work_of_shape(config: TrainConfig, shape: TransformerConfig, sizes: Rows) -> Work:
+    """Return what funcrl's own network computes in."""
+    rows, padded, slots, length = sizes
+    compute, tokens, remat = number_bytes(config), rows * padded, remat_of(config)
+    scores = padded if config.attend == "native" else 0
+    kept, again = kept_and_recomputed(shape, remat, scores, compute)
+    logits = logits_bytes(config, tokens, compute) * shape.vocab_size
+    head = 0 if config.lora.rank else FLOAT * shape.width * shape.vocab_size
+    on_gpu = config.device == "cuda"
+    draws = config.generator == "sampler" and on_gpu and config.dtype == "bfloat16"
+    return Work(
+        kept=tokens * kept,
+        logits=logits + head,
+        of_teacher=logits,
+        recomputed=tokens * again + head if remat != "none" else 0,
+        cache=slots * sum(kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds),
+        is_captured=draws and captured_runs(shape),
+        has_layout=not on_gpu,
+    )
+
+
+def number_bytes(config: TrainConfig) -> int:
+    """Return the bytes of a number in the dtype that is computed in."""
+    return 2 if config.dtype == "bfloat16" else FLOAT
+
+
+def remat_of(config: TrainConfig) -> str:
+    """Return which activations are computed again; for a budget, which keeps what fits, none."""
+    remat = "none" if config.compile is None else config.compile.remat
+    return "none" if remat == "budget" else remat
+
+
+def logits_bytes(config: TrainConfig, tokens: int, compute: int) -> int:
+    """Return the bytes for each token of the vocabulary: of all tokens' logits, or a chunk's.
+
+    A chunk's are widened, exponentiated and differentiated; kept ones are there besides.
+    """
+    if config.logprob_chunk != "all":
+        return min(config.logprob_chunk, tokens) * 3 * FLOAT
+    has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
+    return tokens * (2 * compute if has_kernel else compute + 3 * FLOAT)
 
 
 def kept_and_recomputed(

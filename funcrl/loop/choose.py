@@ -1,13 +1,13 @@
 """Chooses the options of speed and memory that nobody has given, for the device to train on."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core.arguments import checked
-from funcrl.loop.memory import LONGEST, MemoryEstimate, estimate_memory, num_params
+from funcrl.loop.memory import LONGEST, MemoryEstimate, Network, estimate_memory, num_params
 from funcrl.models import TransformerConfig
 
 _FILLED = 0.92  # the share of a GPU's memory that an estimate may take
@@ -16,7 +16,6 @@ _MULTIPLE = 64  # of which the length of a packed row is one
 _ROWS = 16  # the number of packed rows is a multiple of at most so many
 _SLOTS = 512
 _BUSY = 8192  # tokens of a micro-batch that keep a GPU's products busy
-_HALF = "bfloat16", "a GPU multiplies it many times as fast as float32"
 _WHY = {"samples": "no padding", "prefixes": "no padding, and a prompt once for its group"}
 
 
@@ -30,26 +29,21 @@ class Chosen(NamedTuple):
     @property
     def line(self) -> str:
         """The choices as options of the command line."""
-        return as_options(self.config, self.reasons)
-
-
-def as_options(config: TrainConfig, names: Iterable[str]) -> str:
-    """Return some fields of a configuration as options of the command line."""
-    flags = []
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, CompileConfig):
-            flags += [f"--compile.backend {value.backend}", f"--compile.remat {value.remat}"]
-        else:
-            flags.append(f"--{name.replace('_', '-')} {value}")
-    return " ".join(flags)
+        flags = []
+        for name in self.reasons:
+            value = getattr(self.config, name)
+            if isinstance(value, CompileConfig):
+                flags += [f"--compile.backend {value.backend}", f"--compile.remat {value.remat}"]
+            else:
+                flags.append(f"--{name.replace('_', '-')} {value}")
+        return " ".join(flags)
 
 
 @checked
 def choose_options(
     config: TrainConfig,
     given: Collection[str],
-    shape: TransformerConfig,
+    shape: Network,
     prompt_tokens: int,
     gpu_bytes: int | None = None,
     num_turns: int = 1,
@@ -66,7 +60,8 @@ def choose_options(
         config: the run's.
         given: the fields of it that somebody has chosen, such as "dtype": they stay. "compile" is
             one if any option of it is given.
-        shape: the model's.
+        shape: the model's; or the model, where it is one of transformers: on a GPU dtype, slots and
+            microbatch are chosen for such a one.
         prompt_tokens: of the longest prompt.
         gpu_bytes: the GPU's memory; none for a CPU.
         num_turns: of an environment.
@@ -89,27 +84,25 @@ def choose_options(
         return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks, teacher)
 
     if config.device == "cpu":
-        if num_turns == 1:
+        if num_turns == 1 and isinstance(shape, TransformerConfig):
             _pack_on_cpu(found, shape, prompt_tokens)
         return Chosen(found.config, found.reasons, estimated(found.config))
     if gpu_bytes is None:
         raise ValueError("choose_options expects gpu_bytes for device cuda, got none.")
-    found.choose("dtype", *_HALF)
-    halves = found.config.dtype == "bfloat16"
-    if config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
-        found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
-    if num_turns == 1:
-        _pack(found, shape, prompt_tokens)
-    if has_compiler:
-        fast = CompileConfig(backend="inductor", remat="selective")
-        found.choose("compile", fast, "fewer kernels, and products alone are kept")
+    found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
+    if isinstance(shape, TransformerConfig):
+        _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None)
+        if has_compiler:
+            fast = CompileConfig(backend="inductor", remat="selective")
+            found.choose("compile", fast, "fewer kernels, and products alone are kept")
     samples = -(-config.num_prompts // num_ranks) * config.num_generations
     slots = min(samples, _SLOTS)
     while slots > 1 and estimated(replace(found.config, slots=slots)).cache > gpu_bytes / 4:
         slots = -(-slots // 2)
     found.choose("slots", slots, "samples drawn at once; their cache takes a quarter at most")
     length = prompt_tokens + config.sampling.max_tokens * (2 * num_turns - 1)
-    for changes in _sizes(found, length, samples):
+    chunks = ["all", 1024, 256] if isinstance(shape, TransformerConfig) else [config.logprob_chunk]
+    for changes in _sizes(found, length, samples, chunks):
         estimate = estimated(replace(found.config, **changes))
         if estimate.peak <= _FILLED * gpu_bytes:
             break
@@ -118,13 +111,6 @@ def choose_options(
     for name, value in changes.items():
         found.choose(name, value, reason)
     return Chosen(found.config, found.reasons, estimate)
-
-
-def choose_dtype(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, dict[str, str]]:
-    """Return a configuration for a GPU and a network whose memory is not known, and the reason."""
-    found = _Choices(config, given)
-    found.choose("dtype", *_HALF)
-    return found.config, found.reasons
 
 
 class _Choices:
@@ -139,6 +125,15 @@ class _Choices:
         if name not in self.given and getattr(self.config, name) != value:
             self.config = replace(self.config, **{name: value})
             self.reasons[name] = reason
+
+
+def _choose_operations(found: _Choices, shape: TransformerConfig, prompt: int | None) -> None:
+    """Choose how funcrl's own network attends, and how rows with prompts of a turn are packed."""
+    halves = found.config.dtype == "bfloat16"
+    if found.config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
+        found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
+    if prompt is not None:
+        _pack(found, shape, prompt)
 
 
 def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
@@ -184,7 +179,9 @@ def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
     found.choose("pack_rows", multiple, "few shapes to compile")
 
 
-def _sizes(found: _Choices, length: int, samples: int) -> Iterator[dict[str, Any]]:
+def _sizes(
+    found: _Choices, length: int, samples: int, chunks: list[Any]
+) -> Iterator[dict[str, Any]]:
     """Yield micro-batches from large to small, with all logits kept where tokens are enough."""
     config, given = found.config, found.given
     row = length if config.packing == "none" else config.pack_length or length
@@ -192,7 +189,8 @@ def _sizes(found: _Choices, length: int, samples: int) -> Iterator[dict[str, Any
     rows = [1 << power for power in range(most.bit_length() - 1, -1, -1) if 1 << power <= most]
     if "microbatch" in given:
         rows = [config.microbatch or samples]
-    chunks = [config.logprob_chunk] if "logprob_chunk" in given else ["all", 1024, 256]
+    if "logprob_chunk" in given:
+        chunks = [config.logprob_chunk]
     for chunk in chunks:
         for count in rows:
             if chunk != "all" or count * row >= _BUSY or len(chunks) == 1:

@@ -14,6 +14,7 @@ from funcrl.generators import VLLM, Generator, HuggingFace, Recompute, Sampler
 from funcrl.generators.draw import truncation_of
 from funcrl.graph.nodes import layer_of
 from funcrl.loop import memory
+from funcrl.loop.module_memory import Uncounted
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, logprob_fn
@@ -191,8 +192,8 @@ def generator_of(
         return embedded(model)(model, **given)
     if not (isinstance(model, Transformer) or is_of_transformers(model)):
         raise ValueError(
-            f"{function} expects --generator sampler for a network of one's own, which vLLM does "
-            f"not know, got vllm for {type(model).__name__}."
+            f"{function} expects --generator sampler for a network that is no Transformer, which "
+            f"vLLM does not know, got vllm for {type(model).__name__}."
         )
     # The ratio is of the distribution that was sampled from; vLLM keeps only one of the two.
     engine = config.vllm
@@ -200,12 +201,13 @@ def generator_of(
         engine = replace(engine, logprobs="sampling")
     beside = 0
     if config.device == "cuda" and not (engine.cache_bytes or engine.server.devices):
-        if not isinstance(model, Transformer):
+        try:
+            needs = estimate_memory(config, model, task, num_ranks, teacher)
+        except Uncounted as error:
             raise ValueError(
-                f"{function} expects --vllm.cache-bytes for {type(model).__name__}, of which it is "
-                f"not known how much of the GPU the update will need, got none."
-            )
-        needs = estimate_memory(config, model, task, num_ranks, teacher)
+                f"{function} expects --vllm.cache-bytes where it is not known how much of the GPU "
+                f"an update needs, got none: {error}."
+            ) from error
         # An engine that sleeps lends its memory to the update.
         beside = needs.state + (0 if engine.sleep else needs.training)
     return VLLM(
@@ -240,17 +242,24 @@ def compute_dtype(config: TrainConfig) -> torch.dtype | None:
 
 def estimate_memory(
     config: TrainConfig,
-    model: Transformer,
+    model: nn.Module,
     task: Task,
     num_ranks: int,
     teacher: nn.Module | None = None,
 ) -> memory.MemoryEstimate:
-    """Return the memory that training will need, if the first prompts are as long as any."""
+    """Return the memory that training will need, if the first prompts are as long as any.
+
+    Args:
+        config: the run's.
+        model: a `Transformer`, or a model of transformers.
+        task: that it is trained on.
+        num_ranks: that train together.
+        teacher: of a run that has one.
+    """
     longest = longest_prompt(config, task)
     taught_by = teacher.config if isinstance(teacher, Transformer) else None
-    return memory.estimate_memory(
-        config, model.config, longest, task.max_turns, num_ranks, taught_by
-    )
+    network = model.config if isinstance(model, Transformer) else model
+    return memory.estimate_memory(config, network, longest, task.max_turns, num_ranks, taught_by)
 
 
 def longest_prompt(config: TrainConfig, task: Task) -> int:

@@ -1,19 +1,28 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Size
+from torch import Size, nn
 
 from funcrl.config import LoraConfig, OptimizerConfig, TrainConfig
 from funcrl.config.sections import WITHOUT_REWARDS, is_own
 from funcrl.core import tree
 from funcrl.core.arguments import checked
-from funcrl.generators.embedded.captured import captured_runs
 from funcrl.loop.algorithm import optimizer_of
-from funcrl.loop.block_memory import FLOAT, kept_and_recomputed, kept_by_sampler, read_and_found
+from funcrl.loop.block_memory import (
+    FLOAT,
+    Rows,
+    number_bytes,
+    read_and_found,
+    remat_of,
+    work_of_shape,
+)
+from funcrl.loop.module_memory import work_of_module
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.models.lora import layer_weights
 from funcrl.ops.quantized import BLOCK
 
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
@@ -23,6 +32,9 @@ _RESERVE = 0.19
 # of it is then left empty.
 LONGEST = 4
 
+
+# What an estimate is of: a shape of funcrl's own network, or a model of transformers.
+Network: TypeAlias = TransformerConfig | nn.Module
 
 # What lowers each part, where memory runs out.
 _LOWERED_BY = {
@@ -108,8 +120,8 @@ class MemoryEstimate(NamedTuple):
 
 
 @checked
-def num_params(config: TransformerConfig) -> int:
-    """Return the number of parameters of a shape.
+def num_params(config: Network) -> int:
+    """Return the number of parameters of a shape, or of a model.
 
     Example:
         >>> import funcrl
@@ -121,13 +133,14 @@ def num_params(config: TransformerConfig) -> int:
 
 
 @lru_cache  # an estimate asks for them four times, and choosing options makes several estimates
-def _sizes(config: TransformerConfig) -> dict[str, Size]:
-    """Return the size of each parameter of a shape."""
-    return {name: leaf.shape for name, leaf in Transformer(config).named_parameters()}
+def _sizes(network: Network) -> dict[str, Size]:
+    """Return the size of each parameter of a network."""
+    model = Transformer(network) if isinstance(network, TransformerConfig) else network
+    return {name: leaf.shape for name, leaf in model.named_parameters()}
 
 
 @checked
-def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
+def num_trained(config: TrainConfig, shape: Network) -> int:
     """Return how many numbers are trained: all parameters, or those of adapters.
 
     Example:
@@ -140,7 +153,7 @@ def num_trained(config: TrainConfig, shape: TransformerConfig) -> int:
     return sum(size.numel() for size in _trained(config.lora, shape).values())
 
 
-def _trained(lora: LoraConfig, shape: TransformerConfig) -> dict[str, Size]:
+def _trained(lora: LoraConfig, shape: Network) -> dict[str, Size]:
     """Return the size of each parameter that is trained: all, or those of adapters."""
     if not lora.rank:
         return _sizes(shape)
@@ -150,10 +163,13 @@ def _trained(lora: LoraConfig, shape: TransformerConfig) -> dict[str, Size]:
     return adapters
 
 
-def _adapted(lora: LoraConfig, shape: TransformerConfig) -> dict[str, Size]:
+def _adapted(lora: LoraConfig, shape: Network) -> dict[str, Size]:
     """Return the size of each matrix that has adapters."""
     sizes = _sizes(shape).items()
-    return {name: size for name, size in sizes if len(size) == 2 and lora.adapts(name)}
+    adapts: Callable[[str], bool] = lora.adapts
+    if isinstance(shape, nn.Module) and lora.targets == LoraConfig.targets:
+        adapts = layer_weights(shape, lora.rank).__contains__
+    return {name: size for name, size in sizes if len(size) == 2 and adapts(name)}
 
 
 # In bytes, a number of a matrix that is not trained, with its share of a scale.
@@ -165,9 +181,7 @@ _NUMBER_OF_BASE = {
 }
 
 
-def _base_and_merged(
-    config: TrainConfig, shape: TransformerConfig, compute: int
-) -> tuple[int, int]:
+def _base_and_merged(config: TrainConfig, shape: Network, compute: int) -> tuple[int, int]:
     """Return the bytes of a base that has adapters, and of the base with these added."""
     if not config.lora.rank:
         return 0, 0
@@ -206,7 +220,7 @@ def _kind_of_optimizer(config: TrainConfig) -> OptimizerConfig:
 
 
 @lru_cache
-def _optimizer_state(options: OptimizerConfig, lora: LoraConfig, shape: TransformerConfig) -> int:
+def _optimizer_state(options: OptimizerConfig, lora: LoraConfig, shape: Network) -> int:
     """Return the bytes of an optimizer's state of all that is trained."""
     sizes = _trained(lora, shape).items()
     trained = {name: torch.empty(size, device="meta") for name, size in sizes}
@@ -223,7 +237,7 @@ class _Shares(NamedTuple):
     gathered: int  # whole parameters within a step, where a rank holds some rows of each
 
 
-def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _Shares:
+def _shares(config: TrainConfig, shape: Network, num_ranks: int) -> _Shares:
     whole = FLOAT * num_trained(config, shape)
     part = -(-whole // num_ranks)
     if config.shard == "none" or num_ranks == 1:
@@ -233,13 +247,13 @@ def _shares(config: TrainConfig, shape: TransformerConfig, num_ranks: int) -> _S
     gradients = part if is_late else whole
     if config.shard == "optimizer":
         return _Shares(whole, gradients, part, gathered=0)
-    return _Shares(part, gradients, part, 2 * whole // shape.num_layers if is_late else whole)
+    return _Shares(part, gradients, part, 2 * whole // _num_layers(shape) if is_late else whole)
 
 
 @checked
 def estimate_memory(
     config: TrainConfig,
-    shape: TransformerConfig,
+    shape: Network,
     prompt_tokens: int,
     num_turns: int = 1,
     num_ranks: int = 1,
@@ -249,7 +263,8 @@ def estimate_memory(
 
     Args:
         config: the run's.
-        shape: the model's.
+        shape: the model's; or the model, where it is one of transformers, which is run on meta
+            tensors. What recomputation saves is not counted for such a one.
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
         num_ranks: that train together; `config.shard` says what they share.
@@ -265,27 +280,25 @@ def estimate_memory(
     trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
-    on_gpu, is_half = config.device == "cuda", config.dtype == "bfloat16"
-    compute = 2 if is_half else FLOAT
+    on_gpu, is_half, compute = (
+        config.device == "cuda",
+        config.dtype == "bfloat16",
+        number_bytes(config),
+    )
     base, merged = _base_and_merged(config, shape, compute)
     # Within an exact step the merged parameters have a gradient as large as they.
     merged_within = merged if config.numerics == "exact" else 0
     completion = config.sampling.max_tokens * (2 * num_turns - 1)
     all_rows, padded = _rows_of_training(config, prompt_tokens, completion, num_ranks)
     rows = min(config.microbatch or all_rows, all_rows)
-    remat = "none" if config.compile is None else config.compile.remat
-    remat = "none" if remat == "budget" else remat  # which keeps what fits, not known here
-    scores = padded if config.attend == "native" else 0
-    kept, again = kept_and_recomputed(shape, remat, scores, compute)
-    tokens = rows * padded
-    logits = _logits(config, tokens, compute) * shape.vocab_size
-    head = 0 if config.lora.rank else FLOAT * shape.width * shape.vocab_size
-    # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
-    has_copy = not on_gpu or is_half or bool(share.gathered)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
-    length = prompt_tokens + completion
-    cache = slots * sum(kept_by_sampler(shape, kind, length, compute) for kind in shape.kinds)
-    is_captured = config.generator == "sampler" and on_gpu and is_half and captured_runs(shape)
+    sizes = Rows(rows, padded, slots, prompt_tokens + completion)
+    if isinstance(shape, TransformerConfig):
+        work = work_of_shape(config, shape, sizes)
+    else:
+        work = work_of_module(config, shape, sizes)
+    # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
+    has_copy = is_half or bool(share.gathered) or work.has_layout
     # What ranks share is put together for a checkpoint on the first one's host.
     is_put_together = num_ranks > 1 and config.shard != "none" and on_gpu
     moves = config.algorithm.reference_every is not None  # the reference is part of a checkpoint
@@ -302,9 +315,10 @@ def estimate_memory(
         teacher=0 if teacher is None else num_params(teacher) * compute,
         older=_num_older(config) * (trained + merged),
         sampler=num_params(shape) * compute if has_copy else 0,
-        activations=tokens * kept + _cast(config, shape, share, remat),
-        logits=logits * (1 if teacher is None else 2) + head,  # as many of the teacher's own
-        recomputed=tokens * again + head if remat != "none" else 0,
+        activations=work.kept + _cast(config, shape, share),
+        # A teacher has as many of its own.
+        logits=work.logits + (0 if teacher is None else work.of_teacher),
+        recomputed=work.recomputed,
         per_sample=_per_sample(config, shape, rows, padded, compute),
         gradients=share.gradients + share.gathered + merged_within,
         # With several updates a step, the state before the first is kept. Inductor's pieces write
@@ -312,13 +326,19 @@ def estimate_memory(
         next_state=(share.parameters + own_moments) * (0 if is_in_place else num_states),
         updates=updates if config.compile is None else 0,
         checkpoint=saves * ((1 + config.max_staleness + moves) * trained + moments),
-        cache=cache,
-        kept_cache=cache if is_captured else 0,
+        cache=work.cache,
+        kept_cache=work.cache if work.is_captured else 0,
     )
     return estimate._replace(reserve=round(_RESERVE * estimate.peak) if on_gpu else 0)
 
 
-def _cast(config: TrainConfig, shape: TransformerConfig, share: _Shares, remat: str) -> int:
+def _num_layers(network: Network) -> int:
+    if isinstance(network, TransformerConfig):
+        return network.num_layers
+    return int(getattr(network.config, "num_hidden_layers", 1))
+
+
+def _cast(config: TrainConfig, shape: Network, share: _Shares) -> int:
     """Return the bytes of the parameters that a step has in half precision besides."""
     has_adapters = config.lora.rank > 0
     if config.dtype != "bfloat16" or (has_adapters and config.numerics != "exact"):
@@ -326,25 +346,13 @@ def _cast(config: TrainConfig, shape: TransformerConfig, share: _Shares, remat: 
     cast = 2 * num_params(shape)
     if share.gathered and not has_adapters:
         cast = min(cast, share.gathered)
-    if remat in ("selective", "full"):  # those of a block are cast again for its backward pass
+    recomputes = remat_of(config) in ("selective", "full")  # with those of a block cast again
+    if isinstance(shape, TransformerConfig) and recomputes:
         cast = min(cast, 2 * shape.vocab_size * shape.width * (1 if shape.tied else 2))
     return cast
 
 
-def _logits(config: TrainConfig, tokens: int, compute: int) -> int:
-    """Return the bytes for each token of the vocabulary: of all tokens' logits, or a chunk's.
-
-    A chunk's are widened, exponentiated and differentiated; kept ones are there besides.
-    """
-    if config.logprob_chunk != "all":
-        return min(config.logprob_chunk, tokens) * 3 * FLOAT
-    has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
-    return tokens * (2 * compute if has_kernel else compute + 3 * FLOAT)
-
-
-def _per_sample(
-    config: TrainConfig, shape: TransformerConfig, rows: int, tokens: int, compute: int
-) -> int:
+def _per_sample(config: TrainConfig, shape: Network, rows: int, tokens: int, compute: int) -> int:
     """Return the bytes that clipping each of some rows keeps until all norms are known.
 
     Those of gradients, once as they are and once clipped. A compiled step does not make them: it
@@ -352,7 +360,8 @@ def _per_sample(
     """
     if config.optimizer.clip_per_sample is None:
         return 0
-    if config.compile is None or config.compile.fuse == "none":
+    is_fused = config.compile is not None and config.compile.fuse != "none"
+    if not is_fused or not isinstance(shape, TransformerConfig):
         return 2 * rows * FLOAT * num_trained(config, shape)
     return rows * tokens * compute * sum(read_and_found(shape, kind) for kind in shape.kinds)
 

@@ -181,9 +181,11 @@ class TestRefusals:
             VLLM(torch.nn.Linear(2, 2))
 
     def test_a_gpu_whose_rest_is_not_known(self):
+        sizes = SIZES | {"num_local_experts": 4, "kv_channels": 32}
+        model = transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**sizes))
         config = TrainConfig(device="cuda", generator="vllm")
-        with pytest.raises(ValueError, match="^train expects --vllm.cache-bytes for GPT2LMHeadM"):
-            generator_of("train", config, module_of("GPT2"), build(TrainConfig()).task, 1)
+        with pytest.raises(ValueError, match="^train expects --vllm.cache-bytes .*JetMoeForCausal"):
+            generator_of("train", config, model, build(TrainConfig()).task, 1)
 
 
 def test_a_cache_is_as_large_as_its_layers_ask_for():

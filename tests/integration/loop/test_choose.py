@@ -161,9 +161,7 @@ def test_nothing_is_chosen_where_nobody_asks(capsys, tmp_path):
     assert "Chosen" not in capsys.readouterr().err
 
 
-def test_a_model_of_transformers_is_computed_in_half_precision_on_a_gpu(
-    capsys, tmp_path, monkeypatch
-):
+def test_a_model_of_transformers_gets_what_its_memory_allows(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("funcrl.cli.device._FEWEST_PARAMETERS", 1)
     tokenizer = tiny_tokenizer()
     size = {"vocab_size": tokenizer.vocab_size, "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -173,12 +171,14 @@ def test_a_model_of_transformers_is_computed_in_half_precision_on_a_gpu(
     main([*line, "--device", "cuda"])
     out, err = capsys.readouterr()
     found = yaml.safe_load(out)
-    assert (found["dtype"], found["chosen"].keys()) == ("bfloat16", {"dtype"})
-    assert "Chosen for a GPU of 80 GB: --dtype bfloat16\n" in err
-    for more in (["--device", "cuda", "--dtype", "float32"], ["--microbatch", "None"]):
-        main([*line, *more])
-        out, err = capsys.readouterr()
-        assert (yaml.safe_load(out)["dtype"], "Chosen" in err) == ("float32", False)
+    assert (found["dtype"], found["slots"], found["microbatch"]) == ("bfloat16", 128, 128)
+    assert "Chosen for a GPU of 80 GB: --dtype bfloat16 --slots 128 --microbatch 128\n" in err
+    main([*line, "--device", "cuda", "--dtype", "float32", "--slots", "8"])
+    out, err = capsys.readouterr()
+    assert yaml.safe_load(out)["chosen"].keys() == {"microbatch"}
+    main([*line, "--microbatch", "None"])
+    out, err = capsys.readouterr()
+    assert (yaml.safe_load(out)["dtype"], "Chosen" in err) == ("float32", False)
 
 
 def test_a_gpu_must_have_a_size():

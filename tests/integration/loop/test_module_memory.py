@@ -1,0 +1,96 @@
+"""The estimate of memory of models of transformers, against bytes that were counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from cases import tiny_batch
+
+import funcrl
+from benchmarks.measure import peak_bytes
+from funcrl import memory, optim
+from funcrl.config import AlgorithmConfig, CheckpointConfig, LoraConfig, Sampling, TrainConfig
+from funcrl.loop.from_config import compute_dtype
+from funcrl.loop.module_memory import Uncounted, cached_by_row
+from funcrl.models.functional import without_weights
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+NETWORKS = {
+    "Phi3": {},
+    "Gemma2": {"head_dim": 32},
+    "GPT2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    # Of experts the grouped product runs on meta in bfloat16 alone.
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+                 "head_dim": 32},
+    "Bloom": {"n_layer": 3, "n_head": 4},  # one row after the other
+}  # fmt: skip
+OPTIONS = TrainConfig(
+    num_prompts=2, num_generations=4, sampling=Sampling(max_tokens=40), slots=4,
+    checkpoint=CheckpointConfig(every=0), algorithm=AlgorithmConfig(kl=0.0),
+)  # fmt: skip
+
+
+def module_of(name):
+    sizes = {"vocab_size": 512} if name == "GPT2" else SIZES
+    config = getattr(transformers, f"{name}Config")(**sizes | NETWORKS[name])
+    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
+    return made.eval()
+
+
+def measured_and_estimated(name, **changes):
+    """The peak of a step beyond the state that it begins with, and the estimate."""
+    module, options = module_of(name), replace(OPTIONS, **changes)
+    params = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    model, dtype = without_weights(module), compute_dtype(options)
+    model_fn = funcrl.logprob_fn(model, dtype=dtype)
+    step = funcrl.grpo_step(model_fn, optimizer=optim.adamw(1e-3))
+    state, batch = step.init(params), tiny_batch(rows=8, length=48)
+    step(state, batch)  # what is made once
+    measured = peak_bytes(lambda: step(state, batch))
+    estimate = memory.estimate_memory(options, model, 8)
+    assert estimate.parameters == sum(leaf.nbytes for leaf in params.values())
+    return measured, estimate.training
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_is_near_the_measured_peak_of_a_step(name):
+    measured, estimated = measured_and_estimated(name)
+    print(f"{measured / estimated:.3f}")
+    assert 0.8 <= measured / estimated <= 1.2, (measured, estimated)
+
+
+@pytest.mark.parametrize("name", ["Phi3", "GPT2"])
+def test_it_is_in_half_precision(name):
+    measured, estimated = measured_and_estimated(name, dtype="bfloat16")
+    print(f"{measured / estimated:.3f}")
+    assert 0.8 <= measured / estimated <= 1.2, (measured, estimated)
+
+
+def test_adapters_alone_are_trained():
+    """By hand: of GPT-2's three layers four matrices each, of 128 x 384, 128, 512 and 512 x 128."""
+    options, model = replace(OPTIONS, lora=LoraConfig(rank=2)), without_weights(module_of("GPT2"))
+    trained = 3 * 2 * ((128 + 384) + (128 + 128) + (128 + 512) + (512 + 128))
+    assert memory.num_trained(options, model) == trained
+    estimate = memory.estimate_memory(options, model, 8)
+    assert (estimate.gradients, estimate.optimizer) == (4 * trained, 8 * trained)
+
+
+def test_a_cache_has_keys_and_values():
+    model = without_weights(module_of("Qwen3Moe"))
+    keys = 3 * 2 * 32 * 48  # of three layers and two heads
+    assert cached_by_row(model, 48, torch.bfloat16) == 2 * 2 * keys
+    assert cached_by_row(model, 48, torch.float32) == 2 * 4 * keys
+    assert memory.estimate_memory(OPTIONS, model, 8).cache == 4 * 2 * 4 * keys
+
+
+def test_a_forward_that_needs_values_is_not_counted():
+    sizes = SIZES | {"num_hidden_layers": 1, "num_local_experts": 4, "kv_channels": 32}
+    model = without_weights(transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**sizes)))
+    with pytest.raises(Uncounted, match="^JetMoeForCausalLM, which does not run on meta tensors"):
+        memory.estimate_memory(OPTIONS, model, 8)
