@@ -59,10 +59,9 @@ def chosen_for_device(
     if on_gpu:  # whose memory it takes a part of
         teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
-    counted = network.config if isinstance(network, Transformer) else network
     try:
         chosen = choose_options(
-            options, sorted(names), counted, longest_prompt(options, task), size, task.max_turns,
+            options, sorted(names), network, longest_prompt(options, task), size, task.max_turns,
             num_ranks(), _has_compiler(),
             teacher.config if isinstance(teacher, Transformer) else None,
         )  # fmt: skip

@@ -361,9 +361,8 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     network = sources.network_of("train", config, source, vocab_size)
     if not _is_known(network):
         return _sizes_of_others(network)
-    counted = network.config if isinstance(network, Transformer) else network
     try:
-        estimate = memory.estimate_memory(config, counted, 0, turns or 1, num_ranks())
+        estimate = memory.estimate_memory(config, network, 0, turns or 1, num_ranks())
     except Uncounted as error:
         return _sizes_of_others(network, str(error))
     sizes = _as_sizes(config, network, estimate)

@@ -8,7 +8,7 @@ from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core.arguments import checked
 from funcrl.loop.memory import LONGEST, MemoryEstimate, Network, estimate_memory, num_params
-from funcrl.models import TransformerConfig
+from funcrl.models import Transformer, TransformerConfig
 
 _FILLED = 0.92  # the share of a GPU's memory that an estimate may take
 _ROW = 4096  # the most tokens of a packed row that holds several samples
@@ -60,8 +60,8 @@ def choose_options(
         config: the run's.
         given: the fields of it that somebody has chosen, such as "dtype": they stay. "compile" is
             one if any option of it is given.
-        shape: the model's; or the model, where it is one of transformers: on a GPU dtype, slots and
-            microbatch are chosen for such a one.
+        shape: the model's, or the model. For one of transformers dtype, slots and microbatch are
+            chosen, on a GPU.
         prompt_tokens: of the longest prompt.
         gpu_bytes: the GPU's memory; none for a CPU.
         num_turns: of an environment.
@@ -79,6 +79,7 @@ def choose_options(
         (512, 'prefixes', 2240)
     """
     found = _Choices(config, given)
+    shape = shape.config if isinstance(shape, Transformer) else shape
 
     def estimated(config: TrainConfig) -> MemoryEstimate:
         return estimate_memory(config, shape, prompt_tokens, num_turns, num_ranks, teacher)

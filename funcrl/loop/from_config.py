@@ -200,7 +200,8 @@ def generator_of(
     if config.sampling.temperature != 1 or trained_truncation(config):
         engine = replace(engine, logprobs="sampling")
     beside = 0
-    if config.device == "cuda" and not (engine.cache_bytes or engine.server.devices):
+    shares_gpu = config.device == "cuda" and not (engine.form == "server" and engine.server.devices)
+    if shares_gpu and not engine.cache_bytes:
         try:
             needs = estimate_memory(config, model, task, num_ranks, teacher)
         except Uncounted as error:
@@ -258,8 +259,7 @@ def estimate_memory(
     """
     longest = longest_prompt(config, task)
     taught_by = teacher.config if isinstance(teacher, Transformer) else None
-    network = model.config if isinstance(model, Transformer) else model
-    return memory.estimate_memory(config, network, longest, task.max_turns, num_ranks, taught_by)
+    return memory.estimate_memory(config, model, longest, task.max_turns, num_ranks, taught_by)
 
 
 def longest_prompt(config: TrainConfig, task: Task) -> int:

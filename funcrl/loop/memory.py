@@ -33,7 +33,7 @@ _RESERVE = 0.19
 LONGEST = 4
 
 
-# What an estimate is of: a shape of funcrl's own network, or a model of transformers.
+# What an estimate is of: funcrl's own network or its shape, or a model of transformers.
 Network: TypeAlias = TransformerConfig | nn.Module
 
 # What lowers each part, where memory runs out.
@@ -263,8 +263,8 @@ def estimate_memory(
 
     Args:
         config: the run's.
-        shape: the model's; or the model, where it is one of transformers, which is run on meta
-            tensors. What recomputation saves is not counted for such a one.
+        shape: the model's, or the model. One of transformers is run on meta tensors; what
+            recomputation saves is not counted for it.
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
         num_ranks: that train together; `config.shard` says what they share.
@@ -277,6 +277,7 @@ def estimate_memory(
         >>> estimate.optimizer == 2 * estimate.parameters
         True
     """
+    shape = shape.config if isinstance(shape, Transformer) else shape
     trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)

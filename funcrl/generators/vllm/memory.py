@@ -9,13 +9,14 @@ from torch import nn
 from funcrl.config.generation import VLLMConfig
 from funcrl.generators.vllm.transport import BUCKET_BYTES
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.models.config import Kind
 from funcrl.models.networks import context_length_of
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 _BLOCK = 128  # tokens; the largest block of attention that vLLM takes by itself
 _CPU_CACHE = 1 << 30
 # What transformers calls layers whose cache is of keys and values.
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, Kind] = {
     "full_attention": "full", "chunked_attention": "full", "sliding_attention": "sliding",
 }  # fmt: skip
 
