@@ -132,11 +132,16 @@ def num_params(config: Network) -> int:
     return sum(size.numel() for size in _sizes(config).values())
 
 
-@lru_cache  # an estimate asks for them four times, and choosing options makes several estimates
 def _sizes(network: Network) -> dict[str, Size]:
     """Return the size of each parameter of a network."""
-    model = Transformer(network) if isinstance(network, TransformerConfig) else network
-    return {name: leaf.shape for name, leaf in model.named_parameters()}
+    if isinstance(network, TransformerConfig):
+        return _sizes_of_shape(network)
+    return {name: leaf.shape for name, leaf in network.named_parameters()}
+
+
+@lru_cache  # an estimate asks for them four times, and choosing options makes several estimates
+def _sizes_of_shape(shape: TransformerConfig) -> dict[str, Size]:
+    return _sizes(Transformer(shape))
 
 
 @checked
@@ -220,9 +225,8 @@ def _kind_of_optimizer(config: TrainConfig) -> OptimizerConfig:
 
 
 @lru_cache
-def _optimizer_state(options: OptimizerConfig, lora: LoraConfig, shape: Network) -> int:
+def _optimizer_state(options: OptimizerConfig, sizes: tuple[tuple[str, Size], ...]) -> int:
     """Return the bytes of an optimizer's state of all that is trained."""
-    sizes = _trained(lora, shape).items()
     trained = {name: torch.empty(size, device="meta") for name, size in sizes}
     state = optimizer_of(TrainConfig(optimizer=options)).init(trained)
     return sum(leaf.nbytes for leaf in tree.leaves(state) if leaf.ndim)  # without counts of steps
@@ -306,7 +310,8 @@ def estimate_memory(
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
-    moments = _optimizer_state(_kind_of_optimizer(config), config.lora, shape)
+    sizes_trained = tuple(_trained(config.lora, shape).items())
+    moments = _optimizer_state(_kind_of_optimizer(config), sizes_trained)
     own_moments = round(moments * share.updated / trained)
     updates = share.updated * (2 if moments or config.optimizer.weight_decay else 1)
     estimate = MemoryEstimate(

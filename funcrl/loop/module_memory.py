@@ -1,8 +1,8 @@
 """Counts what a model of transformers computes in, by a run on meta tensors, without numbers."""
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ def work_of_module(config: TrainConfig, model: nn.Module, sizes: Rows) -> Work:
     )
 
 
-@lru_cache
 def kept_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
     """Return the bytes that a row's log-probabilities keep for their backward pass."""
 
@@ -53,10 +52,9 @@ def kept_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
             logprob_fn(model)(params, Sample(tokens, tokens))
         return sum(saved.untyped_storage().nbytes() for saved in kept.values())
 
-    return _counted(log_probabilities, model, dtype)
+    return _once("kept", log_probabilities, model, length, dtype)
 
 
-@lru_cache
 def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the cache that a sample of this length is decoded with."""
     if not forward_takes(model, "past_key_values"):
@@ -68,7 +66,21 @@ def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
         kept = {_storage(tensor): tensor for tensor in _tensors_in(found.past_key_values)}
         return sum(tensor.nbytes for tensor in kept.values())
 
-    return _counted(cache, model, dtype)
+    return _once("cached", cache, model, length, dtype)
+
+
+# Choosing options asks for the same of a model many times. No model is kept alive by it.
+_FOUND: WeakKeyDictionary[nn.Module, dict[tuple[str, int, torch.dtype], int]] = WeakKeyDictionary()
+
+
+def _once(
+    what: str, count: Callable[[Params], int], model: nn.Module, length: int, dtype: torch.dtype
+) -> int:
+    """Return what a function counts, which is remembered as long as the model is there."""
+    found, key = _FOUND.setdefault(model, {}), (what, length, dtype)
+    if key not in found:
+        found[key] = _counted(count, model, dtype)
+    return found[key]
 
 
 def _counted(count: Callable[[Params], int], model: nn.Module, dtype: torch.dtype) -> int:

@@ -1,5 +1,7 @@
 """The estimate of memory of models of transformers, against bytes that were counted."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -87,6 +89,15 @@ def test_a_cache_has_keys_and_values():
     assert cached_by_row(model, 48, torch.bfloat16) == 2 * 2 * keys
     assert cached_by_row(model, 48, torch.float32) == 2 * 4 * keys
     assert memory.estimate_memory(OPTIONS, model, 8).cache == 4 * 2 * 4 * keys
+
+
+def test_no_model_is_kept_alive():
+    model = without_weights(module_of("GPT2"))
+    reference = weakref.ref(model)
+    memory.estimate_memory(replace(OPTIONS, lora=LoraConfig(rank=2)), model, 8)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_forward_that_needs_values_is_not_counted():
