@@ -21,7 +21,6 @@ from funcrl.loop.memory import num_params
 from funcrl.loop.module_memory import Uncounted
 from funcrl.loop.teachers import network_of_teacher
 from funcrl.models import Transformer
-from funcrl.models.networks import is_of_transformers
 from funcrl.run.trust import named_code
 from funcrl.tasks import Task
 
@@ -52,8 +51,8 @@ def chosen_for_device(
     if not (start.choose and begins and can_be) or ("--task" in own and not runs_code):
         return options, {}
     task, network = task_and_network(options, start.trust)
-    is_known = isinstance(network, Transformer) or (on_gpu and is_of_transformers(network))
-    if not is_known or (on_gpu and num_params(network) < _FEWEST_PARAMETERS):
+    is_small = on_gpu and num_params(network) < _FEWEST_PARAMETERS
+    if is_small or not (on_gpu or isinstance(network, Transformer)):
         return options, {}
     teacher = None
     if on_gpu:  # whose memory it takes a part of

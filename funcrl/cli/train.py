@@ -42,7 +42,6 @@ from funcrl.loop.teachers import network_of_teacher
 from funcrl.loop.train import train as run_training
 from funcrl.models import RECURRENT_SHAPES, SHAPES, Recurrent, Transformer
 from funcrl.models.initial import is_shape
-from funcrl.models.networks import is_of_transformers
 from funcrl.run import report, runs
 from funcrl.run.accuracy import held_out, interval_of
 from funcrl.run.folder import check_options_kept
@@ -309,16 +308,10 @@ def describe_run(
 
 def _sizes(config: TrainConfig, trust: bool) -> dict[str, Any]:
     task, network = task_and_network(config, trust)
-    if not _is_known(network):
-        return _sizes_of_others(network)
     try:
         return _as_sizes(config, network, _estimated(config, task, network, trust))
     except Uncounted as error:
-        return _sizes_of_others(network, str(error))
-
-
-def _is_known(network: nn.Module) -> bool:
-    return isinstance(network, Transformer) or is_of_transformers(network)
+        return _sizes_of_others(network, error)
 
 
 def _estimated(
@@ -332,18 +325,15 @@ def _largest_part(config: TrainConfig, trust: bool) -> str:
     """Return what a run that ran out of memory needed the most of, and what lowers it."""
     try:
         task, network = task_and_network(config, trust)
-        if _is_known(network):
-            return _estimated(config, task, network, trust).advice
+        return _estimated(config, task, network, trust).advice
+    except Uncounted as error:
+        return f"How much each part needs is not known for {error}."
     except Exception as error:  # which must not take the place of the one that is explained
         return f"How much each part needs could not be estimated: {error}"
-    return "How much each part needs is not known for a network that is no Transformer."
 
 
-_NO_TRANSFORMER = "a network that is no Transformer"
-
-
-def _sizes_of_others(network: nn.Module, why: str = _NO_TRANSFORMER) -> dict[str, Any]:
-    return {"num_parameters": memory.num_params(network), "memory": f"not known for {why}"}
+def _sizes_of_others(network: nn.Module, error: Uncounted) -> dict[str, Any]:
+    return {"num_parameters": memory.num_params(network), "memory": f"not known for {error}"}
 
 
 def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]:
@@ -359,12 +349,10 @@ def _sizes_without_task(config: TrainConfig, run: Path | None) -> dict[str, Any]
     if source.code:
         return {"memory": f"not known: {config.model} is not loaded by a dry run without --trust"}
     network = sources.network_of("train", config, source, vocab_size)
-    if not _is_known(network):
-        return _sizes_of_others(network)
     try:
         estimate = memory.estimate_memory(config, network, 0, turns or 1, num_ranks())
     except Uncounted as error:
-        return _sizes_of_others(network, str(error))
+        return _sizes_of_others(network, error)
     sizes = _as_sizes(config, network, estimate)
     sizes["memory"]["prompts"] = f"counted as empty: {reason}"
     if config.teacher is not None:

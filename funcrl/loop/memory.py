@@ -1,6 +1,5 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -20,9 +19,10 @@ from funcrl.loop.block_memory import (
     remat_of,
     work_of_shape,
 )
-from funcrl.loop.module_memory import work_of_module
+from funcrl.loop.module_memory import Uncounted, work_of_module
 from funcrl.models import Transformer, TransformerConfig
-from funcrl.models.lora import layer_weights
+from funcrl.models.lora import targets_of
+from funcrl.models.networks import is_of_transformers
 from funcrl.ops.quantized import BLOCK
 
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
@@ -171,9 +171,7 @@ def _trained(lora: LoraConfig, shape: Network) -> dict[str, Size]:
 def _adapted(lora: LoraConfig, shape: Network) -> dict[str, Size]:
     """Return the size of each matrix that has adapters."""
     sizes = _sizes(shape).items()
-    adapts: Callable[[str], bool] = lora.adapts
-    if isinstance(shape, nn.Module) and lora.targets == LoraConfig.targets:
-        adapts = layer_weights(shape, lora.rank).__contains__
+    adapts = targets_of(lora, shape) if isinstance(shape, nn.Module) else lora.adapts
     return {name: size for name, size in sizes if len(size) == 2 and adapts(name)}
 
 
@@ -282,14 +280,13 @@ def estimate_memory(
         True
     """
     shape = shape.config if isinstance(shape, Transformer) else shape
+    if not (isinstance(shape, TransformerConfig) or is_of_transformers(shape)):
+        raise Uncounted("a network that is no Transformer")
     trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
-    on_gpu, is_half, compute = (
-        config.device == "cuda",
-        config.dtype == "bfloat16",
-        number_bytes(config),
-    )
+    on_gpu, is_half = config.device == "cuda", config.dtype == "bfloat16"
+    compute = number_bytes(config)
     base, merged = _base_and_merged(config, shape, compute)
     # Within an exact step the merged parameters have a gradient as large as they.
     merged_within = merged if config.numerics == "exact" else 0
@@ -310,8 +307,8 @@ def estimate_memory(
     saves = bool(config.checkpoint.every) and not is_put_together
     is_in_place = config.compile is not None and config.compile.backend == "inductor"
     num_states = min(config.num_iterations * config.num_minibatches, 2)
-    sizes_trained = tuple(_trained(config.lora, shape).items())
-    moments = _optimizer_state(_kind_of_optimizer(config), sizes_trained)
+    trained_sizes = tuple(_trained(config.lora, shape).items())
+    moments = _optimizer_state(_kind_of_optimizer(config), trained_sizes)
     own_moments = round(moments * share.updated / trained)
     updates = share.updated * (2 if moments or config.optimizer.weight_decay else 1)
     estimate = MemoryEstimate(

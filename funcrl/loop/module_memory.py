@@ -16,7 +16,7 @@ from funcrl.models.networks import forward_takes, runs_under_vmap, vocab_size_of
 
 
 class Uncounted(ValueError):
-    """What a network keeps is not known: its forward needs the values of tensors."""
+    """What a network keeps is not known: the error names the network."""
 
 
 def work_of_module(config: TrainConfig, model: nn.Module, sizes: Rows) -> Work:

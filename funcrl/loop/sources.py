@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from funcrl.config import LoraConfig, TrainConfig, read_config
+from funcrl.config import TrainConfig, read_config
 from funcrl.config.sections import is_own
 from funcrl.config.training import PRETRAINED
 from funcrl.core import rng
@@ -25,7 +25,7 @@ from funcrl.models import (
 )
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
-from funcrl.models.lora import Lora, adapts_linear, layer_weights, lora, qlora
+from funcrl.models.lora import Lora, adapts_linear, lora, qlora, targets_of
 from funcrl.models.networks import is_of_transformers
 from funcrl.ops import ops_of
 from funcrl.run import runs
@@ -335,9 +335,7 @@ def adapters_of(
     # A base that is to be rounded is on the host before, so that no GPU need hold it whole.
     place = replace(config, device="cpu") if options.is_rounded else config
     base = params or base_params(place, source, network)
-    targets: Callable[[str], bool] = options.adapts
-    if options.targets == LoraConfig.targets:
-        targets = layer_weights(network, options.rank).__contains__
+    targets = targets_of(options, network)
     matrices = [name for name, leaf in base.items() if leaf.ndim == 2]
     if not any(map(targets, matrices)):
         raise ValueError(

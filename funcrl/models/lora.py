@@ -231,6 +231,13 @@ def layer_weights(network: nn.Module, rank: int) -> set[str]:
     return fitting - {head_weight(network)}
 
 
+def targets_of(options: LoraConfig, network: nn.Module) -> Callable[[str], bool]:
+    """Return whether a matrix, by its name, gets an adapter: as asked, or as the network has it."""
+    if options.targets == LoraConfig.targets:
+        return layer_weights(network, options.rank).__contains__
+    return options.adapts
+
+
 def head_weight(network: Any) -> str:
     """Return the name of a network's output matrix, which is no parameter where it is tied."""
     if not is_of_transformers(network):

@@ -191,6 +191,11 @@ def relative(got, expected):
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
+def num_letters(prompt, completion):
+    """A reward that differs between samples of random weights."""
+    return float(len(set(completion)))
+
+
 def gradient_of_row(module, batch, row):
     """The gradient of a row's weighted log-probabilities in a model of transformers."""
     module.zero_grad()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from cases import equal, tiny_tokenizer
+from cases import equal, num_letters, tiny_tokenizer
 from engines import (
     DEVICE,
     DTYPE,
@@ -70,11 +70,6 @@ def loaded(folder, name):
     return model, params
 
 
-def longest(prompt, completion):
-    """A reward that differs between samples of random weights."""
-    return float(len(set(completion)))
-
-
 def check_engine(generator, model, params):
     """After each of two pushes an engine scores and draws with the trainer's log-probabilities."""
     for version, factor in enumerate((1.0, 1.1)):
@@ -94,26 +89,16 @@ def check_engine(generator, model, params):
         assert max(off) <= bound
 
 
-@pytest.mark.parametrize("name", ["Phi3", "Gemma2", "GPT2", "Mixtral"])
-class TestInThisProcess:
+@pytest.mark.parametrize(("name", "config"), [
+    ("Phi3", CONFIG), ("Gemma2", CONFIG), ("GPT2", CONFIG), ("Mixtral", CONFIG),
+    ("SmolLM3", SERVER),
+])  # fmt: skip
+class TestEngine:
     pytestmark = needs_vllm
 
-    def test_it_computes_what_the_trainer_does_after_every_push(self, tmp_path, name):
+    def test_it_computes_what_the_trainer_does_after_every_push(self, tmp_path, name, config):
         model, params = loaded(tmp_path, name)
-        generator = VLLM(model, config=CONFIG, dtype=DTYPE)
-        try:
-            check_engine(generator, model, params)
-        finally:
-            generator.close()
-
-
-@pytest.mark.parametrize("name", ["SmolLM3"])
-class TestServer:
-    pytestmark = needs_vllm
-
-    def test_it_computes_what_the_trainer_does_after_every_push(self, tmp_path, name):
-        model, params = loaded(tmp_path, name)
-        generator = VLLM(model, config=SERVER, dtype=DTYPE)
+        generator = VLLM(model, config=config, dtype=DTYPE)
         try:
             check_engine(generator, model, params)
         finally:
@@ -128,7 +113,7 @@ class TestRun:
         module_of("GPT2", vocab_size=tokenizer.vocab_size).save_pretrained(folder)
         tokenizer._tokenizer.save_pretrained(folder)
         rows = [{"prompt": text} for text in "abcdefgh"]
-        task = funcrl.tasks.from_rows(rows, reward=longest, tokenizer=tokenizer)
+        task = funcrl.tasks.from_rows(rows, reward=num_letters, tokenizer=tokenizer)
         config = TrainConfig(
             model=str(folder), run_dir=tmp_path / "run", steps=3, num_prompts=2, num_generations=4,
             sampling=Sampling(max_tokens=4), warm_start=WarmStartConfig(steps=0),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from cases import tiny_tokenizer
+from cases import num_letters, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from saved_models import rewrite
 
@@ -140,18 +140,13 @@ def config_of(folder, run_dir, **options):
     )  # fmt: skip
 
 
-def longest(prompt, completion):
-    """A reward that differs between samples of random weights."""
-    return float(len(set(completion)))
-
-
 @pytest.mark.parametrize(("network", "rank"), [
     ("gpt2", 0), ("gpt2", 2), ("falcon", 2), ("mamba", 2),
 ])  # fmt: skip
 def test_a_run_goes_on_and_is_exported(tmp_path, network, rank):
     folder, lines = folder_of(tmp_path, network), []
     task = funcrl.tasks.from_rows(
-        [{"prompt": text} for text in "abcdefghijklmnop"], reward=longest,
+        [{"prompt": text} for text in "abcdefghijklmnop"], reward=num_letters,
         tokenizer=funcrl.tasks.load_tokenizer(folder),
     )  # fmt: skip
 
