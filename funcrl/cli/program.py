@@ -174,7 +174,9 @@ def run_command(args: Sequence[str]) -> None:
             print_safely(train_help(options))
             return
     short = (
-        f"\n\n`funcrl {name} X` is `funcrl {name} --{command.first} X`." if command.first else ""
+        f"\n\nIn short: `funcrl {name} X` is `funcrl {name} --{command.first} X`."
+        if command.first
+        else ""
     )
     print_safely(describe(name, command.about + short, *configs))
 
@@ -216,8 +218,8 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _parity(args: Sequence[str]) -> None:
-    (config,) = parse("parity", args, ParityConfig())
-    result = parity(config)
+    config, switch = parse("parity", args, ParityConfig(), TrustSwitch())
+    result = parity(config, trust=switch.trust)
     print_safely(json.dumps(result.as_json()) if config.json else format_parity(config, result))
     if not result.largest <= config.limit:
         sys.exit(1)
@@ -349,6 +351,7 @@ COMMANDS = {
     "parity": Command(
         "Compare a generator's log-probabilities with the trainer's; exit 1 if they differ.",
         _parity,
-        (ParityConfig(),),
+        (ParityConfig(), TrustSwitch()),
+        first="model",
     ),
 }

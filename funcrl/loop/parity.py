@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from funcrl.config import Sampling, VLLMConfig
-from funcrl.core import rng
+from funcrl.config import Sampling, TrainConfig, VLLMConfig
+from funcrl.core import rng, tree
 from funcrl.core.arguments import Count, Natural, NotNegative, check_fields, checked
 from funcrl.core.types import Params, Sample, Samples
-from funcrl.generators import VLLM, Sampler
+from funcrl.generators import VLLM, Generator
+from funcrl.loop.from_config import embedded
 from funcrl.loop.parity_ways import (
     ParityRow,
     Side,
@@ -23,15 +24,15 @@ from funcrl.loop.parity_ways import (
     trainer_side,
     vllm_rows,
 )
-from funcrl.loop.sources import find_weights
-from funcrl.models import SHAPES, Transformer, init_params, shape
-from funcrl.models.initial import is_shape
+from funcrl.loop.sources import base_params, find_source, network_of
+from funcrl.models import Transformer
 from funcrl.models.logprobs import logprob_fn, score
-from funcrl.weights.load import load_transformer
+from funcrl.models.networks import logits_fn, vocab_size_of
+from funcrl.weights import load_params
 
 # Far above rounding, far below what any mistake does to a model with structure.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-_VOCABULARY = 512  # of a shape, which has none of its own
+_VOCABULARY = 512  # of a network that starts from nothing, which has none of its own
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class ParityConfig:
     """Compare log-probabilities of a generator and of a trainer, on tokens that are drawn."""
 
     model: str = "micro"
-    """A shape, with random weights, or pretrained ones, as for `funcrl train`."""
+    """The network: a shape, with random weights, pretrained weights, the folder of a run, or one's
+    own network, as for `funcrl train`."""
     numerics: Literal["native", "exact"] = "native"
     """The operations of the model: torch's fastest, or those whose result for a token depends on
     that token's sample alone, so that all ways to compute it agree to the last bit."""
@@ -47,8 +49,8 @@ class ParityConfig:
     """The generator that draws the tokens, and whose log-probabilities are checked."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     bisect: bool = False
-    """Print the first layer and operation whose result differs. Every result of a batch is in
-    memory at a time, so a large model needs few prompts."""
+    """Print the first layer and operation whose result differs, in a network of funcrl's own
+    layers. Every result of a batch is in memory at a time, so a large model needs few prompts."""
     num_prompts: Count = 8
     """The number of prompts, of random tokens."""
     num_samples: Count = 4
@@ -103,14 +105,16 @@ class Parity(NamedTuple):
 
 
 @checked
-def parity(config: ParityConfig) -> Parity:
+def parity(config: ParityConfig, *, trust: bool = False) -> Parity:
     """Return how far a generator's log-probabilities are from the trainer's.
 
     The trainer's are those of `logprob_fn`, all tokens of a sample at once: teacher forcing. The
-    rows of the result are the generator's ways to compute them.
+    rows of the result are the generator's ways to compute them: as they were drawn, and those of
+    the sampler for a `Transformer` and of vLLM besides.
 
     Args:
         config: what to compare.
+        trust: run a network of one's own that the folder of a run in `config.model` names.
 
     Example:
         >>> import funcrl
@@ -123,9 +127,9 @@ def parity(config: ParityConfig) -> Parity:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("parity expects --device cpu where torch sees no GPU, got cuda.")
     dtype = getattr(torch, config.dtype)
-    model, params = _model(config, dtype)
-    prompts = _prompts(config, model.config.vocab_size)
-    generator: Sampler | VLLM = Sampler(model)
+    model, params = _network(config, dtype, trust)
+    prompts = _prompts(config, _vocab_size(model, params))
+    generator: Generator = embedded(model)(model)
     if config.generator == "vllm":
         generator = VLLM(model, config=config.vllm, dtype=dtype)
     try:
@@ -134,8 +138,10 @@ def parity(config: ParityConfig) -> Parity:
         samples = generator.generate(prompts, sampling, rng.fold_in(config.seed, 2))
         result = compare(model, params, prompts, samples)
         tokens = _whole(prompts, samples)
-        ways = sampler_ways(model, params, tokens, config.prompt_tokens)
-        rows = compare_ways(ways, model, params, tokens, config.bisect)
+        rows: list[ParityRow] = []
+        if isinstance(model, Transformer):
+            ways = sampler_ways(model, params, tokens, config.prompt_tokens)
+            rows += compare_ways(ways, model, params, tokens, config.bisect)
         if isinstance(generator, VLLM):
             seed = rng.fold_in(config.seed, 3)
             rows += vllm_rows(generator, config.vllm, model, params, tokens, seed)
@@ -147,9 +153,7 @@ def parity(config: ParityConfig) -> Parity:
         generator.close()
 
 
-def compare(
-    model: Transformer, params: Params, prompts: list[list[int]], samples: Samples
-) -> Parity:
+def compare(model: nn.Module, params: Params, prompts: list[list[int]], samples: Samples) -> Parity:
     """Return how far the log-probabilities of samples of prompts are from the trainer's own."""
     group = len(samples.tokens) // len(prompts)
     lengths = samples.mask.sum(dim=1).tolist()
@@ -208,15 +212,27 @@ def _whole(prompts: list[list[int]], samples: Samples) -> Tensor:
     return torch.cat([before.repeat_interleave(group, dim=0), samples.tokens], dim=1)
 
 
-def _model(config: ParityConfig, dtype: torch.dtype) -> tuple[Transformer, Params]:
-    if config.model in SHAPES:
-        chosen = replace(shape(config.model, _VOCABULARY), numerics=config.numerics)
-        model = Transformer(chosen)
-        return model, init_params(model, config.seed, dtype, config.device)
-    if is_shape(config.model):
-        raise ValueError(f"parity expects --model to be a Transformer, got {config.model}.")
-    loaded, params = load_transformer(find_weights("parity", config.model), dtype, config.device)
-    return Transformer(replace(loaded.config, numerics=config.numerics)), params
+def _network(config: ParityConfig, dtype: torch.dtype, trust: bool) -> tuple[nn.Module, Params]:
+    """Return the network that `funcrl train` begins with, and its parameters in a dtype."""
+    options = TrainConfig(
+        model=config.model, numerics=config.numerics, device=config.device, seed=config.seed
+    )
+    source = find_source("parity", config.model)
+    model = network_of("parity", options, source, _VOCABULARY, trust=trust)
+    if config.bisect and not isinstance(model, Transformer):
+        raise ValueError(
+            f"parity expects a funcrl.models.Transformer with --bisect, which compares its "
+            f"operations, got {type(model).__name__}."
+        )
+    if source.weights is not None:  # cast as they are read
+        return model, load_params(source.weights, dtype, config.device)[1]
+    return model, tree.cast(base_params(options, source, model), dtype)
+
+
+def _vocab_size(model: nn.Module, params: Params) -> int:
+    """Return the size of a network's vocabulary: it says it, or its logits are as many."""
+    token = torch.zeros(1, dtype=torch.int64, device=tree.leaves(params)[0].device)
+    return vocab_size_of(model) or logits_fn(model)(params, Sample(token, token)).shape[-1]
 
 
 def _prompts(config: ParityConfig, vocab_size: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcrl.config import Sampling, VLLMConfig
 from funcrl.core.types import Params, Sample
@@ -70,12 +70,13 @@ class Way(NamedTuple):
     run: Callable[[bool], Side]
 
 
-def trainer_side(
-    model: Transformer, params: Params, tokens: Tensor, recorded: bool = False
-) -> Side:
+def trainer_side(model: nn.Module, params: Params, tokens: Tensor, recorded: bool = False) -> Side:
     """Return the trainer's values of samples [B, T], by a forward pass of each by itself."""
     operations: list[Operation] = []
-    model_fn = logprob_fn(recording(model, operations) if recorded else model)
+    if recorded:
+        assert isinstance(model, Transformer)  # whose operations are known
+        model = recording(model, operations)
+    model_fn = logprob_fn(model)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     side: Side = {}
     for n, row in enumerate(tokens):
@@ -168,7 +169,7 @@ def _logprobs(network: Transformer, logits: Tensor, targets: Tensor) -> Tensor:
 def vllm_rows(
     generator: VLLM,
     config: VLLMConfig,
-    model: Transformer,
+    model: nn.Module,
     params: Params,
     tokens: Tensor,
     seed: int,

@@ -32,6 +32,7 @@ from funcrl.config import (
 from funcrl.generators import VLLM, EngineError
 from funcrl.generators.vllm.memory import shape_of
 from funcrl.loop.from_config import generator_of
+from funcrl.loop.parity import ParityConfig
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
@@ -129,6 +130,13 @@ class TestRun:
         resumed = funcrl.train(config, task=task, resume=True)
         assert untimed(resumed.history) == untimed(whole.history)
         assert equal(resumed.state.params, whole.state.params)
+        question = ParityConfig(
+            str(config.run_dir), generator="vllm", vllm=CONFIG, num_prompts=2, max_tokens=4
+        )
+        drawn, *scored = funcrl.parity(question).rows
+        assert (drawn.name, drawn.tokens) == ("vLLM, as drawn", 32)
+        assert [row.tokens for row in scored] == [8 * (16 + 4 - 1)] * 2 + [0, 0]
+        assert max(row.max_abs_diff for row in (drawn, *scored)) < 1e-4
 
 
 @has_vllm

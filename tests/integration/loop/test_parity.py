@@ -1,16 +1,20 @@
 """Each way to compute log-probabilities against one sample at a time, and what tells them apart."""
 
+from dataclasses import replace
 from itertools import count
 
+import mine
 import pytest
 import torch
 
 import funcrl
+from funcrl.config import LoraConfig, TrainConfig, WarmStartConfig
 from funcrl.core.types import Rollout, Sample
 from funcrl.loop.parity import ParityConfig, ParityRow, compare_ways, format_parity
 from funcrl.loop.parity_ways import LOGPROBS, Way, sampler_ways, trainer_side
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.ops.exact import EXACT
+from funcrl.run.trust import TrustError
 
 PROMPT = 9
 FORMS = {
@@ -128,6 +132,31 @@ def test_bisect_looks_into_the_sampler():
     assert prefill.equal
     # Places 10, 12 ... 18 of 5 samples; 0 to 8 are the prompt's, and 20 is never entered.
     assert decode.first_difference.startswith("layer 0, attention: attend, 25 of 100 tokens")
+
+
+OWN = {"lstm": "lstm", "GRU": f"{mine.__file__}:Policy", "GPT-2": f"{mine.__file__}:gpt2"}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("model", OWN.values(), ids=OWN)
+def test_any_network_and_its_run_draw_as_the_trainer_scores(model, tmp_path, monkeypatch):
+    question = ParityConfig(model, num_prompts=2, num_samples=3, prompt_tokens=4, max_tokens=5)
+    run = TrainConfig(
+        tmp_path / "run", model=model, steps=1, num_prompts=2, num_generations=2,
+        warm_start=WarmStartConfig(steps=0), lora=LoraConfig(2 if model == OWN["GPT-2"] else 0),
+    )  # fmt: skip
+    funcrl.train(run)
+    for each in (question, replace(question, model=str(tmp_path / "run"))):
+        result = funcrl.parity(each)
+        assert [(row.name, row.tokens) for row in result.rows] == [("sampler, as drawn", 30)]
+        assert result.largest <= 2e-6
+    with pytest.raises(ValueError, match="^parity expects a funcrl.models.Transformer with --bis"):
+        funcrl.parity(replace(question, bisect=True))
+    if model != "lstm":
+        monkeypatch.setattr("funcrl.run.trust.default_store", lambda: tmp_path / "another account")
+        with pytest.raises(TrustError, match="^parity expects"):
+            funcrl.parity(each)
+        assert funcrl.parity(each, trust=True) == result
 
 
 def test_recording_changes_no_result():

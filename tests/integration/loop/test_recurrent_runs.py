@@ -96,8 +96,8 @@ def test_the_commands_know_the_shapes(tmp_path, capsys):
     funcrl.train(small(tmp_path / "run", steps=1))
     with pytest.raises(ValueError, match="^export expects a Transformer.*got Recurrent"):
         funcrl.export(tmp_path / "run", tmp_path / "out")
-    refused = run_command(["parity", "--model", "lstm"], capsys)
-    assert "parity expects --model to be a Transformer, got lstm" in refused.err
+    exact = run_command(["parity", "lstm", "--numerics", "exact", "--num-prompts", 1], capsys)
+    assert "bitwise identical: yes" in exact.out
 
 
 def test_bfloat16_draws_and_trains(tmp_path):
