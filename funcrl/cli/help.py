@@ -1,15 +1,12 @@
 """The first screen of help: the commands, and the options of `funcrl train` to begin with."""
 
-import ast
-import inspect
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from funcrl.cli.options import Option
+from funcrl.cli.options import Option, texts_of
 
 _TRAIN = """\
 usage: funcrl train [OPTIONS]
@@ -55,7 +52,7 @@ def train_help(options: Sequence[Option]) -> str:
     by_name = {option.name: option for option in options}
     first = [by_name[name] for name in _FIRST]
     # Once for each class: its source takes milliseconds to find.
-    texts = {owner: _documented(owner) for owner in {option.owner for option in first}}
+    texts = {owner: texts_of(owner) for owner in {option.owner for option in first}}
     entries = (_entry(each, texts[each.owner][each.field], _width()) for each in first)
     return "\n".join([_TRAIN, *entries])
 
@@ -95,17 +92,3 @@ def _plain(default: Any) -> str:
     if isinstance(default, tuple):
         return " ".join(map(str, default))
     return "" if default is None or default == {} else str(default)
-
-
-def _documented(kind: type[Any]) -> dict[str, str]:
-    """Return the text below each field of a dataclass, as one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        ast.unparse(field.target): " ".join(text.value.value.split())
-        for field, text in pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }

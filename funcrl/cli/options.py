@@ -1,16 +1,27 @@
 """The options of a command: its dataclasses, read from a line by tyro."""
 
+import ast
 import contextlib
+import inspect
 import io
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from itertools import dropwhile, takewhile
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import cache, partial
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.names import close, did_you_mean, no_option, suggest
@@ -249,6 +260,47 @@ def is_compiled(base: TrainConfig, args: Sequence[str]) -> bool:
     if has_options and not switches[-1]:
         raise UsageError("train expects --no-compile without --compile.*, got both.")
     return switches[-1]
+
+
+@_REGISTRY.struct_rule
+def _struct_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A configuration's options with their texts as one line, which tyro wraps: its own has the
+    line breaks of the source in them."""
+    kind, has_source = info.type, info.type.__module__.startswith("funcrl.")
+    if not (is_dataclass(kind) and has_source and isinstance(info.default, kind)):
+        return None
+    kinds = get_type_hints(kind, include_extras=True)
+    texts = cache(partial(texts_of, kind))  # for help alone: a source takes milliseconds to find
+
+    def text(name: str) -> str | None:
+        return texts().get(name)  # None for a section, which its class describes
+
+    options = [
+        StructFieldSpec(
+            name=each.name,
+            type=kinds[each.name],
+            default=getattr(info.default, each.name),
+            helptext=partial(text, each.name),
+        )
+        for each in fields(kind)
+    ]
+    return StructConstructorSpec(kind, tuple(options))
+
+
+def texts_of(kind: type[Any]) -> dict[str, str]:
+    """Return the text below each field of a dataclass, its bases' among them, as one line."""
+    bases = [base for base in reversed(kind.__mro__) if is_dataclass(base)]
+    definitions = [ast.parse(textwrap.dedent(inspect.getsource(base))).body[0] for base in bases]
+    return {
+        ast.unparse(field.target): " ".join(text.value.value.split())
+        for definition in definitions
+        if isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 @_REGISTRY.primitive_rule

@@ -21,7 +21,8 @@ from cases import run_command as run
 import funcrl
 from funcrl import config, runs
 from funcrl.cli import main
-from funcrl.cli.options import StartConfig, options_of
+from funcrl.cli.options import StartConfig, options_of, texts_of
+from funcrl.cli.program import COMMANDS
 from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import printing
 from funcrl.generators.vllm.failures import out_of_memory
@@ -260,6 +261,20 @@ def test_help_is_a_screen_for_a_beginner_and_all_of_it_has_every_option_once(cap
     # vLLM has compile options of its own, and none of the trainer's.
     of_vllm = {name for name in listed if name.startswith("vllm.compile.")}
     assert of_vllm == {"vllm.compile.backend", "vllm.compile.cudagraph"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_of_each_option_what_it_is_in_lines_that_are_full(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run([command, "--help-all"], capsys).out
+    words = " ".join(out.split())
+    for part in COMMANDS[command].configs:
+        assert all(texts_of(each.owner)[each.field] in words for each in options_of(part))
+    lines = out.splitlines()
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    for place in range(1, len(lines)):
+        if indents[place - 1] == indents[place] >= 8:  # two lines of a text
+            assert len(lines[place - 1]) + 1 + len(lines[place].split()[0]) > 79
 
 
 def test_help_shows_the_defaults_of_a_pretrained_model(capsys):
