@@ -61,8 +61,7 @@ def chosen_for_device(
     try:
         chosen = choose_options(
             options, sorted(names), network, longest_prompt(options, task), size, task.max_turns,
-            num_ranks(), _has_compiler(),
-            teacher.config if isinstance(teacher, Transformer) else None,
+            num_ranks(), _has_compiler(), teacher,
         )  # fmt: skip
     except Uncounted:  # nothing can be chosen by its memory
         return options, {}

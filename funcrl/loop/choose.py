@@ -49,7 +49,7 @@ def choose_options(
     num_turns: int = 1,
     num_ranks: int = 1,
     has_compiler: bool = True,
-    teacher: TransformerConfig | None = None,
+    teacher: Network | None = None,
 ) -> Chosen:
     """Return a configuration with fast options that fit a device, in the place of defaults.
 
@@ -67,7 +67,7 @@ def choose_options(
         num_turns: of an environment.
         num_ranks: that train together.
         has_compiler: whether there is a C compiler, which Triton needs.
-        teacher: the shape of the model that `config.teacher` names.
+        teacher: the model that `config.teacher` names, or its shape.
 
     Example:
         >>> import funcrl

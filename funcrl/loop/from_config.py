@@ -88,15 +88,19 @@ def plain_model_fn(
     _check_packing(function, config, model)
     if critic:
         check_critic(function, model)
+    taught_by = None if config.algorithm.divergence == "sampled" else teacher
+    networks = [model] if taught_by is None else [model, taught_by.model]
+    # Another network gives the logits of all tokens at once.
+    in_chunks = all(isinstance(each, Transformer | Recurrent) for each in networks)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
-        chunk=config.logprob_chunk if isinstance(model, Transformer | Recurrent) else None,
+        chunk=config.logprob_chunk if in_chunks else None,
         # A base that is not trained has dtypes of its own, which a cast would lose.
         dtype=None if has_adapted_weights(model) else compute_dtype(config),
         attend=_attend(function, config, model),
         attend_segments=attend_flash_segments if config.attend == "flash" else None,
-        teacher=None if config.algorithm.divergence == "sampled" else teacher,
+        teacher=taught_by,
         critic=critic,
         truncation=trained_truncation(config),
     )
@@ -258,8 +262,7 @@ def estimate_memory(
         teacher: of a run that has one.
     """
     longest = longest_prompt(config, task)
-    taught_by = teacher.config if isinstance(teacher, Transformer) else None
-    return memory.estimate_memory(config, model, longest, task.max_turns, num_ranks, taught_by)
+    return memory.estimate_memory(config, model, longest, task.max_turns, num_ranks, teacher)
 
 
 def longest_prompt(config: TrainConfig, task: Task) -> int:

@@ -1,5 +1,6 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -259,7 +260,7 @@ def estimate_memory(
     prompt_tokens: int,
     num_turns: int = 1,
     num_ranks: int = 1,
-    teacher: TransformerConfig | None = None,
+    teacher: Network | None = None,
 ) -> MemoryEstimate:
     """Return what training with this configuration needs, on each rank.
 
@@ -270,7 +271,7 @@ def estimate_memory(
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
         num_ranks: that train together; `config.shard` says what they share.
-        teacher: the shape of the model that `config.teacher` names.
+        teacher: the model that `config.teacher` names, or its shape.
 
     Example:
         >>> import funcrl
@@ -282,6 +283,8 @@ def estimate_memory(
     shape = shape.config if isinstance(shape, Transformer) else shape
     if not (isinstance(shape, TransformerConfig) or is_of_transformers(shape)):
         raise Uncounted("a network that is no Transformer")
+    if any(map(is_of_transformers, (shape, teacher))):  # one gives the logits of all tokens at once
+        config = replace(config, logprob_chunk="all")
     trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)

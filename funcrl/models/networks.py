@@ -194,7 +194,7 @@ def _without_padding(model: nn.Module) -> nn.Module:
     return quiet
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_of_transformers(model: object) -> bool:
     """Return whether a network is one of transformers, which need not be installed."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")

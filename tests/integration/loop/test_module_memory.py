@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from cases import tiny_batch
+from cases import random_case, tiny_batch
 
 import funcrl
 from benchmarks.measure import peak_bytes
 from funcrl import memory, optim
 from funcrl.config import AlgorithmConfig, CheckpointConfig, LoraConfig, Sampling, TrainConfig
-from funcrl.loop.from_config import compute_dtype
+from funcrl.loop.from_config import compute_dtype, plain_model_fn
 from funcrl.loop.module_memory import Uncounted, cached_by_row
 from funcrl.models.functional import without_weights
 
@@ -72,6 +72,34 @@ def test_it_is_in_half_precision(name):
     measured, estimated = measured_and_estimated(name, dtype="bfloat16")
     print(f"{measured / estimated:.3f}")
     assert 0.8 <= measured / estimated <= 1.2, (measured, estimated)
+
+
+@pytest.mark.parametrize("student", ["tiny", "Gemma2"])
+def test_a_teacher_gives_the_logits_of_all_tokens(student):
+    """And so does a student of funcrl's own, which cuts them in chunks where it learns alone."""
+    module = module_of("GPT2")
+    theirs = {name: leaf.detach() for name, leaf in module.named_parameters()}
+    teacher = funcrl.Teacher(without_weights(module), theirs)
+    if student == "tiny":
+        model = funcrl.models.Transformer(funcrl.models.shape("tiny", vocab_size=512))
+        params = funcrl.init_params(model, seed=0)
+    else:
+        module = module_of(student)
+        params = {name: leaf.detach() for name, leaf in module.named_parameters()}
+        model = without_weights(module)
+    algorithm = AlgorithmConfig(name="distill", kl=0.0)
+    options = replace(OPTIONS, algorithm=algorithm, teacher="theirs", logprob_chunk=8)
+    model_fn = plain_model_fn("train", options, model, teacher)
+    step = funcrl.grpo_step(model_fn, algorithm=funcrl.distill(), optimizer=optim.adamw(1e-3))
+    rollout = random_case(prompts=2, length=48).rollout
+    state = step.init(params)
+    batch = funcrl.collate(rollout, funcrl.distill())
+    step(state, batch)  # what is made once
+    measured = peak_bytes(lambda: step(state, batch))
+    estimate = memory.estimate_memory(options, model, 8, teacher=teacher.model)
+    assert estimate.teacher == sum(leaf.nbytes for leaf in theirs.values())
+    print(f"{measured / estimate.training:.3f}")
+    assert 0.8 <= measured / estimate.training <= 1.2, (measured, estimate)
 
 
 def test_adapters_alone_are_trained():
