@@ -111,9 +111,9 @@ class TrainConfig:
     """The number of samples, or of packed rows, whose gradients are computed at a time: fewer need
     less memory, for the same update. All when left out."""
     logprob_chunk: CountOrAll = 1024
-    """The number of tokens whose logits are alive at a time, which are computed twice; or all:
-    logits are computed once and kept for the backward pass, which is faster and needs the memory
-    of all tokens' logits and of their gradient."""
+    """The number of tokens whose logits are alive at a time, which are computed twice; or all, as
+    for any network that is none of funcrl's own: logits are computed once and kept for the backward
+    pass, which is faster and needs the memory of all tokens' logits and of their gradient."""
     attend: Literal["native", "flash"] = "native"
     """The trainer's attention: native is products and a softmax, flash one kernel that keeps no
     scores."""
