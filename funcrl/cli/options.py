@@ -264,8 +264,10 @@ def is_compiled(base: TrainConfig, args: Sequence[str]) -> bool:
 
 @_REGISTRY.struct_rule
 def _struct_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """A configuration's options with their texts as one line, which tyro wraps: its own has the
-    line breaks of the source in them."""
+    """Return a configuration's options, each with its text as one line for tyro to wrap.
+
+    tyro's own rule for dataclasses keeps the line breaks of the source.
+    """
     kind, has_source = info.type, info.type.__module__.startswith("funcrl.")
     if not (is_dataclass(kind) and has_source and isinstance(info.default, kind)):
         return None
