@@ -44,16 +44,29 @@ def module_of(name):
     return made.eval()
 
 
-def measured_and_estimated(name, **changes):
-    """The peak of a step beyond the state that it begins with, and the estimate."""
-    module, options = module_of(name), replace(OPTIONS, **changes)
+def loaded(name):
+    """A model without its weights, and its parameters."""
+    if name == "tiny":
+        model = funcrl.models.Transformer(funcrl.models.shape(name, vocab_size=512))
+        return model, funcrl.init_params(model, seed=0)
+    module = module_of(name)
     params = {name: leaf.detach() for name, leaf in module.named_parameters()}
-    model, dtype = without_weights(module), compute_dtype(options)
-    model_fn = funcrl.logprob_fn(model, dtype=dtype)
-    step = funcrl.grpo_step(model_fn, optimizer=optim.adamw(1e-3))
-    state, batch = step.init(params), tiny_batch(rows=8, length=48)
+    return without_weights(module), params
+
+
+def peak_of_a_step(model_fn, params, batch, **options):
+    """The peak of a step beyond the state that it begins with."""
+    step = funcrl.grpo_step(model_fn, optimizer=optim.adamw(1e-3), **options)
+    state = step.init(params)
     step(state, batch)  # what is made once
-    measured = peak_bytes(lambda: step(state, batch))
+    return peak_bytes(lambda: step(state, batch))
+
+
+def measured_and_estimated(name, **changes):
+    """The peak of a step, and the estimate."""
+    (model, params), options = loaded(name), replace(OPTIONS, **changes)
+    model_fn = funcrl.logprob_fn(model, dtype=compute_dtype(options))
+    measured = peak_of_a_step(model_fn, params, tiny_batch(rows=8, length=48))
     estimate = memory.estimate_memory(options, model, 8)
     assert estimate.parameters == sum(leaf.nbytes for leaf in params.values())
     return measured, estimate.training
@@ -77,27 +90,14 @@ def test_it_is_in_half_precision(name):
 @pytest.mark.parametrize("student", ["tiny", "Gemma2"])
 def test_a_teacher_gives_the_logits_of_all_tokens(student):
     """And so does a student of funcrl's own, which cuts them in chunks where it learns alone."""
-    module = module_of("GPT2")
-    theirs = {name: leaf.detach() for name, leaf in module.named_parameters()}
-    teacher = funcrl.Teacher(without_weights(module), theirs)
-    if student == "tiny":
-        model = funcrl.models.Transformer(funcrl.models.shape("tiny", vocab_size=512))
-        params = funcrl.init_params(model, seed=0)
-    else:
-        module = module_of(student)
-        params = {name: leaf.detach() for name, leaf in module.named_parameters()}
-        model = without_weights(module)
-    algorithm = AlgorithmConfig(name="distill", kl=0.0)
-    options = replace(OPTIONS, algorithm=algorithm, teacher="theirs", logprob_chunk=8)
+    (model, params), teacher = loaded(student), funcrl.Teacher(*loaded("GPT2"))
+    distill = AlgorithmConfig(name="distill", kl=0.0)
+    options = replace(OPTIONS, algorithm=distill, teacher="GPT2", logprob_chunk=8)
     model_fn = plain_model_fn("train", options, model, teacher)
-    step = funcrl.grpo_step(model_fn, algorithm=funcrl.distill(), optimizer=optim.adamw(1e-3))
-    rollout = random_case(prompts=2, length=48).rollout
-    state = step.init(params)
-    batch = funcrl.collate(rollout, funcrl.distill())
-    step(state, batch)  # what is made once
-    measured = peak_bytes(lambda: step(state, batch))
+    batch = funcrl.collate(random_case(prompts=2, length=48).rollout, funcrl.distill())
+    measured = peak_of_a_step(model_fn, params, batch, algorithm=funcrl.distill())
     estimate = memory.estimate_memory(options, model, 8, teacher=teacher.model)
-    assert estimate.teacher == sum(leaf.nbytes for leaf in theirs.values())
+    assert estimate.teacher == sum(leaf.nbytes for leaf in teacher.params.values())
     print(f"{measured / estimate.training:.3f}")
     assert 0.8 <= measured / estimate.training <= 1.2, (measured, estimate)
 
