@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from funcrl.cli.options import Option, texts_of
+from funcrl.cli.options import Option
+from funcrl.cli.rules import texts_of
 
 _TRAIN = """\
 usage: funcrl train [OPTIONS]

