@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcrl.core.arguments import checked
 from funcrl.core.unbatched import reads_a_value, value_was_read
 from funcrl.graph.aliases import is_view, looks_alike, sharing_places, written_inputs
+from funcrl.graph.grouped_mm import traceable
 from funcrl.graph.in_place import without_writes
 from funcrl.graph.nodes import (
     Origin,
@@ -210,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and _has_no_value(args[0]):
             raise DataDependentOutputException(func)  # a symbol would travel on
         last = self._graph._root.prev
-        result = self._repeats.run(func, args, kwargs or {})
+        result = self._repeats.run(traceable(func, args), args, kwargs or {})
         added = nodes_after(last)
         origin = self._origin(added)
         for node in added:

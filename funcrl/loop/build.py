@@ -76,6 +76,7 @@ class _Fields(NamedTuple):
     generator: Generator
     lora: Lora | None  # where adapters are trained
     mesh: Mesh  # of the ranks that run these parts together
+    trust: bool  # in the code that the folder of a run names
     source: sources.Source  # what the model's name means; of no use for a replaced model
     replaced: frozenset[str]  # the parts that were given, and not made of the configuration
 
@@ -207,7 +208,8 @@ def _made(
     """Return the given parts and those that are made of them; `before` are kept where they can."""
     _check_given(function, config, given)
     parts: dict[str, Any] = {"source": _source(function, config, given, before)}
-    mesh = mesh if before is None else before.mesh
+    if before is not None:
+        mesh, trust = before.mesh, before.trust
     making = _Making(function, config, trust, given, parts, mesh)
     new: set[str] = set()  # those that differ from `before`
     for name, (needs, make) in _MAKERS.items():
@@ -221,7 +223,7 @@ def _made(
         check_model(function, config, parts["model"], parts["task"].tokenizer.vocab_size)
     if "task" in new and parts["source"].run is not None:
         sources.check_tokenizer(function, parts["source"].run, parts["task"].tokenizer)
-    return Parts(config=config, replaced=frozenset(given), mesh=mesh, **parts)
+    return Parts(config=config, replaced=frozenset(given), mesh=mesh, trust=trust, **parts)
 
 
 def _is_kept(name: str, given: Mapping[str, Any], before: Parts, changed: set[str]) -> bool:

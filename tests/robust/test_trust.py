@@ -302,6 +302,17 @@ def with_network(tmp_path_factory):
     return found
 
 
+def test_parts_that_were_trusted_are_made_anew_without_a_question(with_network):
+    config = TrainConfig(model=str(with_network.run))
+    with pytest.raises(TrustError, match="trust=True"):
+        funcrl.build(config)
+    parts = funcrl.build(config, trust=True)
+    other = parts._replace(task=funcrl.tasks.SumDigits())
+    assert other.model is not parts.model
+    assert type(other.model).__name__ == "Net"
+    with_network.marker.unlink()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "args",

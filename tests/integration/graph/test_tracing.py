@@ -4,12 +4,13 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import equal, tiny_batch, tiny_model
 
 import funcrl
 from funcrl import optim
 from funcrl.graph.aliases import writes
-from funcrl.graph.nodes import origin_of
+from funcrl.graph.nodes import count_flops, origin_of
 
 MODEL = tiny_model(qkv_bias=True)
 PARAMS = funcrl.init_params(MODEL, seed=0, dtype=torch.float64)
@@ -228,3 +229,19 @@ def test_a_thread_that_computes_meanwhile_is_not_in_the_trace():
 
     assert origins(beside) == origins(apply)
     assert not errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_of_experts_is_traced_and_counted(dtype):
+    """Ten tokens of three experts, one of which has none."""
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    tokens, weights = torch.randn(10, 16, dtype=dtype), torch.randn(3, 16, 8, dtype=dtype)
+
+    def loss(tokens, weights):
+        return F.grouped_mm(tokens, weights, offs=ends).float().square().sum()
+
+    gradient = torch.func.grad(loss, (0, 1))
+    graph = funcrl.trace(gradient, tokens, weights)
+    assert equal(graph(tokens, weights), gradient(tokens, weights))
+    counted = [count for node in graph.graph.nodes if (count := count_flops(node))]
+    assert counted == 3 * [2 * 10 * 16 * 8]
