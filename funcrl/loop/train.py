@@ -2,24 +2,24 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from funcrl.config import TrainConfig
-from funcrl.core import checks, rng
+from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
 from funcrl.loop.ending import Callback, EndFn, ends_with
 from funcrl.loop.export import Trained
-from funcrl.loop.from_config import has_critic, plain_model_fn
+from funcrl.loop.held_out import eval_loss, evaluated
 from funcrl.loop.opening import Start, check_teacher, facts_of, open_run, remember_code, with_folder
 from funcrl.loop.pack import check_packing
 from funcrl.loop.ranks import (
@@ -32,37 +32,27 @@ from funcrl.loop.ranks import (
     whole_state_fn,
 )
 from funcrl.loop.reference import check_reference, first_reference, moved_reference, moves_reference
-from funcrl.loop.rollouts.grade import is_accuracy, judging_reward
-from funcrl.loop.rollouts.log import completions_to_record, to_completions, with_logged
-from funcrl.loop.rollouts.ranks import draw_and_grade
+from funcrl.loop.rollouts.log import completions_to_record, with_logged
 from funcrl.loop.rollouts.roll import (
-    EVALUATION,
-    WARM_START,
     left_out,
     whole_policy,
     whole_trained,
 )
 from funcrl.loop.sources import tokenizer_place
-from funcrl.loop.supervised import answers_of
-from funcrl.loop.update import scored, update
-from funcrl.loop.warm_start import beyond, warm_start
+from funcrl.loop.update import SkippedUpdates, check_updated, update
+from funcrl.loop.warm_start import warm_started
 from funcrl.models.networks import is_of_transformers, runs_under_vmap
 from funcrl.ops.exact.linear import slow_products
 from funcrl.parallel import Mesh, broadcast_tree
 from funcrl.parallel.mesh import ALONE
-from funcrl.rl.batching import pad_length
 from funcrl.run import runs
-from funcrl.run.accuracy import held_out, named_mean
 from funcrl.run.follower import Follower
 from funcrl.run.record import Record
 from funcrl.run.runs import Completion
 from funcrl.run.trackers import check_trackers
 from funcrl.run.views import SilentView, View, view_for
-from funcrl.tasks.contracts import Prompt, TaskOrRows
+from funcrl.tasks.contracts import TaskOrRows
 from funcrl.tasks.tokenizers import tokenizer_files
-
-_TELL_EVERY = 10.0  # seconds between two lines of progress in a warm start
-_SKIPPED_STEPS = (5, 50, 500, 5000)  # numbers of skipped steps in a row that print a line
 
 
 @checked
@@ -147,11 +137,7 @@ def train(
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     if parts.source.weights is not None and is_of_transformers(parts.model):
-        by_row = "" if runs_under_vmap(parts.model) else " It is trained one row after the other."
-        view.note(
-            f"{type(parts.model).__name__} runs as its class in transformers: without exact "
-            f"numerics, packing and .gguf files, and slower to draw from without vLLM.{by_row}"
-        )
+        view.note(_limits_of_class(parts.model))
     check_packing(config, parts)
     check_reference(config, parts)
     check_teacher(config, parts)
@@ -177,7 +163,7 @@ def train(
         at_end.callback(rollouts.close)
         _loop(config, parts, record, rollouts, stop, ends_with(config, callbacks, mesh))
         record.wait()
-        _check_updated(record)
+        check_updated(record.progress.state, record.progress.row)
         # Before the generator is closed: vLLM's engine takes all process groups along.
         rows = runs.read_history(start.folder) if is_first else []
         history = of_first_rank(rows, mesh.host)
@@ -187,6 +173,15 @@ def train(
     finally:
         at_end.close()
     return Trained(record.progress.state, history, start.folder)
+
+
+def _limits_of_class(model: nn.Module) -> str:
+    """Return what to say of a model that runs as its class in transformers."""
+    by_row = "" if runs_under_vmap(model) else " It is trained one row after the other."
+    return (
+        f"{type(model).__name__} runs as its class in transformers: without exact numerics, "
+        f"packing and .gguf files, and slower to draw from without vLLM.{by_row}"
+    )
 
 
 def _goes_on(parts: Parts, record: Follower, start: Start) -> int | None:
@@ -214,73 +209,14 @@ def _begin(
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:
         clock = time.perf_counter()
-        params, numbers = _warm_started(config, parts, params, prompts, record, stop)
+        params, numbers = warm_started(config, parts, params, prompts, record.note, stop)
         row |= numbers | {"time/warm_start": time.perf_counter() - clock}
     params = dict(broadcast_tree(dict(params), parts.mesh.all))
     if config.evaluation.every:
-        row |= _evaluated(config, parts, parts.policy(params), 0, prompts).row
+        row |= evaluated(config, parts, parts.policy(params), 0, prompts).row
         if parts.is_supervised:
-            row |= _eval_loss(config, parts, params, prompts)
+            row |= eval_loss(config, parts, params, prompts)
     record.begin(parts.step.init(params, config.seed), row)
-
-
-def _warm_started(
-    config: TrainConfig,
-    parts: Parts,
-    params: Params,
-    eval_prompts: Sequence[Prompt],
-    record: Follower,
-    stop: Callable[[], bool],
-) -> tuple[Params, dict[str, float]]:
-    """Return the parameters after the warm start, and its numbers; say what it does on the way."""
-    # Without held-out prompts: some of the task's stream of another seed, which is not trained on.
-    prompts = eval_prompts or parts.task.prompts(
-        rng.fold_in(config.seed, EVALUATION), 0, config.evaluation.num_prompts
-    )
-    options, seed, told = config.warm_start, rng.fold_in(config.seed, WARM_START), 0.0
-    name = "accuracy"
-
-    def accuracy(params: Params) -> float:
-        nonlocal told, name
-        if stop():
-            raise KeyboardInterrupt
-        row = _evaluated(config, parts, parts.policy(params), 0, prompts).row
-        name, reached = held_out(row) or (name, 0.0)
-        if time.perf_counter() > told + _TELL_EVERY:
-            told = time.perf_counter()
-            record.note(f"Warm start: {name} {reached:.2f} so far.")
-        # A reward that is not right or wrong does not say when a policy is good enough.
-        return row.get("eval/accuracy", 0.0)
-
-    record.note(
-        f"Warm start: at most {options.steps} supervised steps, until {options.accuracy:.2f} of "
-        f"the held-out prompts are answered rightly ..."
-    )
-    first = parts.task.prompts(seed, 0, options.num_prompts)
-    cut_off = beyond(parts.task, first, config.sampling.max_tokens)
-    if cut_off:
-        record.note(cut_off)
-    told = time.perf_counter()
-    model_fn = parts.model_fn
-    if config.behavior == "sampling" and "model_fn" not in parts.replaced:
-        # An answer that would not be drawn has to become likelier than all tokens.
-        whole = replace(config, behavior="policy")
-        model_fn = plain_model_fn("train", whole, parts.model, critic=has_critic(config))
-    params, numbers = warm_start(model_fn, params, parts.task, options, seed, accuracy)
-    if name != "accuracy":
-        del numbers["warm_start/accuracy"]
-        record.note(
-            f"Warm start: all {numbers['warm_start/steps']} supervised steps were done, because "
-            f"the reward {name!r} is not right or wrong and gives no accuracy to stop at."
-        )
-        return params, numbers
-    reached = numbers["warm_start/accuracy"]
-    missed = reached < options.accuracy
-    record.note(
-        f"Warm start: accuracy {reached:.2f} after {numbers['warm_start/steps']} supervised steps"
-        + (f", where {options.accuracy:.2f} was wanted; rewards may stay 0." if missed else ".")
-    )
-    return params, numbers
 
 
 def _loop(
@@ -298,7 +234,7 @@ def _loop(
     reference, moved = first_reference(parts, record), record.progress.reference
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
     rollouts.give(done, state.params)
-    skipped = _Skipped(record.progress.row, state)
+    skipped = SkippedUpdates(record.progress.row, state)
     for index in range(done + 1, config.steps + 1):
         state, row, seen = _step(config, parts, record, rollouts, reference, index)
         slow = slow_products(config.device) if parts.agrees and index == done + 1 else []
@@ -307,11 +243,11 @@ def _loop(
         every = config.evaluation.every
         if every and (index % every == 0 or index == config.steps):
             policy = whole_policy(parts, rollouts.newest)
-            evaluated = rollouts.run(partial(_evaluated, config, parts, policy, index, prompts))
-            row |= evaluated.row
+            found = rollouts.run(partial(evaluated, config, parts, policy, index, prompts))
+            row |= found.row
             if parts.is_supervised:  # the step drew nothing to look at
-                seen = evaluated.seen
-                row |= _eval_loss(config, parts, whole_trained(parts, rollouts.newest), prompts)
+                seen = found.seen
+                row |= eval_loss(config, parts, whole_trained(parts, rollouts.newest), prompts)
         if reference is not None and moves_reference(config, index):
             reference = moved_reference(config, reference, whole_params(parts, state.params))
             moved = (reference,)
@@ -332,42 +268,6 @@ def _ends(record: Follower, why_it_ends: EndFn) -> bool:
         record.note(f"Step {record.progress.step} is the last: {why}.")
         record.save_last()
     return bool(why)
-
-
-class _Skipped:
-    """Counts the steps in a row all of whose updates were skipped, for they were not finite."""
-
-    def __init__(self, row: Mapping[str, Any], state: TrainState) -> None:
-        self._before = self._counts(row, state)
-        self._steps = 0
-
-    def lines(self, row: Mapping[str, Any], state: TrainState) -> list[str]:
-        """Return what to say after a step."""
-        (skipped, updates), before = self._counts(row, state), self._before
-        self._before = skipped, updates
-        if updates == before[1]:
-            return []  # nothing differed, so there was nothing to learn
-        self._steps = self._steps + 1 if skipped - before[0] == updates - before[1] else 0
-        if self._steps not in _SKIPPED_STEPS:
-            return []
-        return [
-            f"No update in the last {self._steps} steps: all of them were skipped, because their "
-            f"gradients or updates were not finite (num_skipped_updates counts them). A lower "
-            f"--optimizer.learning-rate, or an earlier checkpoint, may help."
-        ]
-
-    def _counts(self, row: Mapping[str, Any], state: TrainState) -> tuple[int, int]:
-        return int(row.get("num_skipped_updates") or 0), int(state.step)
-
-
-def _check_updated(record: Follower) -> None:
-    """Raise if each update of a run was skipped."""
-    state, row = record.progress.state, record.progress.row
-    if 0 < int(state.step) == row.get("num_skipped_updates"):
-        raise ValueError(
-            f"train expects finite gradients and updates, got none in {int(state.step)} updates, "
-            f"all of which were skipped: the policy is that of step 0."
-        )
 
 
 def _step(
@@ -397,51 +297,3 @@ def _step(
     row["step_time"] = pushed - start
     logged = rolled.graded.metrics if rolled.graded is not None else {}
     return state, with_logged(row, logged), seen
-
-
-class _Evaluated(NamedTuple):
-    """What a policy makes of prompts that are not trained on, if there are any."""
-
-    row: dict[str, float]
-    seen: list[Completion]
-
-
-def _evaluated(
-    config: TrainConfig, parts: Parts, policy: Params, index: int, prompts: Sequence[Prompt]
-) -> _Evaluated:
-    """Return the metrics and some completions of a policy on prompts that are not trained on.
-
-    They are an accuracy where the reward that judges is right or wrong, else its mean by its name.
-    """
-    start = time.perf_counter()
-    if not prompts:
-        return _Evaluated({}, [])
-    parts.generator.push(policy, index)
-    sampling = replace(parts.sampling, num_samples=1, temperature=config.evaluation.temperature)
-    seed = rng.fold_in(config.seed, EVALUATION)
-    completed, graded, _ = draw_and_grade(config, parts, prompts, sampling, seed, index)
-    name = judging_reward(parts.task, graded)
-    judged = graded.rewards[name]
-    mean = judged.nanmean().item()  # of those with one
-    is_right_or_wrong = is_accuracy(parts.task, name, judged)
-    row = {
-        **({"eval/accuracy": mean} if is_right_or_wrong else {named_mean(name): mean}),
-        "eval/reward": graded.total.nanmean().item(),
-        "eval/num_prompts": len(prompts) - len(graded.errors),
-        "time/eval": time.perf_counter() - start,
-    }
-    row = with_logged(row, {f"eval/{name}": value for name, value in graded.metrics.items()})
-    return _Evaluated(row, to_completions(completed, graded, index, config.log.num_completions))
-
-
-def _eval_loss(
-    config: TrainConfig, parts: Parts, trained: Params, prompts: Sequence[Prompt]
-) -> dict[str, float]:
-    """Return the mean negative log-probability of a token of the held-out prompts' own answers."""
-    if not prompts:
-        return {}
-    rollout = pad_length(answers_of(parts.task, prompts, config.device), config.length_multiple)
-    # A held-out row may be longer than a packed one.
-    padded = replace(config, packing="none", pack_length=None, pack_rows=1)
-    logprobs = scored(padded, parts, trained, rollout)[rollout.mask]
-    return {"eval/loss": -logprobs.to(torch.float64).mean().item()}

@@ -1,6 +1,6 @@
 """The updates of a step: a rollout scored, collated, and trained on in every pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from funcrl.rl.batching import collate, drop_zero_variance, minibatches, pad_len
 from funcrl.rl.critic import gae
 
 _Rows = TypeVar("_Rows")
+_SKIPPED_STEPS = (5, 50, 500, 5000)  # numbers of skipped steps in a row that print a line
 
 
 def update(
@@ -76,6 +77,46 @@ def update(
             reports.append(report)
     num_tokens = [report.sums["num_tokens"] for report in reports]
     return state, metrics.to_floats(metrics.merge(reports, weights=num_tokens))
+
+
+class SkippedUpdates:
+    """Counts the steps in a row all of whose updates were skipped, for they were not finite."""
+
+    def __init__(self, row: Mapping[str, Any], state: TrainState) -> None:
+        self._before = self._counts(row, state)
+        self._steps = 0
+
+    def lines(self, row: Mapping[str, Any], state: TrainState) -> list[str]:
+        """Return what to say after a step."""
+        (skipped, updates), before = self._counts(row, state), self._before
+        self._before = skipped, updates
+        if updates == before[1]:
+            return []  # nothing differed, so there was nothing to learn
+        self._steps = self._steps + 1 if skipped - before[0] == updates - before[1] else 0
+        if self._steps not in _SKIPPED_STEPS:
+            return []
+        return [
+            f"No update in the last {self._steps} steps: all of them were skipped, because their "
+            f"gradients or updates were not finite (num_skipped_updates counts them). A lower "
+            f"--optimizer.learning-rate, or an earlier checkpoint, may help."
+        ]
+
+    def _counts(self, row: Mapping[str, Any], state: TrainState) -> tuple[int, int]:
+        return int(row.get("num_skipped_updates") or 0), int(state.step)
+
+
+def check_updated(state: TrainState, row: Mapping[str, Any]) -> None:
+    """Raise if each update of a run was skipped.
+
+    Args:
+        state: at its end.
+        row: of metrics, of its last step.
+    """
+    if 0 < int(state.step) == row.get("num_skipped_updates"):
+        raise ValueError(
+            f"train expects finite gradients and updates, got none in {int(state.step)} updates, "
+            f"all of which were skipped: the policy is that of step 0."
+        )
 
 
 def scored(

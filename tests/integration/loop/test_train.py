@@ -264,7 +264,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step(tmp_path):
 
 @pytest.mark.slow
 def test_a_warm_start_says_what_it_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("funcrl.loop.train._TELL_EVERY", -1.0)
+    monkeypatch.setattr("funcrl.loop.warm_start._NOTE_EVERY", -1.0)
     notes = []
     warm_start = WarmStartConfig(steps=2, every=1)
     funcrl.train(small(tmp_path / "run", steps=1, warm_start=warm_start), view=Notes(notes))
