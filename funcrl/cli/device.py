@@ -21,6 +21,7 @@ from funcrl.loop.memory import num_params
 from funcrl.loop.module_memory import Uncounted
 from funcrl.loop.teachers import network_of_teacher
 from funcrl.models import Transformer
+from funcrl.models.networks import is_of_transformers
 from funcrl.run.trust import named_code
 from funcrl.tasks import Task
 
@@ -52,7 +53,8 @@ def chosen_for_device(
         return options, {}
     task, network = task_and_network(options, start.trust)
     is_small = on_gpu and num_params(network) < _FEWEST_PARAMETERS
-    if is_small or not (on_gpu or isinstance(network, Transformer)):
+    is_known = isinstance(network, Transformer) or (on_gpu and is_of_transformers(network))
+    if is_small or not is_known:
         return options, {}
     teacher = None
     if on_gpu:  # whose memory it takes a part of

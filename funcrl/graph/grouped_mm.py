@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core.custom_op import FLOPS, operator
 
@@ -43,3 +44,10 @@ def traceable(operation: Any, args: Sequence[Any]) -> Any:
     """
     refused = operation is _grouped_mm.default and args[0].dtype != torch.bfloat16
     return _of_any_dtype if refused else operation
+
+
+class GroupedOfAnyDtype(TorchDispatchMode):
+    """A context in which tensors on meta have grouped products of any dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return traceable(func, args)(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from funcrl.config import TrainConfig
+from funcrl.core.arguments import CountOrAll
 from funcrl.generators.embedded.captured import captured_runs
 from funcrl.models import TransformerConfig
 from funcrl.models.config import Kind
@@ -31,13 +32,13 @@ class Work(NamedTuple):
     has_layout: bool  # the sampler: another than the parameters'
 
 
-def work_of_shape(config: TrainConfig, shape: TransformerConfig, sizes: Rows) -> Work:
-    """Return what funcrl's own network computes in."""
+def work_of_shape(config: TrainConfig, shape: TransformerConfig, sizes: Rows, logits: int) -> Work:
+    """Return what funcrl's own network computes in, with `logits_bytes`."""
     rows, padded, slots, length = sizes
     compute, tokens, remat = number_bytes(config), rows * padded, remat_of(config)
     scores = padded if config.attend == "native" else 0
     kept, again = kept_and_recomputed(shape, remat, scores, compute)
-    logits = logits_bytes(config, tokens, compute) * shape.vocab_size
+    logits *= shape.vocab_size
     head = 0 if config.lora.rank else FLOAT * shape.width * shape.vocab_size
     on_gpu = config.device == "cuda"
     draws = config.generator == "sampler" and on_gpu and config.dtype == "bfloat16"
@@ -63,14 +64,15 @@ def remat_of(config: TrainConfig) -> str:
     return "none" if remat == "budget" else remat
 
 
-def logits_bytes(config: TrainConfig, tokens: int, compute: int) -> int:
+def logits_bytes(config: TrainConfig, tokens: int, chunk: CountOrAll | None) -> int:
     """Return the bytes for each token of the vocabulary: of all tokens' logits, or a chunk's.
 
     A chunk's are widened, exponentiated and differentiated; kept ones are there besides.
     """
-    if config.logprob_chunk != "all":
-        return min(config.logprob_chunk, tokens) * 3 * FLOAT
-    has_kernel = config.device == "cuda" and config.dtype == "bfloat16"
+    if isinstance(chunk, int):
+        return min(chunk, tokens) * 3 * FLOAT
+    compute = number_bytes(config)
+    has_kernel = chunk == "all" and config.device == "cuda" and config.dtype == "bfloat16"
     return tokens * (2 * compute if has_kernel else compute + 3 * FLOAT)
 
 

@@ -60,8 +60,8 @@ def choose_options(
         config: the run's.
         given: the fields of it that somebody has chosen, such as "dtype": they stay. "compile" is
             one if any option of it is given.
-        shape: the model's, or the model. For one of transformers dtype, slots and microbatch are
-            chosen, on a GPU.
+        shape: the model's, or the model. For one that is no `Transformer` dtype, slots and
+            microbatch are chosen, on a GPU.
         prompt_tokens: of the longest prompt.
         gpu_bytes: the GPU's memory; none for a CPU.
         num_turns: of an environment.

@@ -90,8 +90,8 @@ def plain_model_fn(
         check_critic(function, model)
     taught_by = None if config.algorithm.divergence == "sampled" else teacher
     networks = [model] if taught_by is None else [model, taught_by.model]
-    # Another network gives the logits of all tokens at once.
-    in_chunks = all(isinstance(each, Transformer | Recurrent) for each in networks)
+    # One that does not take head= gives the logits of all tokens at once.
+    in_chunks = all(forward_takes(each, "head") for each in networks)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,

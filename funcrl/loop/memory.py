@@ -1,6 +1,5 @@
 """Estimates the memory that a configuration needs, before anything is loaded."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -15,15 +14,16 @@ from funcrl.loop.algorithm import optimizer_of
 from funcrl.loop.block_memory import (
     FLOAT,
     Rows,
+    logits_bytes,
     number_bytes,
     read_and_found,
     remat_of,
     work_of_shape,
 )
-from funcrl.loop.module_memory import Uncounted, work_of_module
+from funcrl.loop.module_memory import work_of_module
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.models.lora import targets_of
-from funcrl.models.networks import is_of_transformers
+from funcrl.models.networks import forward_takes
 from funcrl.ops.quantized import BLOCK
 
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
@@ -34,7 +34,7 @@ _RESERVE = 0.19
 LONGEST = 4
 
 
-# What an estimate is of: funcrl's own network or its shape, or a model of transformers.
+# What an estimate is of: a network, or the shape of funcrl's own.
 Network: TypeAlias = TransformerConfig | nn.Module
 
 # What lowers each part, where memory runs out.
@@ -266,7 +266,7 @@ def estimate_memory(
 
     Args:
         config: the run's.
-        shape: the model's, or the model. One of transformers is run on meta tensors; what
+        shape: the model's, or the model. One that is no `Transformer` is run on meta tensors; what
             recomputation saves is not counted for it.
         prompt_tokens: of the longest prompt.
         num_turns: of an environment, whose observations are assumed no longer than completions.
@@ -281,10 +281,6 @@ def estimate_memory(
         True
     """
     shape = shape.config if isinstance(shape, Transformer) else shape
-    if not (isinstance(shape, TransformerConfig) or is_of_transformers(shape)):
-        raise Uncounted("a network that is no Transformer")
-    if any(map(is_of_transformers, (shape, teacher))):  # one gives the logits of all tokens at once
-        config = replace(config, logprob_chunk="all")
     trained = FLOAT * num_trained(config, shape)
     has_policy_gradient = config.algorithm.name not in WITHOUT_REWARDS
     share = _shares(config, shape, num_ranks)
@@ -298,10 +294,13 @@ def estimate_memory(
     rows = min(config.microbatch or all_rows, all_rows)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     sizes = Rows(rows, padded, slots, prompt_tokens + completion)
+    modules = [each for each in (shape, teacher) if isinstance(each, nn.Module)]
+    in_chunks = all(forward_takes(each, "head") for each in modules)  # as `plain_model_fn` does
+    logits = logits_bytes(config, rows * padded, config.logprob_chunk if in_chunks else None)
     if isinstance(shape, TransformerConfig):
-        work = work_of_shape(config, shape, sizes)
+        work = work_of_shape(config, shape, sizes, logits)
     else:
-        work = work_of_module(config, shape, sizes)
+        work = work_of_module(config, shape, sizes, logits)
     # The sampler has a layout of its own on a CPU, and whole parameters where ranks share them.
     has_copy = is_half or bool(share.gathered) or work.has_layout
     # What ranks share is put together for a checkpoint on the first one's host.
@@ -341,7 +340,7 @@ def estimate_memory(
 def _num_layers(network: Network) -> int:
     if isinstance(network, TransformerConfig):
         return network.num_layers
-    return int(getattr(network.config, "num_hidden_layers", 1))
+    return int(getattr(getattr(network, "config", None), "num_hidden_layers", 1))
 
 
 def _cast(config: TrainConfig, shape: Network, share: _Shares) -> int:

@@ -1,7 +1,7 @@
-"""Counts what a model of transformers computes in, by a run on meta tensors, without numbers."""
+"""Counts what a network computes in by a run on meta tensors, which have no numbers."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,36 +9,53 @@ from torch import Tensor, nn
 
 from funcrl.config import TrainConfig
 from funcrl.core.types import Params, Sample
-from funcrl.loop.block_memory import Rows, Work, logits_bytes, number_bytes
+from funcrl.graph.grouped_mm import GroupedOfAnyDtype
+from funcrl.loop.block_memory import Rows, Work
+from funcrl.models import Recurrent
 from funcrl.models.functional import functional
-from funcrl.models.logprobs import logprob_fn
-from funcrl.models.networks import forward_takes, runs_under_vmap, vocab_size_of
+from funcrl.models.networks import forward_takes, is_of_transformers, logits_fn, runs_under_vmap
+
+_Found = TypeVar("_Found")
 
 
 class Uncounted(ValueError):
     """What a network keeps is not known: the error names the network."""
 
 
-def work_of_module(config: TrainConfig, model: nn.Module, sizes: Rows) -> Work:
-    """Return what a model of transformers computes in, its logits among what is kept."""
+class Row(NamedTuple):
+    """A forward pass of a row."""
+
+    kept: int  # bytes, for its backward pass
+    vocabulary: int  # logits of a token
+
+
+def work_of_module(config: TrainConfig, model: nn.Module, sizes: Rows, logits: int) -> Work:
+    """Return what a network computes in, with `logits_bytes`."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    rows = sizes.rows if runs_under_vmap(model) else 1  # one row after the other
-    logits = logits_bytes(config, sizes.rows * sizes.padded, number_bytes(config))
+    by_row = is_of_transformers(model) and not runs_under_vmap(model)  # one after the other
+    row = forward_of_row(model, sizes.padded, dtype)
     return Work(
-        kept=rows * kept_by_row(model, sizes.padded, dtype),
-        logits=0,
-        of_teacher=logits * (vocab_size_of(model) or 0),
-        recomputed=0,
+        kept=row.kept * (1 if by_row else sizes.rows),
+        logits=logits * row.vocabulary,
+        of_teacher=logits * row.vocabulary,
+        recomputed=_of_scan(model) * sizes.rows * sizes.padded * dtype.itemsize,
         cache=sizes.slots * cached_by_row(model, sizes.length, dtype),
         is_captured=False,
         has_layout=False,
     )
 
 
-def kept_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a row's log-probabilities keep for their backward pass."""
+def _of_scan(model: nn.Module) -> int:
+    """Return a token's numbers in the gradient of a layer's scan: of its gates, in two layouts."""
+    if not isinstance(model, Recurrent):
+        return 0
+    return {"lstm": 9, "gru": 12}[model.config.cell] * model.config.width
 
-    def log_probabilities(params: Params) -> int:
+
+def forward_of_row(model: nn.Module, length: int, dtype: torch.dtype) -> Row:
+    """Return what the logits of a row's tokens keep for their backward pass, and their number."""
+
+    def count(params: Params) -> Row:
         read = {_storage(leaf) for leaf in params.values()}
         kept: dict[int, Tensor] = {}  # by its storage; alive, so that no other has its place
 
@@ -49,10 +66,11 @@ def kept_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
 
         tokens = _tokens(length)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda same: same):
-            logprob_fn(model)(params, Sample(tokens, tokens))
-        return sum(saved.untyped_storage().nbytes() for saved in kept.values())
+            logits = logits_fn(model)(params, Sample(tokens, tokens))
+        num_bytes = sum(saved.untyped_storage().nbytes() for saved in kept.values())
+        return Row(num_bytes, logits.shape[-1])
 
-    return _once("kept", log_probabilities, model, length, dtype)
+    return _once("forward", count, model, length, dtype)
 
 
 def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
@@ -60,43 +78,37 @@ def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
     if not forward_takes(model, "past_key_values"):
         return 0
 
-    def cache(params: Params) -> int:
+    def count(params: Params) -> int:
         with torch.no_grad():
             found = functional(model)(params, input_ids=_tokens(length)[None], use_cache=True)
         kept = {_storage(tensor): tensor for tensor in _tensors_in(found.past_key_values)}
         return sum(tensor.nbytes for tensor in kept.values())
 
-    return _once("cached", cache, model, length, dtype)
+    return _once("cache", count, model, length, dtype)
 
 
 # Choosing options asks for the same of a model many times. No model is kept alive by it.
-_FOUND: WeakKeyDictionary[nn.Module, dict[tuple[str, int, torch.dtype], int]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[nn.Module, dict[tuple[str, int, torch.dtype], Any]] = WeakKeyDictionary()
 
 
 def _once(
-    what: str, count: Callable[[Params], int], model: nn.Module, length: int, dtype: torch.dtype
-) -> int:
-    """Return what a function counts, which is remembered as long as the model is there."""
-    found, key = _FOUND.setdefault(model, {}), (what, length, dtype)
-    if key not in found:
-        found[key] = _counted(count, model, dtype)
-    return found[key]
+    what: str, count: Callable[[Params], _Found], model: nn.Module, length: int, dtype: torch.dtype
+) -> _Found:
+    """Return what a function counts for a model's tensors on meta.
 
-
-def _counted(count: Callable[[Params], int], model: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes that a function counts for a model's tensors on meta.
-
-    torch's grouped product of experts has bfloat16 alone there: its bytes say those of others.
+    It is remembered as long as the model is there.
     """
-    half = torch.bfloat16
-    try:
-        return count(_on_meta(model, dtype))
-    except Exception as error:  # whatever a forward raises where its tensors are on meta
-        if dtype == half:
+    known, key = _FOUND.setdefault(model, {}), (what, length, dtype)
+    if key not in known:
+        try:
+            with GroupedOfAnyDtype():  # type: ignore[no-untyped-call]  # (torch's own)
+                known[key] = count(_on_meta(model, dtype))
+        except Exception as error:  # whatever a forward raises where its tensors are on meta
             raise Uncounted(
                 f"{type(model).__name__}, which does not run on meta tensors"
             ) from error
-    return _counted(count, model, half) * dtype.itemsize // half.itemsize
+    found: _Found = known[key]
+    return found
 
 
 def _on_meta(model: nn.Module, dtype: torch.dtype) -> Params:
