@@ -1,6 +1,7 @@
 """Draws from a model of transformers on the cache that the model itself makes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from funcrl.core import rng
 from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
-from funcrl.generators.contract import sample_seeds
+from funcrl.generators.contract import Prompts, sample_seeds
 from funcrl.generators.draw import draw_tokens
 from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
 from funcrl.generators.embedded.schedule import (
@@ -34,9 +35,10 @@ from funcrl.models.networks import (
 class HuggingFace(EmbeddedGenerator):
     """The generator of models of transformers: a token costs one pass over that token alone.
 
-    Prompts of one length are drawn together, so that rows need neither padding nor a mask,
-    whatever attention the model has; prompts of many lengths therefore take longer than in the
-    `Sampler`. Samples are drawn as the `Sampler` draws them, from the same seeds.
+    Prompts are drawn together, as many as there are slots for, those of similar lengths first, and
+    padded on the left. A model that gives a padded row other logits than the row alone, as a short
+    trial shows, draws prompts of one length together, without padding. Samples are drawn as the
+    `Sampler` draws them, from the same seeds.
 
     Args:
         model: such as `transformers.AutoModelForCausalLM.from_pretrained(...)`, after `eval()`;
@@ -77,7 +79,14 @@ class HuggingFace(EmbeddedGenerator):
 
         def lay_out(params: Params, dtype: torch.dtype | None) -> DrawFn:
             bound = bind(model, cast(params, dtype))
-            return lambda request: _draw(bound, request)
+            return lambda request: _draw(bound, request, may_pad)
+
+        tried: list[bool] = []  # once, when prompts of several lengths are first drawn
+
+        def may_pad(bound: nn.Module) -> bool:
+            if not tried:
+                tried.append(_gives_padded_rows_their_logits(bound))
+            return tried[0]
 
         network = Network(
             vocab_size=vocab_size_of(model),
@@ -89,23 +98,27 @@ class HuggingFace(EmbeddedGenerator):
         super().__init__(network, decode=decode, slots=slots, dtype=dtype)
 
 
-def _draw(model: nn.Module, request: Request) -> Completions:
+def _draw(model: nn.Module, request: Request, may_pad: Callable[[nn.Module], bool]) -> Completions:
     samples = new_samples(request)
     group = request.sampling.num_samples
     seeds = sample_seeds(request.prompts, group, request.seed)
-    for prompts in _of_one_length(request):
+    for prompts in _batches(request, lambda: may_pad(model)):
         numbers = [prompt * group + k for prompt in prompts for k in range(group)]
         _draw_together(model, request, [samples[n] for n in numbers], [seeds[n] for n in numbers])
     return completions(samples, next(model.parameters()))
 
 
-def _of_one_length(request: Request) -> Iterator[list[int]]:
-    """Yield the indices of prompts of one length, as many as there are slots for."""
-    by_length: dict[int, list[int]] = {}
-    for index, prompt in enumerate(request.prompts):
-        by_length.setdefault(len(prompt), []).append(index)
+def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int]]:
+    """Yield the indices of prompts that are drawn together, as many as there are slots for."""
+
+    def length(prompt: int) -> int:
+        return len(request.prompts[prompt])
+
     size = max(request.slots // request.sampling.num_samples, 1)
-    for indices in by_length.values():
+    order = sorted(range(len(request.prompts)), key=length)
+    is_even = length(order[0]) == length(order[-1])
+    together = [order] if is_even or may_pad() else [list(g) for _, g in groupby(order, length)]
+    for indices in together:
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
 
@@ -113,20 +126,17 @@ def _of_one_length(request: Request) -> Iterator[list[int]]:
 def _draw_together(
     model: nn.Module, request: Request, samples: list[Drawn], seeds: list[int]
 ) -> None:
-    """Draw samples whose prompts are of one length, all to their ends."""
+    """Draw samples, all to their ends."""
     device = next(model.parameters()).device
     group = request.sampling.num_samples
     uniforms = rng.uniform(torch.tensor(seeds, device=device), request.max_tokens)
-    prompts = [list(request.prompts[each.prompt]) for each in samples[::group]]
-    logits, cache = _run(model, torch.tensor(prompts, device=device), None)
-    rows = torch.arange(len(prompts), device=device).repeat_interleave(group)
-    logits = logits[rows]
-    _take(cache, rows)
-    going = list(range(len(samples)))  # the samples that the rows of the cache belong to
+    rows = _Rows(model, [request.prompts[each.prompt] for each in samples[::group]])
+    rows.take(torch.arange(len(samples) // group, device=device).repeat_interleave(group))
+    going = list(range(len(samples)))  # the samples that the rows belong to
     while True:
         count = len(samples[going[0]].tokens)
         counts = torch.full((len(going),), count, device=device)
-        drawn = draw_tokens(logits, counts, uniforms[going, count], request.sampling)
+        drawn = draw_tokens(rows.logits, counts, uniforms[going, count], request.sampling)
         running = [samples[n] for n in going]
         append_tokens(running, drawn)
         kept = [row for row, each in enumerate(running) if not each.end(request)]
@@ -135,19 +145,76 @@ def _draw_together(
         tokens = drawn[0]
         if len(kept) < len(going):
             going, tokens = [going[row] for row in kept], tokens[kept]
-            _take(cache, torch.tensor(kept, device=device))
-        logits, cache = _run(model, tokens[:, None], cache)
+            rows.take(torch.tensor(kept, device=device))
+        rows.extend(tokens)
 
 
-def _take(cache: Any, rows: Tensor) -> None:
-    """Make these rows those of a cache, a row as often as it is among them."""
-    if "batch_select_indices" in vars(type(cache)):  # a model's own cache, such as MiniMax's
-        cache.batch_select_indices(rows)
-    else:  # as beam search does: the other leaves the states of linear attention as they are
-        cache.reorder_cache(rows)
+class _Rows:
+    """Rows of tokens, padded on the left to one length, and the cache that a model keeps of them.
+
+    Args:
+        model: bound to its parameters.
+        prompts: a row each.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Prompts) -> None:
+        device = next(model.parameters()).device
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+        self._model, self._cache, self._length = model, None, 0
+        self._padding: Tensor | None = None  # [n] tokens, where there are any
+        if min(lengths) < longest:
+            self._padding = longest - torch.tensor(lengths, device=device)
+        self.logits = self._run(torch.tensor(padded, device=device))  # [n, V], of what follows
+
+    def extend(self, tokens: Tensor) -> None:
+        """Add a token [n] to each row."""
+        self.logits = self._run(tokens[:, None])
+
+    def take(self, rows: Tensor) -> None:
+        """Keep these rows, each as often as it is among them."""
+        self.logits = self.logits[rows]
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+        cache: Any = self._cache
+        if "batch_select_indices" in vars(type(cache)):  # a model's own cache, such as MiniMax's
+            cache.batch_select_indices(rows)
+        else:  # as beam search does: the other leaves the states of linear attention as they are
+            cache.reorder_cache(rows)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        model = self._model
+        options: dict[str, Any] = {}
+        if self._padding is not None:
+            places = torch.arange(self._length + tokens.shape[1], device=tokens.device)
+            padding = self._padding[:, None]
+            options["attention_mask"] = (places >= padding).long()
+            if forward_takes(model, "position_ids"):
+                options["position_ids"] = (places[self._length :] - padding).clamp(min=0)
+        if forward_takes(model, "logits_to_keep"):  # those of a prompt's other tokens are not read
+            options["logits_to_keep"] = 1
+        found = model(input_ids=tokens, past_key_values=self._cache, use_cache=True, **options)
+        self._cache, self._length = found.past_key_values, self._length + tokens.shape[1]
+        logits: Tensor = found.logits[:, -1]
+        return logits
 
 
-def _run(model: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Return the logits after the last of the tokens [n, S], and the cache of all until there."""
-    out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-    return out.logits[:, -1], out.past_key_values
+def _gives_padded_rows_their_logits(model: nn.Module) -> bool:
+    """Return whether a row has the same logits when it is padded on the left, up to rounding."""
+    if not forward_takes(model, "attention_mask"):
+        return False
+    device = next(model.parameters()).device
+    prompts, tokens = [[1], [2, 1, 2]], torch.tensor([2, 1], device=device)
+    try:
+        together, alone = _Rows(model, prompts), [_Rows(model, [each]) for each in prompts]
+        found, wanted = [together.logits], [each.logits for each in alone]
+        together.extend(tokens)
+        for row, each in enumerate(alone):
+            each.extend(tokens[row, None])
+    except Exception:  # whatever a forward raises that has no such mask
+        return False
+    found, wanted = [*found, together.logits], [*wanted, *(each.logits for each in alone)]
+    difference = (torch.cat(found) - torch.cat(wanted)).abs().max()
+    rounding = torch.finfo(together.logits.dtype).eps ** 0.5 * torch.cat(wanted).abs().max()
+    return bool(difference <= rounding)

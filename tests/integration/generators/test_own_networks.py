@@ -21,6 +21,17 @@ FAMILIES = {
     "Llama": ("LlamaForCausalLM", WIDTHS),
     "GPT2": ("GPT2LMHeadModel", GPT2),
     "Mistral": ("MistralForCausalLM", {**WIDTHS, "sliding_window": 4}),
+    # Its positions are places, whatever the mask: a padded row has other logits.
+    "Bart": (
+        "BartForCausalLM",
+        {
+            "d_model": 16,
+            "decoder_layers": 1,
+            "decoder_ffn_dim": 8,
+            "decoder_attention_heads": 2,
+            "max_position_embeddings": 64,
+        },
+    ),
 }
 PROMPTS = [[1, 3], [4, 5, 6], [1, 3], [7, 8, 9, 10, 4, 4]]
 SAMPLING = Sampling(num_samples=3, max_tokens=9, stop_tokens=(2,))
@@ -81,6 +92,23 @@ def test_a_model_of_transformers_draws_the_same_on_its_cache_and_by_recomputing(
         assert cached.finish_reasons == other.finish_reasons
         assert (cached.logprobs - other.logprobs).abs().max() < 1e-12
     by_hand(funcrl.models.logits_fn(module), params, cached)
+
+
+@pytest.mark.parametrize(("family", "num_batches"), [("Llama", 1), ("Bart", 3)])
+def test_prompts_of_all_lengths_are_one_batch_where_padding_changes_nothing(family, num_batches):
+    module, params = module_of(family)
+    generator, calls = HuggingFace(module), []
+    generator.push(params)
+    one = Sampling(max_tokens=1)
+    generator.generate(PROMPTS, one, seed=5)  # after which it is known
+
+    def count(called, *_):
+        if type(called) is type(module):
+            calls.append(called)
+
+    with nn.modules.module.register_module_forward_hook(count):
+        generator.generate(PROMPTS, one, seed=5)
+    assert len(calls) == num_batches
 
 
 def test_recompute_draws_what_the_sampler_draws():
