@@ -1,12 +1,16 @@
 """Models that funcrl's own network cannot describe, run by their class in transformers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from funcrl.core import checks
+from funcrl.core import checks, rng
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models.functional import without_weights
@@ -27,8 +31,24 @@ def load_with_transformers(
 
 
 def network_of_transformers(folder: Path, device: str) -> nn.Module:
-    """Return a causal language model of transformers without its weights."""
-    return _without_weights(_load(folder, torch.float32), device)
+    """Return a causal language model of transformers without its weights.
+
+    They are read only where buffers lie beside them, such as the biases of DeepSeek-V3's router.
+    """
+    transformers = _transformers_for(folder)
+    options = {"trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        with _parameters_on_meta():
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", **options
+            )
+    except Exception as error:
+        raise _not_loaded(folder, transformers, error) from error
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if module.state_dict().keys() - names:
+        return _without_weights(_load(folder, torch.float32), device)
+    return _without_weights(_as_scored(module), device)
 
 
 def config_json(model: nn.Module, dtype: str) -> dict[str, Any]:
@@ -64,10 +84,7 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
 
     Attention is "eager", one product for all rows under `torch.vmap`, where "sdpa" is a call each.
     """
-    described = read_json("load_params", folder / "config.json", LONGEST_HEADER)
-    _check_described(described, folder)
-    why = f"for {brief(described.get('architectures'))} in {folder}"
-    transformers = checks.import_extra("load_params", "transformers", why, "'funcrl[models]'")
+    transformers = _transformers_for(folder)
     with no_progress_bar():
         try:
             module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -75,10 +92,7 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
                 local_files_only=True, trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
         except Exception as error:
-            raise ValueError(
-                f"load_params expects a causal language model in {folder} that transformers "
-                f"{transformers.__version__} loads, got {type(error).__name__}: {error}"
-            ) from error
+            raise _not_loaded(folder, transformers, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loaded[kind]:
             names = ", ".join(sorted(map(str, loaded[kind]))[:3])
@@ -86,9 +100,43 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
                 f"load_params expects the parameters of {type(module).__name__} in {folder}, all "
                 f"and no others, got {kind.replace('_keys', '')} {names}."
             )
-    loaded_module: nn.Module = module.eval()
-    _keep_angles_of_short_texts(loaded_module)
-    return loaded_module
+    return _as_scored(module)
+
+
+def _transformers_for(folder: Path) -> Any:
+    """Return the package transformers; raise if it is not there, or not for what a folder has."""
+    described = read_json("load_params", folder / "config.json", LONGEST_HEADER)
+    _check_described(described, folder)
+    why = f"for {brief(described.get('architectures'))} in {folder}"
+    return checks.import_extra("load_params", "transformers", why, "'funcrl[models]'")
+
+
+def _not_loaded(folder: Path, transformers: Any, error: Exception) -> ValueError:
+    return ValueError(
+        f"load_params expects a causal language model in {folder} that transformers "
+        f"{transformers.__version__} loads, got {type(error).__name__}: {error}"
+    )
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make modules whose parameters are on the meta device, and their buffers where they belong."""
+    thread = get_ident()
+
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> Any:
+        if get_ident() != thread or parameter.is_meta:  # one that is tied stays tied
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    with rng.restored_global_state(), register_module_parameter_registration_hook(on_meta):
+        yield
+
+
+def _as_scored(module: nn.Module) -> nn.Module:
+    """Return a model without dropout, and with rotations that are functions of a position alone."""
+    module.eval()
+    _keep_angles_of_short_texts(module)
+    return module
 
 
 def _keep_angles_of_short_texts(module: nn.Module) -> None:

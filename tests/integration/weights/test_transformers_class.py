@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from cases import num_letters, tiny_tokenizer
+from cases import equal, num_letters, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from saved_models import rewrite
 
@@ -13,7 +13,7 @@ import funcrl
 from funcrl.config import EvaluationConfig, LoraConfig, Sampling, TrainConfig
 from funcrl.core.types import Sample
 from funcrl.models.lora import layer_weights
-from funcrl.weights import load_network
+from funcrl.weights import load_network, transformers_class
 
 SIZES = {
     "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40,
@@ -104,6 +104,37 @@ def test_logits_are_transformers(tmp_path, name):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
         assert torch.equal(theirs(TOKENS).logits, wanted)
+
+
+@pytest.mark.parametrize(("kind", "options", "has_buffers"), [
+    ("Phi3", SIZES, False),
+    ("GPT2", NETWORKS["gpt2"][1], False),
+    ("Glm4Moe", OF_TWO | {  # a bias of each expert, which is no parameter
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8}, True),
+])  # fmt: skip
+def test_a_network_reads_weights_only_for_the_buffers_beside_them(
+    tmp_path, monkeypatch, kind, options, has_buffers
+):
+    made = drawn("GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM", vocab_size=48,
+                 **SPECIAL, **options)  # fmt: skip
+    for name, buffer in made.named_buffers():
+        if name in made.state_dict():
+            buffer.uniform_()
+    made.save_pretrained(tmp_path)
+    loaded, _ = funcrl.load_params(tmp_path)
+    reads, read = [], transformers_class._load
+    monkeypatch.setattr(transformers_class, "_load", lambda *args: reads.append(1) or read(*args))
+    drawn_before = torch.get_rng_state()
+    network = load_network(tmp_path)
+    assert torch.equal(torch.get_rng_state(), drawn_before)
+    assert len(reads) == has_buffers
+    assert [*map(str, network.named_parameters())] == [*map(str, loaded.named_parameters())]
+    assert all(leaf.is_meta for leaf in network.parameters())
+    assert equal(dict(network.named_buffers()), dict(loaded.named_buffers()))
+    assert transformers_class.config_json(network, "float32") == transformers_class.config_json(
+        loaded, "float32"
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral window", "llama linear"])
