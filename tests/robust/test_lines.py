@@ -135,6 +135,8 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("train --n 4", "--num-generations?"),
         ("train --stpes 4", "did you mean --steps "),
         ("train --rank 4", "--lora.rank?"),
+        ("train --vllm_mode server", "--vllm.form?"),
+        ("train --num_generations_eval 4", "--evaluation.num-prompts?"),
         ("train --optimiser.learning-rate 4", "--optimizer.learning-rate or"),
         ("train --sampling.max-token 4", "--sampling.max-tokens"),
         ("train --device cdua", "did you mean cuda?"),
