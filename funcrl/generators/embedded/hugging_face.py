@@ -116,9 +116,15 @@ def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int
 
     size = max(request.slots // request.sampling.num_samples, 1)
     order = sorted(range(len(request.prompts)), key=length)
-    is_even = length(order[0]) == length(order[-1])
-    together = [order] if is_even or may_pad() else [list(g) for _, g in groupby(order, length)]
-    for indices in together:
+    # Beside a longer prompt, a sample that fills its row must not be beyond the context.
+    most = request.context_length - request.sampling.max_tokens
+    pads = length(order[0]) < length(order[-1]) and may_pad()
+
+    def batch(prompt: int) -> int:
+        return 0 if pads and length(prompt) <= most else length(prompt)
+
+    for _, together in groupby(order, batch):
+        indices = list(together)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
 
@@ -163,6 +169,9 @@ class _Rows:
         longest = max(lengths)
         padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         self._model, self._cache, self._length = model, None, 0
+        self._takes_positions = forward_takes(model, "position_ids")
+        # Those of a prompt's other tokens are not read.
+        self._keeps = {"logits_to_keep": 1} if forward_takes(model, "logits_to_keep") else {}
         self._padding: Tensor | None = None  # [n] tokens, where there are any
         if min(lengths) < longest:
             self._padding = longest - torch.tensor(lengths, device=device)
@@ -184,17 +193,16 @@ class _Rows:
             cache.reorder_cache(rows)
 
     def _run(self, tokens: Tensor) -> Tensor:
-        model = self._model
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {**self._keeps}
         if self._padding is not None:
             places = torch.arange(self._length + tokens.shape[1], device=tokens.device)
             padding = self._padding[:, None]
             options["attention_mask"] = (places >= padding).long()
-            if forward_takes(model, "position_ids"):
+            if self._takes_positions:
                 options["position_ids"] = (places[self._length :] - padding).clamp(min=0)
-        if forward_takes(model, "logits_to_keep"):  # those of a prompt's other tokens are not read
-            options["logits_to_keep"] = 1
-        found = model(input_ids=tokens, past_key_values=self._cache, use_cache=True, **options)
+        found = self._model(
+            input_ids=tokens, past_key_values=self._cache, use_cache=True, **options
+        )
         self._cache, self._length = found.past_key_values, self._length + tokens.shape[1]
         logits: Tensor = found.logits[:, -1]
         return logits
@@ -217,4 +225,4 @@ def _gives_padded_rows_their_logits(model: nn.Module) -> bool:
     found, wanted = [*found, together.logits], [*wanted, *(each.logits for each in alone)]
     difference = (torch.cat(found) - torch.cat(wanted)).abs().max()
     rounding = torch.finfo(together.logits.dtype).eps ** 0.5 * torch.cat(wanted).abs().max()
-    return bool(difference <= rounding)
+    return bool(difference < rounding)  # equal zeros say nothing

@@ -17,29 +17,26 @@ WIDTHS = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0,
         "eos_token_id": 0}  # fmt: skip
+BART = {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 8, "decoder_attention_heads": 2,
+        "max_position_embeddings": 64}  # fmt: skip
 FAMILIES = {
     "Llama": ("LlamaForCausalLM", WIDTHS),
     "GPT2": ("GPT2LMHeadModel", GPT2),
     "Mistral": ("MistralForCausalLM", {**WIDTHS, "sliding_window": 4}),
     # Its positions are places, whatever the mask: a padded row has other logits.
-    "Bart": (
-        "BartForCausalLM",
-        {
-            "d_model": 16,
-            "decoder_layers": 1,
-            "decoder_ffn_dim": 8,
-            "decoder_attention_heads": 2,
-            "max_position_embeddings": 64,
-        },
-    ),
+    "Bart": ("BartForCausalLM", BART),
 }
+# Its attention is computed in float32, and has a mask of the size of its context.
+NEO = {"GPTNeo": ("GPTNeoForCausalLM", {
+    "hidden_size": 8, "num_layers": 1, "num_heads": 2, "intermediate_size": 8,
+    "attention_types": [[["global"], 1]], "max_position_embeddings": 64})}  # fmt: skip
 PROMPTS = [[1, 3], [4, 5, 6], [1, 3], [7, 8, 9, 10, 4, 4]]
 SAMPLING = Sampling(num_samples=3, max_tokens=9, stop_tokens=(2,))
 
 
 @functools.cache
 def module_of(family):
-    name, sizes = FAMILIES[family]
+    name, sizes = (FAMILIES | NEO)[family]
     config = getattr(transformers, f"{family}Config")(vocab_size=11, **sizes)
     torch.manual_seed(0)
     module = getattr(transformers, name)(config).double().eval()
@@ -92,6 +89,20 @@ def test_a_model_of_transformers_draws_the_same_on_its_cache_and_by_recomputing(
         assert cached.finish_reasons == other.finish_reasons
         assert (cached.logprobs - other.logprobs).abs().max() < 1e-12
     by_hand(funcrl.models.logits_fn(module), params, cached)
+
+
+@pytest.mark.parametrize(("family", "bound"), [("GPT2", 1e-12), ("GPTNeo", 1e-6)])
+def test_a_prompt_without_room_for_all_tokens_is_not_padded_beyond_the_context(family, bound):
+    module, params = module_of(family)
+    prompts, sampling = [[1, 2], [3] * 60, [4] * 30, [5] * 60], Sampling(max_tokens=34)
+    drawn = []
+    for generator in (HuggingFace(module), Recompute(module)):
+        generator.push(params)
+        drawn.append(generator.generate(prompts, sampling, seed=5))
+    cached, recomputed = drawn
+    assert cached.mask.sum(dim=1).tolist() == [34, 4, 34, 4]
+    assert torch.equal(cached.tokens, recomputed.tokens)
+    assert (cached.logprobs - recomputed.logprobs).abs().max() < bound
 
 
 @pytest.mark.parametrize(("family", "num_batches"), [("Llama", 1), ("Bart", 3)])
