@@ -4,12 +4,14 @@ import copy
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import mine
 import pytest
 import torch
 import transformers
 from cases import equal, run_command, tiny_pretrained, tiny_tokenizer
+from torch import nn
 
 import funcrl
 from funcrl.config import (
@@ -22,7 +24,9 @@ from funcrl.config import (
     TrainConfig,
     WarmStartConfig,
 )
+from funcrl.core.types import Sample
 from funcrl.generators import HuggingFace, Recompute, Sampler
+from funcrl.loop.from_config import plain_model_fn
 from funcrl.run import runs
 
 # torch has no rule to batch nn.GRUCell: it runs one sample after the other, and says so.
@@ -400,3 +404,31 @@ def test_a_network_that_asks_for_the_tokenizer_is_loaded_with_its_task(tmp_path)
         funcrl.export(config.run_dir, tmp_path / "out")
     again = replace(config, model=str(config.run_dir), run_dir=tmp_path / "next")
     assert equal(funcrl.loop.build.first_params(funcrl.build(again)), trained.state.params)
+
+
+class Headed(nn.Module):
+    """A network whose forward takes `head`, as that of `Transformer` does."""
+
+    heads: ClassVar = []
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens, head=None):
+        self.heads.append(head)
+        x = self.embed(tokens).cumsum(0)
+        return self.out(x) if head is None else head(x, self.out.weight)
+
+
+def test_logits_of_an_own_network_that_takes_head_come_in_chunks():
+    torch.manual_seed(0)
+    model = Headed().double()
+    params = {name: leaf.detach() for name, leaf in model.named_parameters()}
+    sample = Sample(torch.arange(7), torch.arange(7))
+    whole = funcrl.logprob_fn(model)(params, sample)
+    assert Headed.heads == [None]
+    found = plain_model_fn("train", replace(SMALL, logprob_chunk=3), model)(params, sample)
+    assert Headed.heads[1] is not None
+    assert (found.logprobs - whole.logprobs).abs().max() <= 1e-12
+    assert (found.entropy - whole.entropy).abs().max() <= 1e-12
