@@ -19,6 +19,8 @@ LayOutFn: TypeAlias = Callable[[Params, torch.dtype | None], DrawFn]
 
 UNLIMITED = 1 << 31
 """The context length of a network that does not name one."""
+PASS_TOKENS = 16384
+"""The tokens of one forward pass, so that its logits and activations stay bounded."""
 
 
 class Network(NamedTuple):

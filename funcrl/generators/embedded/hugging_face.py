@@ -12,7 +12,14 @@ from funcrl.core.arguments import Count, checked
 from funcrl.core.types import Params
 from funcrl.generators.contract import Prompts, sample_seeds
 from funcrl.generators.draw import draw_tokens
-from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.engine import (
+    PASS_TOKENS,
+    UNLIMITED,
+    DrawFn,
+    EmbeddedGenerator,
+    Network,
+    cast,
+)
 from funcrl.generators.embedded.schedule import (
     Completions,
     Drawn,
@@ -109,7 +116,7 @@ def _draw(model: nn.Module, request: Request, may_pad: Callable[[nn.Module], boo
 
 
 def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int]]:
-    """Yield the indices of prompts that are drawn together, as many as there are slots for."""
+    """Yield the indices of prompts that are drawn together, as many as slots and a pass hold."""
 
     def length(prompt: int) -> int:
         return len(request.prompts[prompt])
@@ -123,10 +130,15 @@ def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int
     def batch(prompt: int) -> int:
         return 0 if pads and length(prompt) <= most else length(prompt)
 
-    for _, together in groupby(order, batch):
-        indices = list(together)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
+    for _, prompts in groupby(order, batch):
+        together: list[int] = []
+        for prompt in prompts:
+            is_full = (len(together) + 1) * length(prompt) > PASS_TOKENS
+            if together and (is_full or len(together) == size):
+                yield together
+                together = []
+            together.append(prompt)
+        yield together
 
 
 def _draw_together(

@@ -14,7 +14,14 @@ from funcrl.core.types import Params, Row, Sample, TokenScores
 from funcrl.generators.contract import Prompts, padded_prompts
 from funcrl.generators.draw import LogSoftmaxFn
 from funcrl.generators.embedded.batch import Batch
-from funcrl.generators.embedded.engine import UNLIMITED, DrawFn, EmbeddedGenerator, Network, cast
+from funcrl.generators.embedded.engine import (
+    PASS_TOKENS,
+    UNLIMITED,
+    DrawFn,
+    EmbeddedGenerator,
+    Network,
+    cast,
+)
 from funcrl.generators.embedded.schedule import Completions, Drawn, Request, completions
 from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import check_params
@@ -24,8 +31,6 @@ from funcrl.ops import NATIVE, ops_of
 
 # Rows are as long as the longest sample, rounded up: a pass meets few lengths.
 _BUCKET = 16
-# Tokens in one forward pass, so that its logits and activations stay bounded.
-_PASS_TOKENS = 16384
 
 
 class Recompute(EmbeddedGenerator):
@@ -128,7 +133,7 @@ class Recomputed:
         """Return the logits [n, V] at the last position of each row [n, T]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         rows = Sample(tokens, positions), last
-        size = max(_PASS_TOKENS // tokens.shape[1], 1)
+        size = max(PASS_TOKENS // tokens.shape[1], 1)
         parts = [self._logits(self._params, part) for part in split_rows("Recompute", rows, size)]
         return torch.cat(parts)
 

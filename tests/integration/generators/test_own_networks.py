@@ -9,6 +9,7 @@ from torch import nn
 
 import funcrl
 from funcrl.generators import HuggingFace, Recompute, Sampler, Sampling, State
+from funcrl.generators.embedded import hugging_face
 
 # torch has no rule to batch its fused attention: it runs one sample after the other, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -105,8 +106,14 @@ def test_a_prompt_without_room_for_all_tokens_is_not_padded_beyond_the_context(f
     assert (cached.logprobs - recomputed.logprobs).abs().max() < bound
 
 
-@pytest.mark.parametrize(("family", "num_batches"), [("Llama", 1), ("Bart", 3)])
-def test_prompts_of_all_lengths_are_one_batch_where_padding_changes_nothing(family, num_batches):
+@pytest.mark.parametrize(
+    ("family", "tokens", "num_batches"), [("Llama", 24, 1), ("Llama", 8, 3), ("Bart", 24, 3)]
+)
+def test_prompts_of_all_lengths_are_one_batch_where_padding_changes_nothing(
+    monkeypatch, family, tokens, num_batches
+):
+    """Four prompts, the longest of six tokens, unless a forward pass may have fewer tokens."""
+    monkeypatch.setattr(hugging_face, "PASS_TOKENS", tokens)
     module, params = module_of(family)
     generator, calls = HuggingFace(module), []
     generator.push(params)
