@@ -17,7 +17,7 @@ from funcrl.loop import memory
 from funcrl.loop.module_memory import Uncounted
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.initial import CRITIC
-from funcrl.models.logprobs import Teacher, logprob_fn
+from funcrl.models.logprobs import Teacher, chunk_for, logprob_fn
 from funcrl.models.lora import has_adapted_weights
 from funcrl.models.networks import LogitsFn, forward_takes, is_of_transformers, logits_fn
 from funcrl.models.transformer import has_delta
@@ -90,12 +90,10 @@ def plain_model_fn(
         check_critic(function, model)
     taught_by = None if config.algorithm.divergence == "sampled" else teacher
     networks = [model] if taught_by is None else [model, taught_by.model]
-    # One that does not take head= gives the logits of all tokens at once.
-    in_chunks = all(forward_takes(each, "head") for each in networks)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,
-        chunk=config.logprob_chunk if in_chunks else None,
+        chunk=chunk_for(config.logprob_chunk, networks),
         # A base that is not trained has dtypes of its own, which a cast would lose.
         dtype=None if has_adapted_weights(model) else compute_dtype(config),
         attend=_attend(function, config, model),

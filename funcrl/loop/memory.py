@@ -22,8 +22,8 @@ from funcrl.loop.block_memory import (
 )
 from funcrl.loop.module_memory import work_of_module
 from funcrl.models import Transformer, TransformerConfig
+from funcrl.models.logprobs import chunk_for
 from funcrl.models.lora import targets_of
-from funcrl.models.networks import forward_takes
 from funcrl.ops.quantized import BLOCK
 
 # Of what a GPU's tensors take: four compiled runs on an H200 held 15 to 22% more than these
@@ -294,9 +294,11 @@ def estimate_memory(
     rows = min(config.microbatch or all_rows, all_rows)
     slots = min(config.slots, -(-config.num_prompts // num_ranks) * config.num_generations)
     sizes = Rows(rows, padded, slots, prompt_tokens + completion)
-    modules = [each for each in (shape, teacher) if isinstance(each, nn.Module)]
-    in_chunks = all(forward_takes(each, "head") for each in modules)  # as `plain_model_fn` does
-    logits = logits_bytes(config, rows * padded, config.logprob_chunk if in_chunks else None)
+    networks = [shape] if config.algorithm.divergence == "sampled" else [shape, teacher]
+    chunk = chunk_for(
+        config.logprob_chunk, (each for each in networks if isinstance(each, nn.Module))
+    )
+    logits = logits_bytes(config, rows * padded, chunk)
     if isinstance(shape, TransformerConfig):
         work = work_of_shape(config, shape, sizes, logits)
     else:

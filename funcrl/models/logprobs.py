@@ -1,5 +1,6 @@
 """Scores of tokens from logits; predictions are shifted against tokens only here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -237,6 +238,14 @@ def logprob_fn(
         if exact is not None:
             return exact
     return model_fn
+
+
+def chunk_for(chunk: CountOrAll, networks: Iterable[nn.Module]) -> CountOrAll | None:
+    """Return the `chunk` of `logprob_fn`: None where a network takes no `head`.
+
+    All logits are in memory then.
+    """
+    return chunk if all(forward_takes(each, "head") for each in networks) else None
 
 
 def _cast_teacher(

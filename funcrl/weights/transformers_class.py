@@ -36,12 +36,13 @@ def network_of_transformers(folder: Path, device: str) -> nn.Module:
     They are read only where buffers lie beside them, such as the biases of DeepSeek-V3's router.
     """
     transformers = _transformers_for(folder)
-    options = {"trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-        with _parameters_on_meta():
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        with rng.restored_global_state(), _parameters_on_meta():
             module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", **options
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
     except Exception as error:
         raise _not_loaded(folder, transformers, error) from error
@@ -128,7 +129,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    with rng.restored_global_state(), register_module_parameter_registration_hook(on_meta):
+    with register_module_parameter_registration_hook(on_meta):
         yield
 
 
