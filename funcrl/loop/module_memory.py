@@ -1,6 +1,6 @@
 """Counts what a network computes in by a run on meta tensors, which have no numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,9 @@ class Row(NamedTuple):
 def work_of_module(config: TrainConfig, model: nn.Module, sizes: Rows, logits: int) -> Work:
     """Return what a network computes in, with `logits_bytes`."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    by_row = is_of_transformers(model) and not runs_under_vmap(model)  # one after the other
+    by_row = is_of_transformers(model) and not _once(  # one after the other
+        model, "vmap", lambda: runs_under_vmap(model)
+    )
     row = forward_of_row(model, sizes.padded, dtype)
     return Work(
         kept=row.kept * (1 if by_row else sizes.rows),
@@ -70,7 +72,7 @@ def forward_of_row(model: nn.Module, length: int, dtype: torch.dtype) -> Row:
         num_bytes = sum(saved.untyped_storage().nbytes() for saved in kept.values())
         return Row(num_bytes, logits.shape[-1])
 
-    return _once("forward", count, model, length, dtype)
+    return _once(model, ("forward", length, dtype), lambda: _counted(count, model, dtype))
 
 
 def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
@@ -84,39 +86,34 @@ def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
         kept = {_storage(tensor): tensor for tensor in _tensors_in(found.past_key_values)}
         return sum(tensor.nbytes for tensor in kept.values())
 
-    return _once("cache", count, model, length, dtype)
+    return _once(model, ("cache", length, dtype), lambda: _counted(count, model, dtype))
 
 
 # Choosing options asks for the same of a model many times. No model is kept alive by it.
-_FOUND: WeakKeyDictionary[nn.Module, dict[tuple[str, int, torch.dtype], Any]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def _once(
-    what: str, count: Callable[[Params], _Found], model: nn.Module, length: int, dtype: torch.dtype
-) -> _Found:
-    """Return what a function counts for a model's tensors on meta.
-
-    It is remembered as long as the model is there.
-    """
-    known, key = _FOUND.setdefault(model, {}), (what, length, dtype)
+def _once(model: nn.Module, key: Hashable, find: Callable[[], _Found]) -> _Found:
+    """Return what a function finds of a model, which is remembered as long as that is there."""
+    known = _FOUND.setdefault(model, {})
     if key not in known:
-        try:
-            with GroupedOfAnyDtype():  # type: ignore[no-untyped-call]  # (torch's own)
-                known[key] = count(_on_meta(model, dtype))
-        except Exception as error:  # whatever a forward raises where its tensors are on meta
-            raise Uncounted(
-                f"{type(model).__name__}, which does not run on meta tensors"
-            ) from error
+        known[key] = find()
     found: _Found = known[key]
     return found
 
 
-def _on_meta(model: nn.Module, dtype: torch.dtype) -> Params:
+def _counted(count: Callable[[Params], _Found], model: nn.Module, dtype: torch.dtype) -> _Found:
+    """Return what a function counts for a model's tensors on meta."""
     params = {
         name: leaf.detach().to("meta", dtype).requires_grad_()
         for name, leaf in model.named_parameters()
     }
-    return params | {name: leaf.to("meta") for name, leaf in model.named_buffers()}
+    buffers = {name: leaf.to("meta") for name, leaf in model.named_buffers()}
+    try:
+        with GroupedOfAnyDtype():  # type: ignore[no-untyped-call]  # (torch's own)
+            return count(params | buffers)
+    except Exception as error:  # whatever a forward raises where its tensors are on meta
+        raise Uncounted(f"{type(model).__name__}, which does not run on meta tensors") from error
 
 
 def _tokens(length: int) -> Tensor:

@@ -46,8 +46,7 @@ def network_of_transformers(folder: Path, device: str) -> nn.Module:
             )
     except Exception as error:
         raise _not_loaded(folder, transformers, error) from error
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if module.state_dict().keys() - names:
+    if _kept_buffers(module):
         return _without_weights(_load(folder, torch.float32), device)
     return _without_weights(_as_scored(module), device)
 
@@ -65,10 +64,14 @@ def as_checkpoint(model: Any, params: Params) -> Params:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    kept = model.state_dict().keys()
-    buffers = {name: leaf for name, leaf in model.named_buffers() if name in kept}
-    found: Params = revert_weight_conversion(model, {**params, **buffers})
+    found: Params = revert_weight_conversion(model, {**params, **_kept_buffers(model)})
     return found
+
+
+def _kept_buffers(model: nn.Module) -> Params:
+    """Return the buffers of a model that a checkpoint has beside its parameters."""
+    kept = model.state_dict().keys()
+    return {name: leaf for name, leaf in model.named_buffers() if name in kept}
 
 
 def _without_weights(module: nn.Module, device: str) -> nn.Module:

@@ -109,13 +109,15 @@ def _draw(model: nn.Module, request: Request, may_pad: Callable[[nn.Module], boo
     samples = new_samples(request)
     group = request.sampling.num_samples
     seeds = sample_seeds(request.prompts, group, request.seed)
-    for prompts in _batches(request, lambda: may_pad(model)):
+    for prompts in _batches(model, request, may_pad):
         numbers = [prompt * group + k for prompt in prompts for k in range(group)]
         _draw_together(model, request, [samples[n] for n in numbers], [seeds[n] for n in numbers])
     return completions(samples, next(model.parameters()))
 
 
-def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int]]:
+def _batches(
+    model: nn.Module, request: Request, may_pad: Callable[[nn.Module], bool]
+) -> Iterator[list[int]]:
     """Yield the indices of prompts that are drawn together, as many as slots and a pass hold."""
 
     def length(prompt: int) -> int:
@@ -125,7 +127,7 @@ def _batches(request: Request, may_pad: Callable[[], bool]) -> Iterator[list[int
     order = sorted(range(len(request.prompts)), key=length)
     # Beside a longer prompt, a sample that fills its row must not be beyond the context.
     most = request.context_length - request.sampling.max_tokens
-    pads = length(order[0]) < length(order[-1]) and may_pad()
+    pads = length(order[0]) < length(order[-1]) and may_pad(model)
 
     def batch(prompt: int) -> int:
         return 0 if pads and length(prompt) <= most else length(prompt)
