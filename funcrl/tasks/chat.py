@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -276,18 +276,20 @@ def load_tokenizer(
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     extra = "transformers gguf"
     transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
-    # Otherwise transformers asks on the terminal whether to run code that the folder contains.
-    load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
     if path.is_dir():
         # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
         if not any(any(path.glob(each)) for each in _TOKENIZERS):
             raise FileNotFoundError(_NONE.format(path))
         ends = _generation_ends(path / "generation_config.json")
-        return ChatTokenizer(load(path), system, ends, chat_template_kwargs)
+        # Otherwise transformers asks on the terminal whether to run code that the folder contains.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)
     # Of a large vocabulary, gguf's own reader takes seconds for what this one reads in one.
     metadata = read_metadata(path)
     if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):  # as llama.cpp says it
         raise ValueError(_NONE.format(path))
+    # The file says everything; `AutoTokenizer` takes seconds to find a class of the same tokens.
+    load = transformers.PreTrainedTokenizerFast.from_pretrained
     tokenizer = load(path.parent, gguf_file=path.name)
     _split_as_written(tokenizer, metadata, path)
     return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import transformers
 from cases import TEMPLATES, tiny_pretrained, tiny_tokenizer
 
 import funcrl
@@ -675,11 +676,21 @@ def test_a_gguf_file_that_splits_in_an_unknown_way_is_refused(tmp_path):
         gguf_tokenizer(tmp_path / "model.gguf", "viking")
 
 
-def gguf_tokenizer(path, name):
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_gguf_file_has_the_tokenizer_that_transformers_finds(tmp_path, architecture):
+    found = gguf_tokenizer(tmp_path / "model.gguf", "smollm", architecture)._tokenizer
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert found.special_tokens_map == wanted.special_tokens_map
+    assert found.get_vocab() == wanted.get_vocab()
+    for text in ("abba  12\n", "It's</s> \u6f22"):
+        assert found.encode(text) == wanted.encode(text)
+
+
+def gguf_tokenizer(path, name, architecture="llama"):
     import gguf
     from tokenizers import pre_tokenizers
 
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "</s>"])
