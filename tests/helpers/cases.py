@@ -88,6 +88,12 @@ def tiny_model(vocab_size: int = 11, **options: object) -> funcrl.models.Transfo
     return funcrl.models.Transformer(config)
 
 
+def small_network() -> torch.nn.Sequential:
+    """Return a network of few kernels: Inductor takes the better part of a second for each."""
+    linear = torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 11, bias=False)
+    return torch.nn.Sequential(torch.nn.Embedding(11, 16), *linear)
+
+
 def tiny_batch(
     seed: int = 0, rows: int = 6, length: int = 7, dtype: torch.dtype = torch.float64
 ) -> funcrl.Batch:

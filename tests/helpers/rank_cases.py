@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch._inductor.compile_fx  # (what a rank would import, once for all)
-from cases import tiny_model
+from cases import small_network, tiny_model
 from children import child_of
 from torch import distributed
 
@@ -45,7 +45,7 @@ def rollout_of(seed, prompts=4, samples=2, length=9):
 def steps(
     mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
     schedule=True, model=None, shard="none", taught=False, critic=False, count=FEW, optimizer=None,
-    at_zero=False, **options,
+    **options,
 ):  # fmt: skip
     """The parameters after some steps in a row with a schedule, and the metrics of each."""
     model = model or tiny_model()
@@ -91,8 +91,6 @@ def steps(
             batch = funcrl.tree.map(lambda x: x.float() if x.is_floating_point() else x, batch)
         if pack:
             batch = pack(rollout, algorithm, ref_logprobs=ref)
-        if at_zero:
-            batch = batch._replace(positions=torch.zeros_like(batch.positions))
         batch = own_rows(batch, mesh, in_order=exact)
         if compiled is not None and seed == 0:
             step = funcrl.compile_step(funcrl.donate(step), state, batch, compiled)
@@ -113,7 +111,7 @@ EXACT = {"algorithm": funcrl.grpo(kl=0.0), "exact": True, "count": MANY}
 EXACT |= {"model": tiny_model(numerics="exact")}
 ONE_LAYER = {"model": tiny_model(num_layers=1)}
 # What keeps Inductor's numbers near torch's: no float32 rotation, and none of AdamW's divisions.
-STILL = {"at_zero": True, "optimizer": funcrl.optim.sgd(1e-2)}
+SMALL = {"model": small_network(), "optimizer": funcrl.optim.sgd(1e-2)}
 traced = funcrl.CompileConfig(backend="eager", remat="selective")
 aot = funcrl.CompileConfig(backend="aot_eager", remat="selective")  # what is sent is not
 inductor = funcrl.CompileConfig(backend="inductor")
@@ -125,7 +123,7 @@ CASES = {
     "one row": partial(steps, algorithm=funcrl.reinforce(), drop=7),
     "kl": partial(steps, **KL),
     "one layer": partial(steps, **KL, **ONE_LAYER),
-    "still": partial(steps, algorithm=funcrl.reinforce(), **ONE_LAYER, **STILL),
+    "small": partial(steps, algorithm=funcrl.reinforce(), **SMALL),
     "correction": partial(steps, algorithm=funcrl.grpo(correction=funcrl.ratios.truncated(2.0))),
     "packed": partial(steps, algorithm=funcrl.dapo(), pack=partial(funcrl.pack, length=16)),
     "prefixes": partial(steps, **KL, pack=partial(funcrl.pack_groups, length=14)),
@@ -159,7 +157,7 @@ COMPILED = {
     "traced state": (partial(steps, **TAUGHT, shard="state", compiled=traced), "taught"),
     "aot state": (partial(steps, **KL, **ONE_LAYER, shard="state", compiled=aot), "one layer"),
     "exact, traced": (partial(CASES["exact"], compiled=traced), "exact"),
-    "inductor": (partial(CASES["still"], compiled=inductor), "still"),
+    "inductor": (partial(CASES["small"], compiled=inductor), "small"),
 }  # fmt: skip
 # Those of more ranks than two: rows that they do not divide, and halves of halves.
 THREE = ("grpo", "clipped, seven rows", "entropy", "packed", "state", "optimizer")
