@@ -88,10 +88,25 @@ def tiny_model(vocab_size: int = 11, **options: object) -> funcrl.models.Transfo
     return funcrl.models.Transformer(config)
 
 
-def small_network() -> torch.nn.Sequential:
-    """Return a network of few kernels: Inductor takes the better part of a second for each."""
-    linear = torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 11, bias=False)
-    return torch.nn.Sequential(torch.nn.Embedding(11, 16), *linear)
+class SmallLayer(torch.nn.Module):
+    """Of few kernels: Inductor takes the better part of a second for each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width, bias=False)
+        self.down = torch.nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(h.sin() * h.exp().tanh())
+
+
+def small_network(num_layers: int, width: int = 16) -> torch.nn.Sequential:
+    """Return a network of such layers, for tokens below 11."""
+    layers = (SmallLayer(width) for _ in range(num_layers))
+    return torch.nn.Sequential(
+        torch.nn.Embedding(11, width), *layers, torch.nn.Linear(width, 11, bias=False)
+    )
 
 
 def tiny_batch(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from cases import relative, tiny_batch, tiny_model, twice
+from cases import relative, small_network, tiny_batch, tiny_model, twice
 from graphs import Flat
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
@@ -92,23 +92,9 @@ def test_a_donated_step_in_pieces_that_computes_again_changes_rounding_alone():
     assert relative(got, twice(step, step.init(params), batch)) <= 1e-12
 
 
-class Layer(torch.nn.Module):
-    """Of few kernels, each of which takes seconds to compile."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(16, 64, bias=False)
-        self.down = torch.nn.Linear(64, 16, bias=False)
-
-    def forward(self, x):
-        h = self.up(x)
-        return x + self.down(h.sin() * h.exp().tanh())
-
-
 def step_whose_activations_outweigh_its_parameters():
     torch.manual_seed(0)
-    parts = torch.nn.Embedding(11, 16), *(Layer() for _ in range(3)), torch.nn.Linear(16, 11)
-    net = torch.nn.Sequential(*parts)
+    net = small_network(num_layers=3)
     apply = funcrl.functional(net)
 
     def model_fn(params, sample):
