@@ -42,10 +42,14 @@ def drawn_batch(model_fn, params):
     return rollout, funcrl.collate(rollout, funcrl.grpo(kl=0.0))
 
 
-def steps(model_fn, params, batch, count=3, compiled=None, donated=False, **options):
+RATE = funcrl.optim.warmup(2, funcrl.optim.constant(1e-2))
+ADAMW = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.adamw(RATE))
+
+
+def steps(
+    model_fn, params, batch, count=3, compiled=None, donated=False, optimizer=ADAMW, **options
+):
     """The parameters after some steps with a schedule, and the first step's metrics."""
-    rate = funcrl.optim.warmup(2, funcrl.optim.constant(1e-2))
-    optimizer = funcrl.optim.chain(funcrl.optim.clip_by_global_norm(1.0), funcrl.optim.adamw(rate))
     step = funcrl.grpo_step(model_fn, optimizer=optimizer, **options)
     step = funcrl.donate(step) if donated else step
     state = step.init(params)
@@ -122,7 +126,8 @@ def test_inductor_keeps_every_ratio_at_one():
     model_fn = funcrl.logprob_fn(model, dtype=torch.bfloat16)
     _, batch = drawn_batch(model_fn, params)
     compiled = CompileConfig(backend="inductor")
-    _, report = steps(model_fn, params, batch, count=1, compiled=compiled)
+    sgd = funcrl.optim.sgd(1e-2)  # of fewer kernels
+    _, report = steps(model_fn, params, batch, count=1, compiled=compiled, optimizer=sgd)
     assert report.maxes["sampling/sampling_logp_difference/max"] == 0
 
 
