@@ -13,6 +13,7 @@ from funcrl.core.files import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
 from funcrl.weights.gguf import read_metadata
 from funcrl.weights.load import local_path
+from funcrl.weights.tokenizer import gguf_tokenizer
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Files that hold the vocabulary of a tokenizer, or its code, which transformers refuses by name.
@@ -28,21 +29,6 @@ _QUESTION, _ANSWER, _RESULT = (
     f"{kind} such as no template holds" for kind in ("a question", "an answer", "a result")
 )
 _ANSWERED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
-
-# How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
-# Transformers reads some of these names, and splits like gpt-2 where it knows none.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_LLAMA3,),
-    "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
-    "smollm": (r"\p{N}", _GPT2),
-}
 
 
 class ChatTokenizer(Tokenizer):
@@ -288,10 +274,7 @@ def load_tokenizer(
     metadata = read_metadata(path)
     if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):  # as llama.cpp says it
         raise ValueError(_NONE.format(path))
-    # The file says everything; `AutoTokenizer` takes seconds to find a class of the same tokens.
-    load = transformers.PreTrainedTokenizerFast.from_pretrained
-    tokenizer = load(path.parent, gguf_file=path.name)
-    _split_as_written(tokenizer, metadata, path)
+    tokenizer = gguf_tokenizer("load_tokenizer", path, metadata)
     return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
 
 
@@ -307,21 +290,3 @@ def _generation_ends(path: Path) -> list[int]:
             f"{brief(found)}."
         )
     return ends
-
-
-def _split_as_written(tokenizer: Any, metadata: Mapping[str, Any], path: Path) -> None:
-    """Make a tokenizer from a GGUF file split text as the file says."""
-    if metadata.get("tokenizer.ggml.model") != "gpt2":
-        return  # sentencepiece splits nothing
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in tuple(_SPLITS):  # a list is none, and has no hash
-        raise ValueError(
-            f"load_tokenizer expects tokenizer.ggml.pre to be one of {', '.join(_SPLITS)}, got "
-            f"{brief(name)} in {path}; the model's Hugging Face folder has its tokenizer whole."
-        )
-    from tokenizers import Regex, pre_tokenizers
-
-    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[name]]
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )

@@ -1,13 +1,13 @@
 """The tokenizer that is saved beside weights."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
-from funcrl.weights.gguf import read_gguf
+from funcrl.weights.gguf import read_gguf, read_metadata
 from funcrl.weights.load import find_model
 
 GENERATION = "generation_config.json"
@@ -17,6 +17,21 @@ FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION,
 )  # fmt: skip
 _VOCABULARIES = FILES[:3]  # one of these is in every folder with a tokenizer
+
+# How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
+# Transformers reads some of these names, and splits like gpt-2 where it knows none.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_LLAMA3,),
+    "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
+    "smollm": (r"\p{N}", _GPT2),
+}
 
 
 def tokenizer_files(source: Path) -> dict[str, bytes]:
@@ -31,14 +46,34 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
             f"save_params expects a tokenizer in {source}, one of {', '.join(_VOCABULARIES)} or a "
             f".gguf file, got none."
         )
-    why, install = f"for the tokenizer in {model}", "transformers gguf"
-    transformers = checks.import_extra("save_params", "transformers", why, install)
-    made = transformers.AutoTokenizer.from_pretrained(
-        model.parent, gguf_file=model.name, trust_remote_code=False
-    )
+    made = gguf_tokenizer("save_params", model, read_metadata(model))
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
         return tokenizer_files(Path(folder))
+
+
+def gguf_tokenizer(caller: str, path: Path, metadata: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a GGUF file, as transformers' that splits text as the file says."""
+    why, install = f"for the tokenizer in {path}", "transformers gguf"
+    transformers = checks.import_extra(caller, "transformers", why, install)
+    # The file says everything; `AutoTokenizer` takes seconds to find a class of the same tokens.
+    load = transformers.PreTrainedTokenizerFast.from_pretrained
+    tokenizer = load(path.parent, gguf_file=path.name)
+    if metadata.get("tokenizer.ggml.model") != "gpt2":
+        return tokenizer  # sentencepiece splits nothing
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in tuple(_SPLITS):  # a list is none, and has no hash
+        raise ValueError(
+            f"{caller} expects tokenizer.ggml.pre to be one of {', '.join(_SPLITS)}, got "
+            f"{brief(name)} in {path}; the model's Hugging Face folder has its tokenizer whole."
+        )
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[name]]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
 
 
 def special_tokens(source: Path | None, ends: Sequence[int]) -> dict[str, Any]:

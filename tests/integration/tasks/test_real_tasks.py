@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 import transformers
-from cases import TEMPLATES, tiny_pretrained, tiny_tokenizer
+from cases import TEMPLATES, tiny_model, tiny_pretrained, tiny_tokenizer
 
 import funcrl
 from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
@@ -684,6 +684,30 @@ def test_a_gguf_file_has_the_tokenizer_that_transformers_finds(tmp_path, archite
     assert found.get_vocab() == wanted.get_vocab()
     for text in ("abba  12\n", "It's</s> \u6f22"):
         assert found.encode(text) == wanted.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape"),
+    [
+        ("llama", "smollm", {"qk_norm": False}),
+        ("llama", "llama-bpe", {"qk_norm": False}),
+        ("qwen2", "qwen2", {"qk_norm": False, "qkv_bias": True}),
+        ("qwen3", "qwen2", {"qk_norm": True}),
+    ],
+)
+def test_what_is_saved_from_a_gguf_file_splits_text_as_it(tmp_path, architecture, name, shape):
+    source = tmp_path / "model.gguf"
+    wanted = gguf_tokenizer(source, name, architecture)._tokenizer
+    model = tiny_model(vocab_size=258, **shape)
+    params = funcrl.init_params(model, seed=0)
+    folder = funcrl.save_params(tmp_path / "saved", model, params, tokenizer=source)
+    saved = load_tokenizer(folder)._tokenizer
+    for text in ("x  12345 It'S", "A-1\n\n 2ab"):
+        assert saved.encode(text) == wanted.encode(text)
+        pieces = [
+            each.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) for each in (saved, wanted)
+        ]
+        assert pieces[0] == pieces[1]
 
 
 def gguf_tokenizer(path, name, architecture="llama"):
