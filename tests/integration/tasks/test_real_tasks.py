@@ -690,6 +690,7 @@ def test_a_gguf_file_has_the_tokenizer_that_transformers_finds(tmp_path, archite
     ("architecture", "name", "shape"),
     [
         ("llama", "smollm", {"qk_norm": False}),
+        ("llama", "default", {"qk_norm": False}),
         ("llama", "llama-bpe", {"qk_norm": False}),
         ("qwen2", "qwen2", {"qk_norm": False, "qkv_bias": True}),
         ("qwen3", "qwen2", {"qk_norm": True}),
