@@ -11,19 +11,14 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
-from funcrl.weights.gguf import read_metadata
 from funcrl.weights.load import local_path
-from funcrl.weights.tokenizer import gguf_tokenizer
+from funcrl.weights.tokenizer import NO_TOKENIZER, gguf_tokenizer
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Files that hold the vocabulary of a tokenizer, or its code, which transformers refuses by name.
 _TOKENIZERS = (
     "tokenizer.json", "vocab*", "*.model", "*.model.*", "*.tiktoken", "tekken.json", "*.py"
 )  # fmt: skip
-_NONE = (
-    "load_tokenizer expects the tokenizer of a model in {}, got none; `funcrl train --tokenizer` "
-    "names another folder or file."
-)
 # A conversation that is rendered only to see the template's form, and what a tool returns in one.
 _QUESTION, _ANSWER, _RESULT = (
     f"{kind} such as no template holds" for kind in ("a question", "an answer", "a result")
@@ -265,16 +260,12 @@ def load_tokenizer(
     if path.is_dir():
         # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
         if not any(any(path.glob(each)) for each in _TOKENIZERS):
-            raise FileNotFoundError(_NONE.format(path))
+            raise FileNotFoundError(NO_TOKENIZER.format("load_tokenizer", path))
         ends = _generation_ends(path / "generation_config.json")
         # Otherwise transformers asks on the terminal whether to run code that the folder contains.
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)
-    # Of a large vocabulary, gguf's own reader takes seconds for what this one reads in one.
-    metadata = read_metadata(path)
-    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):  # as llama.cpp says it
-        raise ValueError(_NONE.format(path))
-    tokenizer = gguf_tokenizer("load_tokenizer", path, metadata)
+    tokenizer = gguf_tokenizer("load_tokenizer", path)
     return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
 
 

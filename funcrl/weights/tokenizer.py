@@ -1,7 +1,7 @@
 """The tokenizer that is saved beside weights."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION,
 )  # fmt: skip
 _VOCABULARIES = FILES[:3]  # one of these is in every folder with a tokenizer
+NO_TOKENIZER = (
+    "{} expects the tokenizer of a model in {}, got none; `funcrl train --tokenizer` names another "
+    "folder or file."
+)
 
 # How text is split before merging, by the name that a GGUF file gives: as llama.cpp does it.
 # Transformers reads some of these names, and splits like gpt-2 where it knows none.
@@ -46,14 +50,17 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
             f"save_params expects a tokenizer in {source}, one of {', '.join(_VOCABULARIES)} or a "
             f".gguf file, got none."
         )
-    made = gguf_tokenizer("save_params", model, read_metadata(model))
+    made = gguf_tokenizer("save_params", model)
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
         return tokenizer_files(Path(folder))
 
 
-def gguf_tokenizer(caller: str, path: Path, metadata: Mapping[str, Any]) -> Any:
+def gguf_tokenizer(caller: str, path: Path) -> Any:
     """Return the tokenizer of a GGUF file, as transformers' that splits text as the file says."""
+    metadata = read_metadata(path)
+    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):  # as llama.cpp says it
+        raise ValueError(NO_TOKENIZER.format(caller, path))
     why, install = f"for the tokenizer in {path}", "transformers gguf"
     transformers = checks.import_extra(caller, "transformers", why, install)
     # The file says everything; `AutoTokenizer` takes seconds to find a class of the same tokens.

@@ -653,6 +653,8 @@ def test_a_gguf_file_without_a_tokenizer_is_refused(tmp_path):
     for file in (plain, tmp_path / "none.gguf"):
         with pytest.raises(ValueError, match=r"^load_tokenizer .* got none; .*--tokenizer"):
             load_tokenizer(file)
+        with pytest.raises(ValueError, match=r"^save_params .* got none"):
+            funcrl.save_params(tmp_path / "x", model, funcrl.init_params(model, 0), tokenizer=file)
 
 
 @pytest.mark.parametrize(
