@@ -255,18 +255,18 @@ def load_tokenizer(
     path = local_path(path)
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
+    if not path.is_dir():
+        tokenizer = gguf_tokenizer("load_tokenizer", path)
+        return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
     extra = "transformers gguf"
     transformers = checks.import_extra("load_tokenizer", "transformers", f"for {path}", extra)
-    if path.is_dir():
-        # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
-        if not any(any(path.glob(each)) for each in _TOKENIZERS):
-            raise FileNotFoundError(NO_TOKENIZER.format("load_tokenizer", path))
-        ends = _generation_ends(path / "generation_config.json")
-        # Otherwise transformers asks on the terminal whether to run code that the folder contains.
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)
-    tokenizer = gguf_tokenizer("load_tokenizer", path)
-    return ChatTokenizer(tokenizer, system, chat_template_kwargs=chat_template_kwargs)
+    # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
+    if not any(any(path.glob(each)) for each in _TOKENIZERS):
+        raise FileNotFoundError(NO_TOKENIZER.format("load_tokenizer", path))
+    ends = _generation_ends(path / "generation_config.json")
+    # Otherwise transformers asks on the terminal whether to run code that the folder contains.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)
 
 
 def _generation_ends(path: Path) -> list[int]:
