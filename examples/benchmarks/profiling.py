@@ -94,7 +94,7 @@ def _write_trace(path: Path, case: Case, fast: Step, state: TrainState) -> None:
         activities.append(ProfilerActivity.CUDA)
     for _ in range(2):
         fast(state, case.batch)
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities, acc_events=True) as recorded:
         fast(state, case.batch)
         if case.config.device == "cuda":
             torch.cuda.synchronize()

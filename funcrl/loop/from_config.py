@@ -19,7 +19,13 @@ from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.initial import CRITIC
 from funcrl.models.logprobs import Teacher, chunk_for, logprob_fn
 from funcrl.models.lora import has_adapted_weights
-from funcrl.models.networks import LogitsFn, forward_takes, is_of_transformers, logits_fn
+from funcrl.models.networks import (
+    LogitsFn,
+    forward_takes,
+    is_of_transformers,
+    keeps_cache,
+    logits_fn,
+)
 from funcrl.models.transformer import has_delta
 from funcrl.ops import AttendFn, Truncation, attend_flash, attend_flash_segments
 from funcrl.tasks.contracts import Task
@@ -222,8 +228,7 @@ def embedded(model: nn.Module) -> Any:
     """Return the generator in this process that draws from a network."""
     if isinstance(model, Transformer | Recurrent):
         return Sampler
-    cached = is_of_transformers(model) and forward_takes(model, "past_key_values")
-    return HuggingFace if cached else Recompute
+    return HuggingFace if keeps_cache(model) else Recompute
 
 
 def check_generator(function: str, what: str, found: Any) -> Generator:

@@ -13,7 +13,13 @@ from funcrl.graph.grouped_mm import GroupedOfAnyDtype
 from funcrl.loop.block_memory import Rows, Work
 from funcrl.models import Recurrent
 from funcrl.models.functional import functional
-from funcrl.models.networks import forward_takes, is_of_transformers, logits_fn, runs_under_vmap
+from funcrl.models.networks import (
+    cache_name,
+    is_of_transformers,
+    keeps_cache,
+    logits_fn,
+    runs_under_vmap,
+)
 
 _Found = TypeVar("_Found")
 
@@ -77,13 +83,14 @@ def forward_of_row(model: nn.Module, length: int, dtype: torch.dtype) -> Row:
 
 def cached_by_row(model: nn.Module, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the cache that a sample of this length is decoded with."""
-    if not forward_takes(model, "past_key_values"):
+    if not keeps_cache(model):
         return 0
 
     def count(params: Params) -> int:
         with torch.no_grad():
             found = functional(model)(params, input_ids=_tokens(length)[None], use_cache=True)
-        kept = {_storage(tensor): tensor for tensor in _tensors_in(found.past_key_values)}
+        cache = getattr(found, cache_name(model))
+        kept = {_storage(tensor): tensor for tensor in _tensors_in(cache)}
         return sum(tensor.nbytes for tensor in kept.values())
 
     return _once(model, ("cache", length, dtype), lambda: _counted(count, model, dtype))

@@ -217,6 +217,16 @@ def forward_takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
+def keeps_cache(model: nn.Module) -> bool:
+    """Return whether a network is a model of transformers that decodes on a cache."""
+    return is_of_transformers(model) and forward_takes(model, cache_name(model))
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return what a model of transformers calls the cache that it takes and returns."""
+    return "cache" if forward_takes(model, "cache") else "past_key_values"  # before release 5.24
+
+
 def context_length_of(model: nn.Module) -> int | None:
     """Return the largest number of tokens that a network says it takes, None if it does not.
 

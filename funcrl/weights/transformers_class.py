@@ -14,7 +14,7 @@ from funcrl.core import checks, rng
 from funcrl.core.files import brief, read_json
 from funcrl.core.types import Params
 from funcrl.models.functional import without_weights
-from funcrl.models.networks import forward_takes
+from funcrl.models.networks import cache_name, forward_takes, keeps_cache
 from funcrl.weights.hub import no_progress_bar
 from funcrl.weights.hugging_face import plain_json
 from funcrl.weights.tensors import LONGEST_HEADER
@@ -194,14 +194,14 @@ def _decodes_as_scored(module: nn.Module) -> bool:
     tokens = torch.tensor([[first, second, first]], device="cpu")
     counted = torch.arange(3, device="cpu")[None]
     positions = {"position_ids": counted} if forward_takes(module, "position_ids") else {}
-    caches = forward_takes(module, "past_key_values")
+    name, caches = cache_name(module), keeps_cache(module)
     with torch.no_grad():
         whole = module(input_ids=tokens, **positions).logits[0]
         start = module(input_ids=tokens[:, :2], **({"use_cache": True} if caches else {}))
         parts = [start.logits[0]]
         if caches:
-            cache = start.past_key_values
-            parts += [module(tokens[:, 2:], past_key_values=cache, use_cache=True).logits[0]]
+            kept = {name: getattr(start, name)}
+            parts += [module(tokens[:, 2:], use_cache=True, **kept).logits[0]]
     found = torch.cat(parts)
     rounding = float(torch.finfo(whole.dtype).eps ** (1 / 3) * whole.abs().max())
     return not (found - whole[: len(found)]).abs().max() > rounding  # NaN is for others to find

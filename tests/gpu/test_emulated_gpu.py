@@ -27,6 +27,11 @@ MARKED = [
 ]  # fmt: skip
 
 
+no_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a CUDA build of torch has a device of its own"
+)
+
+
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """A function that runs Python with the device, and returns what it printed."""
@@ -52,6 +57,7 @@ def emulated(tmp_path_factory):
 
 
 @interpreting
+@no_cuda_build
 def test_tests_of_a_gpu_pass(emulated):
     files = [TESTS / "integration" / name for name in MARKED]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "emulated_cuda"]
@@ -59,6 +65,7 @@ def test_tests_of_a_gpu_pass(emulated):
 
 
 @interpreting
+@no_cuda_build
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +111,7 @@ assert emulated_cuda.CUDAGraph.num_replays, "nothing was captured"
 
 
 @interpreting
+@no_cuda_build
 @pytest.mark.parametrize(
     ("options", "largest"),
     [

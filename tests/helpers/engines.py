@@ -1,6 +1,5 @@
 """The models, the prompts and the checks that vLLM's tests have in common."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -8,8 +7,9 @@ import torch
 
 import funcrl
 from funcrl.config import Sampling
+from funcrl.generators.vllm.settings import is_installed
 
-has_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+has_vllm = pytest.mark.skipif(not is_installed(), reason="needs vLLM")
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.slow,

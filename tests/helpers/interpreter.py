@@ -7,9 +7,11 @@ and round once, so casts and products are what must know them.
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 triton_cast = InterpreterBuilder.cast_impl
+triton_methods = interpreter._patch_lang_tensor
 
 
 def in_float32(handle):
@@ -38,7 +40,14 @@ def dot_in_order(builder, a, b, d, input_precision, max_num_imprecise_acc):
     return TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def tensor_methods(tensor, scope):
+    """Let a tensor of one number be an index, which Triton 3.6 leaves to numpy before 2.5."""
+    triton_methods(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 def correct():
     """Make the interpreter of this process compute so."""
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_dot = dot_in_order
+    interpreter._patch_lang_tensor = tensor_methods

@@ -1,9 +1,10 @@
 """vLLM's engines come and go in the process of the tests."""
 
 import gc
-from importlib.util import find_spec
 
 import pytest
+
+from funcrl.generators.vllm.settings import is_installed
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -13,7 +14,7 @@ def frozen_objects_stay_frozen(freeze_survivors):
     Here that is every test and module: seconds each time. An engine of a class ends after the
     class's last test: for the whole of a module, and by whatever module of vLLM.
     """
-    if find_spec("vllm") is None:
+    if not is_installed():
         yield
         return
     import vllm.v1.engine.core

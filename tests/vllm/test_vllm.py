@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 
 import pytest
 import torch
@@ -25,7 +26,13 @@ from funcrl.generators import VLLM, State
 from funcrl.generators.vllm.failures import check_probe
 from funcrl.generators.vllm.memory import cache_bytes, samples_at_a_time
 from funcrl.generators.vllm.plugin.native import fused_name
-from funcrl.generators.vllm.settings import architectures, compile_arguments, supported
+from funcrl.generators.vllm.settings import (
+    architectures,
+    check_version,
+    compile_arguments,
+    is_installed,
+    supported,
+)
 from funcrl.loop.parity import ParityConfig, compare
 from funcrl.loop.rollouts.draw import Completed, to_rollout
 from funcrl.tasks import Prompt
@@ -439,10 +446,19 @@ def test_the_cache_is_no_larger_than_can_be_filled():
 
 
 def test_without_vllm_the_error_says_what_to_install():
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed():
         model, _ = make("llama")
         with pytest.raises(ImportError, match="VLLM .*not installed"):
             VLLM(model)
+
+
+def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch):
+    (tmp_path / "vllm" / "csrc").mkdir(parents=True)  # as where vLLM's sources were cloned
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert importlib.util.find_spec("vllm") is not None
+    with pytest.raises(ImportError, match="VLLM .*not installed"):
+        check_version()
 
 
 class TestArguments:

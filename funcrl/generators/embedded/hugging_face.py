@@ -32,9 +32,10 @@ from funcrl.generators.stops import DecodeFn
 from funcrl.models.functional import bind, check_params
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.networks import (
+    cache_name,
     context_length_of,
     forward_takes,
-    is_of_transformers,
+    keeps_cache,
     vocab_size_of,
 )
 
@@ -49,8 +50,8 @@ class HuggingFace(EmbeddedGenerator):
 
     Args:
         model: such as `transformers.AutoModelForCausalLM.from_pretrained(...)`, after `eval()`;
-            only its structure is used. One that keeps no `past_key_values` is refused:
-            `funcrl.generators.Recompute(model)` draws from it.
+            only its structure is used. One that keeps no cache (`past_key_values`, or `cache` from
+            transformers 5.24 on) is refused: `funcrl.generators.Recompute(model)` draws from it.
         decode: from tokens to text, for stop strings.
         slots: samples drawn at a time; at least `sampling.num_samples`.
         dtype: to compute in; that of the parameters when left out.
@@ -77,9 +78,9 @@ class HuggingFace(EmbeddedGenerator):
         slots: Count = 256,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not (is_of_transformers(model) and forward_takes(model, "past_key_values")):
+        if not keeps_cache(model):
             raise TypeError(
-                f"HuggingFace expects a model of transformers that takes past_key_values, got "
+                f"HuggingFace expects a model of transformers that keeps a cache, got "
                 f"{type(model).__name__}; funcrl.generators.Recompute(model) draws from any "
                 f"network."
             )
@@ -183,6 +184,7 @@ class _Rows:
         longest = max(lengths)
         padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         self._model, self._cache, self._length = model, None, 0
+        self._cache_name = cache_name(model)
         self._takes_positions = forward_takes(model, "position_ids")
         # Those of a prompt's other tokens are not read.
         self._keeps = {"logits_to_keep": 1} if forward_takes(model, "logits_to_keep") else {}
@@ -207,17 +209,16 @@ class _Rows:
             cache.reorder_cache(rows)
 
     def _run(self, tokens: Tensor) -> Tensor:
-        options: dict[str, Any] = {**self._keeps}
+        options: dict[str, Any] = {**self._keeps, self._cache_name: self._cache}
         if self._padding is not None:
             places = torch.arange(self._length + tokens.shape[1], device=tokens.device)
             padding = self._padding[:, None]
             options["attention_mask"] = (places >= padding).long()
             if self._takes_positions:
                 options["position_ids"] = (places[self._length :] - padding).clamp(min=0)
-        found = self._model(
-            input_ids=tokens, past_key_values=self._cache, use_cache=True, **options
-        )
-        self._cache, self._length = found.past_key_values, self._length + tokens.shape[1]
+        found = self._model(input_ids=tokens, use_cache=True, **options)
+        self._cache = getattr(found, self._cache_name)
+        self._length += tokens.shape[1]
         logits: Tensor = found.logits[:, -1]
         return logits
 

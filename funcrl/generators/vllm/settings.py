@@ -172,9 +172,15 @@ _FIRST, _LAST = 24, 33
 _RUNNER_FOR_ALL = 27
 
 
+def is_installed() -> bool:
+    """Return whether vLLM can be imported; a folder named vllm, as of its sources, is not it."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
 def check_version() -> int:
     """Return the minor version of the installed vLLM 0.x; raise if there is none that will do."""
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed():
         raise ImportError(
             "VLLM expects vLLM, which is not installed; --generator sampler needs none. On a GPU: "
             "pip install vllm==0.24.0 (torch 2.11); on a CPU see docs/vllm.md."

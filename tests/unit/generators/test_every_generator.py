@@ -1,6 +1,5 @@
 """What every generator is: one protocol, one state, and parameters that are pushed once."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import funcrl
 from funcrl.generators import VLLM, HuggingFace, Recompute, Sampler, State
 from funcrl.generators.contract import Engine, Lifecycle, pushed
 from funcrl.generators.embedded.engine import EmbeddedGenerator
+from funcrl.generators.vllm.settings import is_installed
 
 METHODS = {"push", "generate", "score", "sleep", "close", "state", "pushed"}
 
@@ -21,7 +21,7 @@ EMBEDDED = (HuggingFace, Recompute, Sampler)
 def engines():
     yield EmbeddedGenerator
     yield VLLM
-    if importlib.util.find_spec("vllm") is not None:
+    if is_installed():
         from funcrl.generators.vllm.engine import InProcess
         from funcrl.generators.vllm.remote import Remote
 
