@@ -217,14 +217,18 @@ def forward_takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
+# What models of transformers call the cache that they take and return; the first from 5.24 on.
+_CACHES = ("cache", "past_key_values", "cache_params")
+
+
 def keeps_cache(model: nn.Module) -> bool:
     """Return whether a network is a model of transformers that decodes on a cache."""
-    return is_of_transformers(model) and forward_takes(model, cache_name(model))
+    return is_of_transformers(model) and any(forward_takes(model, name) for name in _CACHES)
 
 
 def cache_name(model: nn.Module) -> str:
-    """Return what a model of transformers calls the cache that it takes and returns."""
-    return "cache" if forward_takes(model, "cache") else "past_key_values"  # before release 5.24
+    """Return what a model that keeps a cache calls it."""
+    return next(name for name in _CACHES if forward_takes(model, name))
 
 
 def context_length_of(model: nn.Module) -> int | None:

@@ -194,12 +194,13 @@ def _decodes_as_scored(module: nn.Module) -> bool:
     tokens = torch.tensor([[first, second, first]], device="cpu")
     counted = torch.arange(3, device="cpu")[None]
     positions = {"position_ids": counted} if forward_takes(module, "position_ids") else {}
-    name, caches = cache_name(module), keeps_cache(module)
+    caches = keeps_cache(module)
     with torch.no_grad():
         whole = module(input_ids=tokens, **positions).logits[0]
         start = module(input_ids=tokens[:, :2], **({"use_cache": True} if caches else {}))
         parts = [start.logits[0]]
         if caches:
+            name = cache_name(module)
             kept = {name: getattr(start, name)}
             parts += [module(tokens[:, 2:], use_cache=True, **kept).logits[0]]
     found = torch.cat(parts)

@@ -50,8 +50,8 @@ class HuggingFace(EmbeddedGenerator):
 
     Args:
         model: such as `transformers.AutoModelForCausalLM.from_pretrained(...)`, after `eval()`;
-            only its structure is used. One that keeps no cache (`past_key_values`, or `cache` from
-            transformers 5.24 on) is refused: `funcrl.generators.Recompute(model)` draws from it.
+            only its structure is used. One that takes no cache of earlier tokens is refused:
+            `funcrl.generators.Recompute(model)` draws from it.
         decode: from tokens to text, for stop strings.
         slots: samples drawn at a time; at least `sampling.num_samples`.
         dtype: to compute in; that of the parameters when left out.
@@ -80,7 +80,7 @@ class HuggingFace(EmbeddedGenerator):
     ) -> None:
         if not keeps_cache(model):
             raise TypeError(
-                f"HuggingFace expects a model of transformers that keeps a cache, got "
+                f"HuggingFace expects a model of transformers that takes a cache, got "
                 f"{type(model).__name__}; funcrl.generators.Recompute(model) draws from any "
                 f"network."
             )

@@ -179,7 +179,7 @@ def test_any_function_of_logits_generates_up_to_its_stop_string():
 def test_what_does_not_fit_is_refused_with_what_does():
     with pytest.raises(TypeError, match=r"Sampler .*GRU.*HuggingFace\(model\).*Recompute\(model\)"):
         Sampler(GRU())
-    with pytest.raises(TypeError, match=r"HuggingFace .*keeps a cache.*GRU.*Recompute\(model\)"):
+    with pytest.raises(TypeError, match=r"HuggingFace .*takes a cache.*GRU.*Recompute\(model\)"):
         HuggingFace(GRU())
     with pytest.raises(ValueError, match="embed.weight"):
         Recompute(GRU()).push({})

@@ -102,10 +102,7 @@ def test_a_second_derivative_is_refused():
 def test_what_is_drawn_is_scored_alike(name):
     """On each layer's own kind of cache, from which samples that end leave."""
     module = module_of(name)
-    params, generator = params_of(module), funcrl.generators.HuggingFace
-    if name == "Mamba":  # whose cache has a name of its own
-        generator = funcrl.generators.Recompute
-    sampler = generator(module)
+    params, sampler = params_of(module), funcrl.generators.HuggingFace(module)
     sampler.push(params)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 8, 7]]
     sampling = Sampling(num_samples=3, max_tokens=9, stop_tokens=(5, 6, 7))

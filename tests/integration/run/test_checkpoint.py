@@ -80,7 +80,7 @@ def of_any_bits(dtype, count=6):
     return drawn_bytes.to(torch.uint8).view(dtype)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
 def test_every_dtype_of_torch_comes_back_to_the_bit(tmp_path):
     """All of them but those whose scales are no part of their bytes, which are refused by name."""
     known = [dtype for dtype in DTYPES if not re.match(r"torch\.qu?int", str(dtype))]

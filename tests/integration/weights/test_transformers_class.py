@@ -47,6 +47,8 @@ NETWORKS = {
     "qwen3 biases": ("Qwen3ForCausalLM", OF_TWO | {"attention_bias": True}, False),
     "gpt2": ("GPT2LMHeadModel", {
         "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}, False),
+    "gpt without a cache": ("OpenAIGPTLMHeadModel", {
+        "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}, False),
     "gpt-neox": ("GPTNeoXForCausalLM", SIZES, False),
     "phi": ("PhiForCausalLM", SIZES | {"hidden_size": 32}, False),
     "phi3": ("Phi3ForCausalLM", SIZES, False),
