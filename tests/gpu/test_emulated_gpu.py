@@ -27,7 +27,7 @@ MARKED = [
 ]  # fmt: skip
 
 
-no_cuda_build = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a CUDA build of torch has a device of its own"
 )
 
@@ -57,7 +57,6 @@ def emulated(tmp_path_factory):
 
 
 @interpreting
-@no_cuda_build
 def test_tests_of_a_gpu_pass(emulated):
     files = [TESTS / "integration" / name for name in MARKED]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "emulated_cuda"]
@@ -65,7 +64,6 @@ def test_tests_of_a_gpu_pass(emulated):
 
 
 @interpreting
-@no_cuda_build
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,7 +109,6 @@ assert emulated_cuda.CUDAGraph.num_replays, "nothing was captured"
 
 
 @interpreting
-@no_cuda_build
 @pytest.mark.parametrize(
     ("options", "largest"),
     [
