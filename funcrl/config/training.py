@@ -165,6 +165,8 @@ class TrainConfig:
     trained on, which is then not trained on."""
     held_out: Fraction = 0.1
     """The share of the rows that is not trained on; a hash of the prompt decides."""
+    max_prompt_length: Count | None = None
+    """Leave out the rows of data whose prompt has more tokens (verl's filter_overlong_prompts)."""
     overlong: Natural = 0
     """Tokens before the limit of an answer's length over which a punishment of up to 1 grows, the
     reward `overlong` (DAPO's); 0 for none."""

@@ -277,8 +277,9 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
     of_rows = data.rows_options(config) != data.rows_options(TrainConfig())
     if of_rows and has_task:
         raise ValueError(
-            f"{function} expects --prompt-template, --prompt-column, --answer-column, --held-out "
-            f"and splits with rows of data, got a task of its own prompts."
+            f"{function} expects --prompt-template, --prompt-column, --answer-column, "
+            f"--max-prompt-length, --held-out and splits with rows of data, got a task of its own "
+            f"prompts."
         )
     if config.system_prompt is not None and (is_shape(config.model) or has_task):
         raise ValueError(

@@ -106,6 +106,18 @@ def _checked(config: TrainConfig, task: Task, rewards: Mapping[str, Callable[...
     return task
 
 
+def check_row_lengths(task: Task, context_length: int) -> None:
+    """Raise for rows of data with a prompt that leaves a generator no room for a completion."""
+    check = getattr(task, "check_row_lengths", None)  # other tasks make their prompts when asked
+    if check is not None:
+        check("train", context_length)
+
+
+def num_left_out(task: Task) -> int:
+    """Return how many rows of data have a longer prompt than they may have."""
+    return getattr(task, "num_left_out", 0)
+
+
 def limits_of(config: TrainConfig) -> RewardLimits:
     """Return the limits of rewards that are `async def`."""
     return RewardLimits(config.reward_concurrency, config.reward_timeout)

@@ -220,7 +220,9 @@ def _options(config: EvalConfig, task: TaskOrRows | None) -> TrainConfig:
         each: getattr(config, each) or getattr(options if each in inherited else TrainConfig, each)
         for each in ("prompt_template", "prompt_column", "answer_column", "split", "test_split")
     }
-    chosen = replace(options, task=name, **rows)
+    # Of other rows all are asked.
+    longest = options.max_prompt_length if has_rows and name == options.task else None
+    chosen = replace(options, task=name, max_prompt_length=longest, **rows)
     share = TrainConfig.held_out if config.held_out is None else config.held_out
     if config.held_out is None and has_rows:
         share = options.held_out if task is not None else _held_out(config, options, chosen)

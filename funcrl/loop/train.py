@@ -17,6 +17,7 @@ from funcrl.core.arguments import checked
 from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
+from funcrl.loop.data import check_row_lengths, num_left_out
 from funcrl.loop.ending import Callback, EndFn, ends_with
 from funcrl.loop.export import Trained
 from funcrl.loop.held_out import eval_loss, evaluated
@@ -138,6 +139,8 @@ def train(
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     if parts.source.weights is not None and is_of_transformers(parts.model):
         view.note(_limits_of_class(parts.model))
+    if not parts.is_supervised:
+        check_row_lengths(parts.task, parts.generator.context_length)
     check_packing(config, parts)
     check_reference(config, parts)
     check_teacher(config, parts)
@@ -205,6 +208,11 @@ def _begin(
 ) -> None:
     """Run the warm start, evaluate the policy, and record that as step 0."""
     prompts = parts.task.eval_prompts(config.evaluation.num_prompts)
+    if left_out_rows := num_left_out(parts.task):
+        record.note(
+            f"Rows left out, whose prompts have more than {config.max_prompt_length} tokens: "
+            f"{left_out_rows:,}."
+        )
     params = first_params(parts)
     row: dict[str, Any] = {"step": 0, "time/startup": time.perf_counter() - started}
     if config.warm_start.steps:

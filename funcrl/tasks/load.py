@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from funcrl.core.arguments import Fraction, checked
+from funcrl.core.arguments import Count, Fraction, checked
 from funcrl.tasks.adapt import check_task, check_tokenizer, with_rewards
 from funcrl.tasks.builtin.calculator import Calculator
 from funcrl.tasks.builtin.generated import Countdown, SumDigits
@@ -73,6 +73,7 @@ def load(
     held_out: Fraction = HELD_OUT,
     split: str = "train",
     test_split: str | None = None,
+    max_prompt_length: Count | None = None,
 ) -> Task:
     """Return the task of a name.
 
@@ -93,6 +94,7 @@ def load(
         held_out: share of the rows that is not trained on.
         split: of a data set that is trained on.
         test_split: of a data set that is held out, in place of a share.
+        max_prompt_length: rows whose prompt has more tokens are left out.
 
     Example:
         >>> import funcrl
@@ -101,8 +103,9 @@ def load(
     """
     own = None if tokenizer is None else check_tokenizer("load", tokenizer)
     options = RowsOptions(
-        prompt_template, prompt_column, answer_column, held_out, split, test_split
-    )
+        prompt_template, prompt_column, answer_column, held_out, split, test_split,
+        max_prompt_length,
+    )  # fmt: skip
     if is_rows(name):
         table, test = read_tables("load", name, options)
         rows_tokenizer = own or ByteTokenizer()

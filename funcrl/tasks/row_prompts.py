@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, NamedTuple
 
-from funcrl.core.arguments import CheckedFields, Fraction
+from funcrl.core.arguments import CheckedFields, Count, Fraction
 from funcrl.core.files import brief
 from funcrl.tasks.adapt import TokenizerStandIn
 from funcrl.tasks.contracts import Prompt, Tokenizer
@@ -26,6 +26,7 @@ class RowsOptions(CheckedFields):
     held_out: Fraction = HELD_OUT
     split: str = "train"  # of a data set
     test_split: str | None = None  # what is held out in place of a share
+    max_prompt_length: Count | None = None  # in tokens; rows with a longer prompt are left out
 
     def named(self, function: str, table: Table) -> Table:
         """Return a table whose columns prompt and answer are those that the options name."""
@@ -100,6 +101,10 @@ class Prompts(NamedTuple):
     contents: list[str]  # of each, what it says, before a chat template is put around it
     tokenizer: Tokenizer  # that encodes their texts
     finish: Callable[[Prompt], Prompt]  # writes the text of a prompt that is drawn
+
+    def length(self, prompt: Prompt) -> int:
+        """Return the number of a prompt's tokens."""
+        return len(self.tokenizer.encode(self.finish(prompt).text))
 
 
 def read_prompts(

@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, TypeAlias, TypeVar
 
 from funcrl.core import checks, rng
-from funcrl.core.arguments import Fraction, checked
+from funcrl.core.arguments import Count, Fraction, checked
+from funcrl.core.files import brief
 from funcrl.tasks.adapt import check_tokenizer, with_rewards
 from funcrl.tasks.answers import number_of
 from funcrl.tasks.contracts import Prompt, Reward, Task, Tokenizer, TokenizerLike
@@ -85,8 +87,10 @@ class RowsTask(Task):
         test: Sequence[Prompt],
         tokenizer: Tokenizer,
         finish: Callable[[Prompt], Prompt],
+        num_left_out: int = 0,
     ) -> None:
         self.name, self.tokenizer = name, tokenizer
+        self.num_left_out = num_left_out  # rows whose prompt is longer than it may be
         self._train, self._test, self._finish = train, test, finish
 
     @property
@@ -102,6 +106,23 @@ class RowsTask(Task):
     def eval_prompts(self, count: int) -> Sequence[Prompt]:
         """Return held-out rows, spread over them."""
         return [self._finish(each) for each in spread(self._test, count)]
+
+    def check_row_lengths(self, function: str, context_length: int) -> None:
+        """Raise for a prompt after which a generator's context has no room for a completion.
+
+        One that has fewer characters than the context has tokens is taken to be short enough.
+        """
+        for prompt in (*self._train, *self._test):
+            if len(prompt.text) < context_length:
+                continue
+            finished = self._finish(prompt)
+            length = len(self.tokenizer.encode(finished.text))
+            if length >= context_length:
+                raise ValueError(
+                    f"{function} expects prompts of fewer tokens than the {context_length} of the "
+                    f"generator's context, got {length} in {brief(finished.text)} of {self.name}; "
+                    f"--max-prompt-length leaves rows with longer prompts out."
+                )
 
     def reward(self, prompt: Prompt, completion: Any) -> Reward | Awaitable[Reward]:
         """Return no reward of the task's own."""
@@ -132,6 +153,7 @@ def from_rows(
     prompt_column: str | None = None,
     answer_column: str | None = None,
     held_out: Fraction = HELD_OUT,
+    max_prompt_length: Count | None = None,
     name: str = "rows",
 ) -> Task:
     """Return a task of rows: mappings with `prompt` or `messages`, and whatever rewards need.
@@ -151,6 +173,7 @@ def from_rows(
         prompt_column: has the prompts, in place of `prompt` and `messages`.
         answer_column: has the answers, in place of `answer`.
         held_out: share of the rows that is not trained on: which, is a hash of their prompts.
+        max_prompt_length: rows whose prompt has more tokens are left out.
         name: of the task.
 
     Example:
@@ -163,7 +186,9 @@ def from_rows(
     """
     own = None if tokenizer is None else check_tokenizer("from_rows", tokenizer)
     functions = reward_functions("from_rows", reward)
-    options = RowsOptions(prompt_template, prompt_column, answer_column, held_out)
+    options = RowsOptions(
+        prompt_template, prompt_column, answer_column, held_out, max_prompt_length=max_prompt_length
+    )
     if weights and not functions:
         raise ValueError(f"from_rows expects weights with rewards, got {min(weights)!r} alone.")
     return task_of_rows("from_rows", rows, functions, own, options, name, weights)
@@ -207,7 +232,8 @@ def rows_task(
     else:
         sides = divided(found.prompts, found.contents, options.held_out)
     made = RowsTask if rewards else AnsweredRows
-    return made(name, *sides, found.tokenizer, found.finish)
+    num_left_out = sum(map(len, (table.rows, test.rows if test else ()))) - sum(map(len, sides))
+    return made(name, *sides, found.tokenizer, found.finish, num_left_out)
 
 
 def _read(
@@ -219,7 +245,22 @@ def _read(
     found = read_prompts(function, table, tokenizer, options.prompt_template)
     if not rewards:
         _check_answers(function, table)
-    return found
+    longest = options.max_prompt_length
+    return found if longest is None else _without_long(function, table.name, found, longest)
+
+
+def _without_long(function: str, name: str, found: Prompts, longest: int) -> Prompts:
+    """Return the prompts that have at most so many tokens."""
+    lengths = [found.length(each) for each in found.prompts]
+    if min(lengths) > longest:
+        raise ValueError(
+            f"{function} expects --max-prompt-length to leave rows of {name}, got {longest} where "
+            f"the shortest prompt has {min(lengths)} tokens."
+        )
+    kept = [length <= longest for length in lengths]
+    return found._replace(
+        prompts=list(compress(found.prompts, kept)), contents=list(compress(found.contents, kept))
+    )
 
 
 def _check_answers(function: str, table: Table) -> None:

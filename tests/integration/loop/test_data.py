@@ -97,6 +97,35 @@ def test_a_run_on_a_file_is_resumed_to_the_same_bits_and_evaluated(place, capsys
 
 
 @pytest.mark.slow
+def test_rows_too_long_for_the_context_are_named_at_the_start_or_left_out(place, capsys):
+    context = funcrl.models.shape("micro", vocab_size=257).context_length
+    with (place / "data.jsonl").open("a") as file:  # with "=" as long as the context
+        file.write(json.dumps({"text": "9" * (context - 1), "answer": 0, "level": 0}) + "\n")
+    ended = train(capsys, "--steps", "1", "--run-dir", "run")
+    assert (ended.code, (place / "run").exists()) == (1, False)
+    assert f"fewer tokens than the {context} of" in ended.err
+    assert f"got {context} in '999" in ended.err
+    for limit, said in ((context - 1, "1."), (2, "21.")):  # of two digits and more with "=", or one
+        options = ["--max-prompt-length", limit, "--run-dir", "run"]
+        ended = train(capsys, "--steps", "2", *options)
+        assert ended.code == 0, ended.err
+        assert f"more than {limit} tokens: {said}" in ended.out
+        ended = run_command(["eval", "--run", "run", "--out", f"{limit}.jsonl"], capsys)
+        assert ended.code == 0, ended.err
+        asked = {row["prompt"] for row in runs.read_lines(place / f"{limit}.jsonl")}
+        drawn = {row["prompt"] for row in runs.read_lines(place / "run" / "completions.jsonl")}
+        assert max(map(len, asked | drawn)) == min(limit, 3)
+        (place / "run").rename(place / f"run{limit}")
+    task = ["--task", "sum_digits"]
+    ended = run_command(["train", *task, "--max-prompt-length", "2"], capsys)
+    assert "funcrl: load expects --max-prompt-length 2 with a file of rows" in ended.err
+    write_rows(place / "other.jsonl", count=12)
+    other = ["--task", "other.jsonl", "--out", "other-answers.jsonl"]
+    assert run_command(["eval", "--run", "run2", *other], capsys).code == 0
+    assert len(runs.read_lines(place / "other-answers.jsonl")) == 12
+
+
+@pytest.mark.slow
 def test_rows_and_rewards_that_have_changed_are_refused(place, capsys):
     assert train(capsys, "--steps", "1", "--run-dir", "run").code == 0
     facts = runs.read_facts(place / "run")

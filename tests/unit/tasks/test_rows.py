@@ -311,6 +311,36 @@ def test_the_split_of_messages_and_of_templates_does_not_depend_on_the_tokenizer
     assert asked[0] == asked[1] != set()
 
 
+def test_rows_whose_prompt_is_too_long_are_left_out_of_both_sides():
+    rows = [{"prompt": "x" * n, "answer": n} for n in range(1, 41)]
+    whole, task = from_rows(rows, held_out=0.3), from_rows(rows, held_out=0.3, max_prompt_length=25)
+    assert (whole.num_left_out, task.num_left_out) == (0, 15)
+    sides = [
+        [
+            {len(prompt.text) for prompt in found}
+            for found in (each.prompts(0, 0, each.num_train), each.eval_prompts(40))
+        ]
+        for each in (whole, task)
+    ]
+    assert set.union(*sides[1]) == {*range(1, 26)}
+    assert sides[1] == [{n for n in side if n <= 25} for side in sides[0]]
+    with pytest.raises(
+        ValueError, match="^from_rows expects --max-prompt-length .* shortest .* 3 "
+    ):
+        from_rows(rows[2:], max_prompt_length=2)
+
+
+def test_the_length_of_a_conversation_is_that_which_the_template_writes():
+    rows = [{"messages": [{"role": "user", "content": "x" * n}], "answer": n} for n in (1, 9)]
+    task = from_rows(rows, tokenizer=Chat(), held_out=0.0)
+    short, long = sorted(
+        len(task.tokenizer.encode(prompt.text)) for prompt in task.prompts(0, 0, 2)
+    )
+    for longest, left_out in ((short, 1), (long - 1, 1), (long, 0)):
+        asked = from_rows(rows, tokenizer=Chat(), held_out=0.0, max_prompt_length=longest)
+        assert asked.num_left_out == left_out
+
+
 @pytest.mark.parametrize("count", [2, 7, 40])
 def test_every_epoch_is_another_permutation_of_the_rows_that_are_not_held_out(count):
     task = from_rows([{"prompt": f"{n}?", "answer": n} for n in range(count)])
