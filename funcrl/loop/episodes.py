@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, compress
 from operator import or_
 from typing import Any, NamedTuple
@@ -181,7 +182,17 @@ class Demonstration(NamedTuple):
         return self._replace(tokens=[*self.tokens, *tokens], mask=mask)
 
 
-def demonstration(task: Task, prompt: Prompt) -> Demonstration:
+class Purpose(NamedTuple):
+    """What demonstrations are for, as an error says it."""
+
+    function: str
+    advice: str = ""
+
+
+_FOR_WARM_START = Purpose("warm_start", "; --warm-start.steps 0 goes without")
+
+
+def demonstration(task: Task, prompt: Prompt, purpose: Purpose = _FOR_WARM_START) -> Demonstration:
     """Return the right completion of a prompt that a task demonstrates.
 
     The actions that an environment demonstrates are played, and the environment answers them.
@@ -189,40 +200,41 @@ def demonstration(task: Task, prompt: Prompt) -> Demonstration:
     tokens = task.tokenizer.encode(prompt.text)
     start = Demonstration(tokens, [False] * len(tokens), None)
     if isinstance(task, Environment):
-        return _demonstrated_episode(task, prompt, start)
-    text = _call(task, "demonstrate", prompt)
+        return _demonstrated_episode(task, prompt, start, purpose)
+    text = _call(task, purpose, "demonstrate", prompt)
     if not text:
         raise ValueError(
-            f"warm_start expects prompts with answers, got none for {prompt.text[:80]!r} from "
-            f"the task {task.name!r}; --warm-start.steps 0 goes without."
+            f"{purpose.function} expects prompts with answers, got none for {prompt.text[:80]!r} "
+            f"from the task {task.name!r}{purpose.advice}."
         )
     answer = [*task.tokenizer.encode_answer(text), *end_tokens(task.tokenizer)]
     return start.extended(answer, True)._replace(outcome=text)
 
 
 def _demonstrated_episode(
-    task: Environment, prompt: Prompt, episode: Demonstration
+    task: Environment, prompt: Prompt, episode: Demonstration, purpose: Purpose
 ) -> Demonstration:
-    actions = _call(task, "demonstrate", prompt)
+    call = partial(_call, task, purpose)
+    actions = call("demonstrate", prompt)
     if not actions:
         raise ValueError(
-            f"warm_start expects the environment {task.name!r} to have demonstrate(prompt), got "
-            f"none; --warm-start.steps 0 goes without."
+            f"{purpose.function} expects the environment {task.name!r} to have "
+            f"demonstrate(prompt), got none{purpose.advice}."
         )
-    state = _call(task, "begin", prompt)
+    state = call("begin", prompt)
     for action in actions:
         inline = action.endswith(tuple(task.stop))
         end = [] if inline else end_tokens(task.tokenizer)
         episode = episode.extended([*task.tokenizer.encode_answer(action), *end], True)
-        state = _call(task, "act", state, action)
-        observation = _call(task, "observe", state)
+        state = call("act", state, action)
+        observation = call("observe", state)
         if observation is not None:
             observed = _observation_tokens(task.tokenizer, observation, inline)
             episode = episode.extended(observed, False)
     return episode._replace(outcome=state)
 
 
-def _call(task: Task, method: str, *args: Any) -> Any:
+def _call(task: Task, purpose: Purpose, method: str, *args: Any) -> Any:
     """Return what a method of the task returns; an error says that it was demonstrating."""
     try:
         return getattr(task, method)(*args)
@@ -232,5 +244,5 @@ def _call(task: Task, method: str, *args: Any) -> Any:
         given = ", ".join(repr(each)[:80] for each in args)
         raise TaskError(
             f"The task {task.name!r} raised {type(error).__name__}: {error} from {method}({given}) "
-            f"in a demonstration; --warm-start.steps 0 goes without."
+            f"in a demonstration{purpose.advice}."
         ) from error

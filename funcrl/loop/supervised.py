@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 
 from funcrl.core.types import Rollout
-from funcrl.loop.episodes import Demonstration, demonstration
+from funcrl.loop.episodes import Demonstration, Purpose, demonstration
 from funcrl.rl.batching import pad_rows
 from funcrl.tasks.contracts import Prompt, Task
+
+_SFT = Purpose("sft")
 
 
 def answers_of(task: Task, prompts: Sequence[Prompt], device: torch.device | str) -> Rollout:
     """Return the answers that a task demonstrates as a rollout."""
-    return to_rollout([demonstration(task, prompt) for prompt in prompts], device)
+    return to_rollout([demonstration(task, prompt, _SFT) for prompt in prompts], device)
 
 
 def to_rollout(rows: Sequence[Demonstration], device: torch.device | str) -> Rollout:

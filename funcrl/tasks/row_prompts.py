@@ -1,6 +1,7 @@
 """From rows of data to prompts: columns, a template or messages, and answers."""
 
 import json
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -86,7 +87,7 @@ class Template:
                 f"{', '.join(row)[:300]} in {place}."
             )
         value = row[column]
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if not is_text_or_number(value):
             raise ValueError(
                 f"{self._function} expects text or a number in the column {column!r} of "
                 f"--prompt-template, got {brief(value)} in {place}."
@@ -122,7 +123,7 @@ def read_prompts(
         if not isinstance(text, str) or not text:
             raise ValueError(f"{function} expects a text as prompt, got {brief(text)} in {place}.")
         texts.append(text)
-    return Prompts(_prompts(function, table, texts), texts, tokenizer, lambda prompt: prompt)
+    return Prompts(_prompts(table, texts), texts, tokenizer, lambda prompt: prompt)
 
 
 def _column(function: str, table: Table, template: str | None) -> str:
@@ -160,8 +161,7 @@ def _conversations(function: str, table: Table, tokenizer: Tokenizer, column: st
         return prompt._replace(text=render(prompt.data[column]))
 
     prompts = [
-        each._replace(data=Conversation(each.data, column))
-        for each in _prompts(function, table, contents)
+        each._replace(data=Conversation(each.data, column)) for each in _prompts(table, contents)
     ]
     finish(prompts[0])  # so that a template that does not take the messages fails at once
     # The texts hold the template's marks already.
@@ -183,23 +183,19 @@ def messages_of(function: str, value: Any, place: str) -> list[dict[str, str]]:
     return [{name: str(each[name]) for name in ("role", "content")} for each in value]
 
 
-def _prompts(function: str, table: Table, texts: Sequence[str]) -> list[Prompt]:
-    return [
-        Prompt(text, answer_of(function, row, table.place(index)), row)
-        for index, (text, row) in enumerate(zip(texts, table.rows, strict=True))
-    ]
+def _prompts(table: Table, texts: Sequence[str]) -> list[Prompt]:
+    return [Prompt(text, answer_of(row), row) for text, row in zip(texts, table.rows, strict=True)]
 
 
-def answer_of(function: str, row: Mapping[str, Any], place: str) -> str:
-    """Return a row's answer as a text, "" for none."""
+def answer_of(row: Mapping[str, Any]) -> str:
+    """Return a row's answer as a text, "" for none and for one that rewards alone can read."""
     answer = row.get("answer")
-    if answer is None:
-        return ""
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(
-            f"{function} expects a text or a number as answer, got {brief(answer)} in {place}."
-        )
-    return str(answer)
+    return str(answer) if is_text_or_number(answer) else ""
+
+
+def is_text_or_number(value: object) -> bool:
+    """Return whether a value, which may be NumPy's, is written as its `str`."""
+    return isinstance(value, str | numbers.Real) and not isinstance(value, bool)
 
 
 def with_answers(table: Table) -> Table:

@@ -17,6 +17,8 @@ from funcrl.tasks.row_prompts import (
     HELD_OUT,
     Prompts,
     RowsOptions,
+    answer_of,
+    is_text_or_number,
     read_prompts,
     with_answers,
 )
@@ -265,7 +267,13 @@ def _without_long(function: str, name: str, found: Prompts, longest: int) -> Pro
 
 def _check_answers(function: str, table: Table) -> None:
     for index, row in enumerate(table.rows):
-        if row.get("answer") in (None, ""):
+        answer = row.get("answer")
+        if answer is not None and not is_text_or_number(answer):
+            raise ValueError(
+                f"{function} expects --reward, or a text or a number as answer, got "
+                f"{brief(answer)} in {table.place(index)}."
+            )
+        if not answer_of(row):
             raise ValueError(
                 f"{function} expects --reward, or an answer in every row to compare completions "
                 f"with, got none in {table.place(index)}."

@@ -374,4 +374,4 @@ def _prompt(row: Mapping[str, Any], place: str, tools: Mapping[str, _Tools]) -> 
         raise ValueError(
             f"from_environment expects a text or messages as prompt, got {brief(given)} in {place}."
         )
-    return Prompt("", answer_of("from_environment", row, place), row)
+    return Prompt("", answer_of(row), row)

@@ -24,7 +24,7 @@ from funcrl.config import (
 from funcrl.loop.build import first_params
 from funcrl.loop.rollouts.grade import RewardError
 from funcrl.loop.supervised import answers_of
-from funcrl.tasks import SumDigits
+from funcrl.tasks import SumDigits, from_rows
 
 SFT = AlgorithmConfig(name="sft")
 
@@ -269,6 +269,15 @@ def test_what_cannot_be_learned_from_is_named(tmp_path, teacher, options, messag
     with pytest.raises(ValueError, match=message):
         funcrl.train(small(tmp_path / "run", **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_without_answers_for_supervised_training_are_named(tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": [n]} for n in range(4)]
+    task = from_rows(rows, {"none": lambda completion: 0.0}, held_out=0.0)
+    with pytest.raises(
+        ValueError, match=r"^sft expects prompts with answers, got none for '\d\?' f"
+    ):
+        funcrl.train(small(tmp_path / "run", algorithm=SFT), task=task)
 
 
 PPO = AlgorithmConfig(name="ppo", lam=0.9, value=0.5)

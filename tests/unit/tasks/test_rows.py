@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import funcrl
@@ -363,6 +364,33 @@ def test_a_wrong_row_of_many_is_found_without_showing_them():
     with pytest.raises(ValueError, match="got no 'prompt' in row 100 of rows") as found:
         from_rows(rows)
     assert len(str(found.value)) < 300
+
+
+@pytest.mark.parametrize("answer", [["1", "2"], {"is": "1"}, True], ids=["list", "dict", "bool"])
+def test_a_reward_gets_an_answer_of_any_kind_as_it_is(answer):
+    seen = []
+
+    def score(completion, answer):
+        seen.append(answer)
+        return float(bool(completion))
+
+    rows = [{"prompt": "a", "answer": answer}]
+    task = from_rows(rows, score, held_out=0.0)
+    prompt = task.prompts(0, 0, 1)[0]
+    assert prompt.answer == ""
+    assert task.reward_batch([prompt], ["1"]) == [{"score": 1.0}]
+    assert seen == [answer]
+    with pytest.raises(
+        ValueError, match="--reward, or a text or a number as answer, got .* in row 0"
+    ):
+        from_rows(rows)
+
+
+def test_the_numbers_of_numpy_are_numbers():
+    rows = [{"n": kind(3), "answer": kind(4)} for kind in (np.int64, np.float32, np.float64)]
+    task = from_rows(rows, prompt_template="{n}?", held_out=0.0)
+    found = {(prompt.text, prompt.answer) for prompt in task.prompts(0, 0, 3)}
+    assert found == {("3?", "4"), ("3.0?", "4.0")}
 
 
 def test_rows_are_the_users_own_and_stay_as_they_are():
