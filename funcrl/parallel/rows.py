@@ -45,6 +45,11 @@ def own_rows(batch: Rows, mesh: Mesh, in_order: bool = False) -> Rows:
     return rows if bool(is_row.all()) else _without(rows, is_row[:, None])
 
 
+def num_own_rows(batch: Rows) -> Tensor:
+    """Return how many rows of the whole batch `own_rows` gave this rank, without its padding."""
+    return batch.positions.any(dim=1).sum()
+
+
 def _balanced(batch: Rows, axis: Axis) -> list[int]:
     """Return the places of this rank's rows, -1 for a row that there is none for.
 
@@ -93,6 +98,7 @@ def _num_tokens(batch: Rows) -> list[int]:
 def _without(rows: Rows, is_row: Tensor) -> Rows:
     """Return the rows with nothing to learn in those that only fill a rank's share."""
     nothing = {
+        "positions": rows.positions.where(is_row, 0),  # as no row of a batch has
         "mask": rows.mask & is_row,
         "behavior_logprobs": rows.behavior_logprobs.where(is_row, 0.0),
         "advantages": rows.advantages.where(is_row, 0.0),

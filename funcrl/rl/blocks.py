@@ -25,6 +25,7 @@ from funcrl.parallel import (
     shard,
 )
 from funcrl.parallel.mesh import ALONE
+from funcrl.parallel.rows import num_own_rows
 from funcrl.rl.backward import Gradient, one_number, reduce_rows, value_and_grad
 from funcrl.rl.grads import PerSampleTransform, summed_gradient
 from funcrl.rl.metrics import merge, merge_ranks, num_samples
@@ -119,12 +120,13 @@ def _metrics_of_ranks(found: Gradient, batch: Rows, axis: Axis) -> Gradient:
     rows = num_samples(batch)
     merged = merge_ranks(own, rows, axis)
     loss = merged.sums.pop(_LOSS)
-    per_sample = merge_ranks(_of_real_rows(found.per_sample, rows, len(batch.mask)), rows, axis)
+    real = num_own_rows(batch)
+    per_sample = merge_ranks(_of_real_rows(found.per_sample, real, len(batch.mask)), real, axis)
     return found._replace(loss=loss, metrics=merged, per_sample=per_sample)
 
 
 def _of_real_rows(metrics: Metrics, rows: Tensor, count: int) -> Metrics:
-    """Return metrics with each mean taken over the rows that have something to learn.
+    """Return metrics with each mean taken over the rows of the whole batch.
 
     A row that only fills a rank's share has a gradient of zero, and should not count.
     """

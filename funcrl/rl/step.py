@@ -40,13 +40,14 @@ from funcrl.parallel import (
     unshard,
 )
 from funcrl.parallel.mesh import ALONE
+from funcrl.parallel.rows import num_own_rows
 from funcrl.rl import grads
 from funcrl.rl.algorithms import grpo
 from funcrl.rl.backward import Gradient
 from funcrl.rl.batching import counted_tokens
 from funcrl.rl.blocks import score_gradient
 from funcrl.rl.losses import LOSS_PART, policy_loss
-from funcrl.rl.metrics import merge_ranks, num_samples, padding_frac, token_means
+from funcrl.rl.metrics import merge_ranks, padding_frac, token_means
 from funcrl.rl.mixing import mixing_parts
 
 
@@ -204,7 +205,7 @@ def _report(found: Gradient, batch: Rows, grad_norm: Tensor, opt_state: Any, axi
     )
     rows: int | Tensor = len(batch.mask)
     if axis.size > 1:
-        rows = psum(num_samples(batch), axis)
+        rows = psum(num_own_rows(batch), axis)
         counts = merge_ranks(counts, torch.ones_like(rows), axis)
     sums = dict(found.metrics.sums)
     of_loss = {name: sums.pop(name) for name in tuple(sums) if name.startswith(LOSS_PART)}

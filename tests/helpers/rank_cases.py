@@ -45,6 +45,7 @@ def rollout_of(seed, prompts=4, samples=2, length=9):
 def steps(
     mesh, algorithm, pack=None, drop=0, reference=False, lora=False, compiled=None, exact=False,
     schedule=True, model=None, shard="none", taught=False, critic=False, count=FEW, optimizer=None,
+    cut=0,
     **options,
 ):  # fmt: skip
     """The parameters after some steps in a row with a schedule, and the metrics of each."""
@@ -81,6 +82,8 @@ def steps(
     for seed in range(count):
         rollout = rollout_of(seed)
         rollout = type(rollout)(*(leaf[drop:] for leaf in rollout))
+        whole = torch.arange(len(rollout.mask)) >= cut  # the others teach nothing, as if cut off
+        rollout = rollout._replace(mask=rollout.mask & whole[:, None])
         ref = ()
         if reference:
             ref = rollout.behavior_logprobs - 0.1
@@ -133,7 +136,9 @@ CASES = {
     "critic": partial(
         steps, algorithm=funcrl.ppo(), critic=True, prepare=funcrl.gae(), drop=1, shard="state"
     ),
-    "clipped, seven rows": partial(steps, algorithm=funcrl.grpo(), drop=1, **CLIP, microbatch=2),
+    "clipped, seven rows": partial(
+        steps, algorithm=funcrl.grpo(), drop=1, cut=2, **CLIP, microbatch=2
+    ),
     "entropy": partial(steps, algorithm=funcrl.grpo(), prepare=funcrl.top_entropy(0.3), drop=1),
     "optimizer": partial(steps, **KL, **CLIP, shard="optimizer"),
     "state": partial(steps, **KL, shard="state", microbatch=1),
