@@ -56,9 +56,7 @@ def chosen_for_device(
     is_known = isinstance(network, Transformer) or (on_gpu and is_of_transformers(network))
     if is_small or not is_known:
         return options, {}
-    teacher = None
-    if on_gpu:  # whose memory it takes a part of
-        teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
+    teacher = network_of_teacher("train", options, task.tokenizer, start.trust)
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     try:
         chosen = choose_options(

@@ -27,6 +27,7 @@ from funcrl.graph import compile_at_first, donate
 from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.algorithm import algorithm_of, optimizer_of, prepare_of
 from funcrl.loop.from_config import check_model
+from funcrl.models import Transformer
 from funcrl.models.initial import is_shape, without_critic
 from funcrl.models.logprobs import Teacher
 from funcrl.models.lora import Lora
@@ -351,6 +352,8 @@ def _teacher_fn(making: _Making) -> ModelFn | None:
     config, teacher = making.config, making["teacher"]
     if not isinstance(teacher, Teacher) or config.algorithm.divergence != "sampled":
         return None
+    if not isinstance(teacher.model, Transformer):  # it attends in its own way
+        config = replace(config, attend="native")
     return from_config.plain_model_fn(making.function, config, teacher.model)
 
 

@@ -8,7 +8,7 @@ from funcrl.config import CompileConfig, TrainConfig
 from funcrl.config.sections import is_own
 from funcrl.core.arguments import checked
 from funcrl.loop.memory import LONGEST, MemoryEstimate, Network, estimate_memory, num_params
-from funcrl.models import Transformer, TransformerConfig
+from funcrl.models import Recurrent, Transformer, TransformerConfig
 
 _FILLED = 0.92  # the share of a GPU's memory that an estimate may take
 _ROW = 4096  # the most tokens of a packed row that holds several samples
@@ -86,13 +86,13 @@ def choose_options(
 
     if config.device == "cpu":
         if num_turns == 1 and isinstance(shape, TransformerConfig):
-            _pack_on_cpu(found, shape, prompt_tokens)
+            _pack_on_cpu(found, shape, prompt_tokens, teacher)
         return Chosen(found.config, found.reasons, estimated(found.config))
     if gpu_bytes is None:
         raise ValueError("choose_options expects gpu_bytes for device cuda, got none.")
     found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
     if isinstance(shape, TransformerConfig):
-        _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None)
+        _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None, teacher)
         if has_compiler:
             fast = CompileConfig(backend="inductor", remat="selective")
             found.choose("compile", fast, "fewer kernels, and products alone are kept")
@@ -128,16 +128,20 @@ class _Choices:
             self.reasons[name] = reason
 
 
-def _choose_operations(found: _Choices, shape: TransformerConfig, prompt: int | None) -> None:
+def _choose_operations(
+    found: _Choices, shape: TransformerConfig, prompt: int | None, teacher: Network | None
+) -> None:
     """Choose how funcrl's own network attends, and how rows with prompts of a turn are packed."""
     halves = found.config.dtype == "bfloat16"
     if found.config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
         found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
     if prompt is not None:
-        _pack(found, shape, prompt)
+        _pack(found, shape, prompt, teacher)
 
 
-def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
+def _pack_on_cpu(
+    found: _Choices, shape: TransformerConfig, prompt: int, teacher: Network | None
+) -> None:
     """Choose packed rows where attention to a whole one costs less than the weights' products."""
     config = found.config
     if config.microbatch is not None or config.compile is not None:
@@ -145,26 +149,39 @@ def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None
     row = LONGEST * (prompt + config.sampling.max_tokens)
     attention = 2 * row * shape.num_heads * shape.head_width * shape.num_layers
     # Without prompts to share it gains little.
-    if attention <= num_params(shape) and _packing_for(found, shape) == "prefixes":
+    if attention <= num_params(shape) and _packing_for(found, shape, teacher) == "prefixes":
         found.choose("packing", "prefixes", _WHY["prefixes"])
 
 
-def _packing_for(found: _Choices, shape: TransformerConfig) -> str | None:
+def _packing_for(found: _Choices, shape: Network, teacher: Network | None) -> str | None:
     """Return how rows can be packed; None if that is given, or packing is not for this run."""
     config = found.config
     refuses = config.optimizer.clip_per_sample is not None or config.algorithm.name == "ppo"
     named = {"packing", "pack_length", "pack_rows"} & {*found.given}
-    if refuses or named or is_own(config.algorithm.name):
+    # A teacher of one's own that has distributions is a network that is not known yet.
+    is_unknown = config.teacher is not None and config.algorithm.divergence != "sampled"
+    if refuses or named or is_own(config.algorithm.name) or (is_unknown and teacher is None):
         return None
-    return "samples" if config.is_supervised or "delta" in shape.kinds else "prefixes"
+    of_networks = [_packing_of(each) for each in (shape, teacher) if each is not None]
+    if None in of_networks:
+        return None
+    return "samples" if config.is_supervised or "samples" in of_networks else "prefixes"
 
 
-def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
+def _packing_of(network: Network) -> str | None:
+    """Return how rows can be packed for a network; None if it would mix their samples."""
+    shape = network.config if isinstance(network, Transformer) else network
+    if isinstance(shape, TransformerConfig):
+        return "samples" if "delta" in shape.kinds else "prefixes"
+    return "samples" if isinstance(network, Recurrent) else None
+
+
+def _pack(found: _Choices, shape: TransformerConfig, prompt: int, teacher: Network | None) -> None:
     """Choose packed rows and their sizes, unless an option of theirs is given."""
     config = found.config
     if config.attend == "native" and config.numerics == "native":
         return  # all scores of a long row would be in memory
-    packing = _packing_for(found, shape)
+    packing = _packing_for(found, shape, teacher)
     if packing is None:
         return
     found.choose("packing", packing, _WHY[packing])

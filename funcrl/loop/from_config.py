@@ -91,11 +91,12 @@ def plain_model_fn(
     critic: bool = False,
 ) -> ModelFn:
     """Return the scores of a network's own parameters, as the configuration computes them."""
-    _check_packing(function, config, model)
     if critic:
         check_critic(function, model)
     taught_by = None if config.algorithm.divergence == "sampled" else teacher
     networks = [model] if taught_by is None else [model, taught_by.model]
+    for network in networks:
+        _check_packing(function, config, network)
     return logprob_fn(
         model,
         config.sampling.temperature or 1.0,

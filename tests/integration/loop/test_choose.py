@@ -181,6 +181,26 @@ def test_a_model_of_transformers_gets_what_its_memory_allows(capsys, tmp_path, m
     assert (yaml.safe_load(out)["dtype"], "Chosen" in err) == ("float32", False)
 
 
+LSTM = replace(funcrl.models.RECURRENT_SHAPES["lstm"], vocab_size=151_936)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "divergence", "packing"),
+    [
+        (QWEN, "reverse", "prefixes"),
+        (funcrl.models.Recurrent(LSTM), "reverse", "samples"),
+        (funcrl.models.Recurrent(LSTM), "sampled", "samples"),
+        (None, "forward", "none"),  # one's own, whose network is not known yet
+        (None, "sampled", "prefixes"),  # and which may score tokens alone
+    ],
+)
+def test_rows_are_packed_as_the_teacher_can_read_them(teacher, divergence, packing):
+    algorithm = AlgorithmConfig(name="distill", divergence=divergence, kl=0.0)
+    taught = config(teacher="mine.py:Teacher", algorithm=algorithm)
+    chosen = funcrl.choose_options(taught, [], QWEN, 128, 141 * GB, teacher=teacher)
+    assert chosen.config.packing == packing
+
+
 def test_a_gpu_must_have_a_size():
     with pytest.raises(ValueError, match="^choose_options expects gpu_bytes for device cuda"):
         funcrl.choose_options(config(), [], QWEN, 8)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import TEMPLATES, equal, tiny_pretrained
+from cases import TEMPLATES, equal, run_command, tiny_pretrained
 from test_train import small, untimed
 from torch.nn.functional import cross_entropy
 
@@ -20,6 +20,7 @@ from funcrl.config import (
     LoraConfig,
     TrainConfig,
     WarmStartConfig,
+    read_config,
 )
 from funcrl.loop.build import first_params
 from funcrl.loop.rollouts.grade import RewardError
@@ -56,6 +57,14 @@ def teacher(tmp_path_factory):
         folder, steps=1, warm_start=WarmStartConfig(steps=30, accuracy=1.0, every=30), seed=4
     )
     funcrl.train(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recurrent_teacher(tmp_path_factory):
+    """A run of a network that carries a state."""
+    folder = tmp_path_factory.mktemp("recurrent") / "run"
+    funcrl.train(small(folder, steps=1, model="lstm"))
     return folder
 
 
@@ -195,6 +204,38 @@ def test_a_teacher_needs_no_reward(tmp_path, teacher, share):
     seen = lines(tmp_path / "run", "completions.jsonl")
     assert seen
     assert not [each for each in seen if "advantage" in each]
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "sampled"])
+def test_a_teacher_that_carries_a_state_computes_in_its_own_way(
+    tmp_path, recurrent_teacher, divergence
+):
+    rows = {}
+    for attend, packing in (("native", "none"), ("flash", "none"), ("flash", "samples")):
+        run = distilling(
+            tmp_path / f"{attend}-{packing}", recurrent_teacher, divergence=divergence, steps=1,
+            attend=attend, packing=packing,
+        )  # fmt: skip
+        rows[attend, packing] = funcrl.train(run).history[1]["loss/teacher"]
+    wanted = rows.pop(("native", "none"))
+    assert wanted != 0
+    assert rows == {key: pytest.approx(wanted, rel=1e-4) for key in rows}
+    shared = distilling(
+        tmp_path / "shared", recurrent_teacher, divergence=divergence, packing="prefixes"
+    )
+    with pytest.raises(ValueError, match="--packing none or samples .* prefixes for Recurrent"):
+        funcrl.train(shared)
+    assert not shared.run_dir.exists()
+
+
+def test_the_command_line_packs_for_the_teacher_too(tmp_path, teacher, recurrent_teacher, capsys):
+    for number, (other, packing) in enumerate(((teacher, "prefixes"), (recurrent_teacher, "none"))):
+        run = tmp_path / str(number)
+        options = ["--num-prompts", "2", "--warm-start.steps", "0", "--evaluation.every", "0"]
+        line = ["train", "--run-dir", run, "--steps", "1", "--teacher", other, *options]
+        ended = run_command(line, capsys)
+        assert ended.code == 0, ended.err
+        assert read_config(TrainConfig, run / "config.yaml").packing == packing
 
 
 def test_answers_may_be_learned_with_a_teacher(tmp_path, teacher):
