@@ -343,9 +343,9 @@ class _Taught:
     ) -> None:
         self._teacher, self._temperature = teacher, temperature
         self._apply = logits_fn(teacher.model)
-        # Another network than the student's may attend in its own way.
-        own_way = attend if forward_takes(teacher.model, "attend") else None
-        self._attends = own_way, attend_segments
+        # A network of another kind than the student attends in its own way.
+        taken = attend if forward_takes(teacher.model, "attend") else None
+        self._attends = taken, attend_segments
 
     def of_logits(self, sample: Row, logits: Tensor) -> Tensor:
         """Return the divergence [T] of logits [T, V]."""
