@@ -213,6 +213,17 @@ class AdaptedWeight(nn.Module):
         product = ops.adapted_linear(x, frozen, down, up, self.scale)
         return product if bias is None else product + bias
 
+    def __matmul__(self, columns: Tensor) -> Tensor:
+        """Return the product with columns, for a network that multiplies by the matrix itself."""
+        product: Tensor = self(columns.mT, None)
+        return product.mT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it computes in, for a network that casts to that of the matrix."""
+        down: Any = self.lora_down  # a call puts a tensor in the place of the parameter
+        return down.dtype
+
 
 def layer_weights(network: nn.Module, rank: int) -> set[str]:
     """Return the names of the matrices that get adapters where no others are asked for.

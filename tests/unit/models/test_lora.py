@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from cases import equal, tiny_batch, tiny_model
+from torch import nn
 from torch.func import grad
 
 import funcrl
@@ -172,6 +173,38 @@ def test_qlora_is_lora_on_the_rounded_base(base_dtype):
         assert (found[name] - leaf).abs().max() <= 1e-12 * leaf.abs().max()
     for name, leaf in wanted.merge(moved).items():
         assert torch.equal(small.merge(moved)[name], leaf), name
+
+
+class Direct(nn.Module):
+    """Multiplies by a layer's matrix itself, as Mamba does, and casts to its dtype, as T5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8, bias=False)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        rows = self.embed(tokens).cumsum(0).to(self.mix.weight.dtype)
+        return self.out((self.mix.weight @ rows.mT).mT.tanh())
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "float32"])
+def test_a_matrix_that_a_network_reads_itself_is_adapted(base_dtype):
+    torch.manual_seed(0)
+    model, batch = Direct().double(), tiny_batch()
+    base = {name: leaf.detach() for name, leaf in model.named_parameters()}
+    small = funcrl.models.qlora(
+        model, base, rank=2, alpha=ALPHA, targets=lambda name: name in ("mix.weight", "out.weight"),
+        base_dtype=base_dtype, dtype=torch.float64,
+    )  # fmt: skip
+    moved = {name: leaf + 0.1 * torch.ones_like(leaf) for name, leaf in small.init(1).items()}
+    assert len(moved) == 4
+    whole, kept = small.merge(moved), small.merge(small.init(1))
+    assert not torch.equal(whole["mix.weight"], kept["mix.weight"])
+    for row in range(3):
+        sample = funcrl.tree.map(lambda leaf, row=row: leaf[row], batch)
+        found = small.model_fn(moved, sample).logprobs
+        assert (found - funcrl.logprob_fn(model)(whole, sample).logprobs).abs().max() <= 1e-12
 
 
 def bytes_alive():
