@@ -230,9 +230,12 @@ def _of_samples(metrics: Metrics, grad_norm: Tensor, count: int | Tensor) -> Met
     """Return the metrics of a transform of per-sample gradients, with the noise that follows."""
     sums = dict(metrics.sums)
     square_norms = sums.pop(grads.SQUARE_NORMS, None)
-    if square_norms is None or (isinstance(count, int) and count < 2):
+    if square_norms is None:
         return metrics._replace(sums=sums)
-    found = grads.noise_scale(grads.GradientMoments(grad_norm, square_norms, count))
+    if isinstance(count, int) and count < 2:  # all updates have the same metrics
+        found = grads.NoiseScale(*[torch.full_like(square_norms, torch.nan)] * 3)
+    else:
+        found = grads.noise_scale(grads.GradientMoments(grad_norm, square_norms, count))
     noise = {"per_sample/noise": found.noise, "per_sample/signal": found.signal}
     last = {**metrics.last, "per_sample/noise_scale": found.scale}
     return metrics._replace(sums=sums, means={**metrics.means, **noise}, last=last)

@@ -1,6 +1,7 @@
 """Per-sample and summed gradients, micro-batches, norms and the noise scale."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -159,6 +160,19 @@ def test_a_step_reports_norms_and_noise_of_its_samples(microbatch):
     scale = noise / signal if signal > 0 else torch.inf
     assert metrics.last["per_sample/noise_scale"] == pytest.approx(float(scale), rel=1e-12)
     assert not [name for name in metrics.sums if name.startswith("per_sample")]
+
+
+def test_the_noise_of_one_sample_is_not_known():
+    """A mini-batch of one row has the metrics of others, with which they are merged."""
+    step = funcrl.grpo_step(MODEL_FN, per_sample=funcrl.clip_per_sample(1.0))
+    state = step.init(PARAMS)
+    _, one = step(state, tree.map(lambda leaf: leaf[:1], BATCH))
+    _, all_rows = step(state, BATCH)
+    found = funcrl.metrics.to_floats(funcrl.metrics.merge([all_rows, one]))
+    assert found.keys() == funcrl.metrics.to_floats(all_rows).keys()
+    for name in ("noise", "signal", "noise_scale"):
+        assert math.isnan(found[f"per_sample/{name}"])
+    assert found["per_sample/grad_norm/mean"] > 0
 
 
 def test_a_transform_of_ones_own_reports_metrics():
