@@ -78,7 +78,7 @@ def choose_options(
         >>> chosen.config.slots, chosen.config.packing, chosen.config.pack_length
         (512, 'prefixes', 2240)
     """
-    found = _Choices(config, given)
+    found = _Choices(config, given, teacher)
     shape = shape.config if isinstance(shape, Transformer) else shape
 
     def estimated(config: TrainConfig) -> MemoryEstimate:
@@ -86,13 +86,13 @@ def choose_options(
 
     if config.device == "cpu":
         if num_turns == 1 and isinstance(shape, TransformerConfig):
-            _pack_on_cpu(found, shape, prompt_tokens, teacher)
+            _pack_on_cpu(found, shape, prompt_tokens)
         return Chosen(found.config, found.reasons, estimated(found.config))
     if gpu_bytes is None:
         raise ValueError("choose_options expects gpu_bytes for device cuda, got none.")
     found.choose("dtype", "bfloat16", "a GPU multiplies it many times as fast as float32")
     if isinstance(shape, TransformerConfig):
-        _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None, teacher)
+        _choose_operations(found, shape, prompt_tokens if num_turns == 1 else None)
         if has_compiler:
             fast = CompileConfig(backend="inductor", remat="selective")
             found.choose("compile", fast, "fewer kernels, and products alone are kept")
@@ -117,8 +117,10 @@ def choose_options(
 class _Choices:
     """A configuration that is completed option by option."""
 
-    def __init__(self, config: TrainConfig, given: Collection[str]) -> None:
-        self.config, self.given = config, given
+    def __init__(
+        self, config: TrainConfig, given: Collection[str], teacher: Network | None
+    ) -> None:
+        self.config, self.given, self.teacher = config, given, teacher
         self.reasons: dict[str, str] = {}
 
     def choose(self, name: str, value: Any, reason: str) -> None:
@@ -128,20 +130,16 @@ class _Choices:
             self.reasons[name] = reason
 
 
-def _choose_operations(
-    found: _Choices, shape: TransformerConfig, prompt: int | None, teacher: Network | None
-) -> None:
+def _choose_operations(found: _Choices, shape: TransformerConfig, prompt: int | None) -> None:
     """Choose how funcrl's own network attends, and how rows with prompts of a turn are packed."""
     halves = found.config.dtype == "bfloat16"
     if found.config.numerics == "native" and halves and shape.head_width in range(8, 257, 8):
         found.choose("attend", "flash", "no scores of all pairs of tokens are in memory")
     if prompt is not None:
-        _pack(found, shape, prompt, teacher)
+        _pack(found, shape, prompt)
 
 
-def _pack_on_cpu(
-    found: _Choices, shape: TransformerConfig, prompt: int, teacher: Network | None
-) -> None:
+def _pack_on_cpu(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
     """Choose packed rows where attention to a whole one costs less than the weights' products."""
     config = found.config
     if config.microbatch is not None or config.compile is not None:
@@ -149,13 +147,13 @@ def _pack_on_cpu(
     row = LONGEST * (prompt + config.sampling.max_tokens)
     attention = 2 * row * shape.num_heads * shape.head_width * shape.num_layers
     # Without prompts to share it gains little.
-    if attention <= num_params(shape) and _packing_for(found, shape, teacher) == "prefixes":
+    if attention <= num_params(shape) and _packing_for(found, shape) == "prefixes":
         found.choose("packing", "prefixes", _WHY["prefixes"])
 
 
-def _packing_for(found: _Choices, shape: Network, teacher: Network | None) -> str | None:
+def _packing_for(found: _Choices, shape: TransformerConfig) -> str | None:
     """Return how rows can be packed; None if that is given, or packing is not for this run."""
-    config = found.config
+    config, teacher = found.config, found.teacher
     refuses = config.optimizer.clip_per_sample is not None or config.algorithm.name == "ppo"
     named = {"packing", "pack_length", "pack_rows"} & {*found.given}
     # A teacher of one's own that has distributions is a network that is not known yet.
@@ -176,12 +174,12 @@ def _packing_of(network: Network) -> str | None:
     return "samples" if isinstance(network, Recurrent) else None
 
 
-def _pack(found: _Choices, shape: TransformerConfig, prompt: int, teacher: Network | None) -> None:
+def _pack(found: _Choices, shape: TransformerConfig, prompt: int) -> None:
     """Choose packed rows and their sizes, unless an option of theirs is given."""
     config = found.config
     if config.attend == "native" and config.numerics == "native":
         return  # all scores of a long row would be in memory
-    packing = _packing_for(found, shape, teacher)
+    packing = _packing_for(found, shape)
     if packing is None:
         return
     found.choose("packing", packing, _WHY[packing])
