@@ -211,7 +211,12 @@ def graded_of(
     kept = {name: values[~failed].nan_to_num() for name, values in parts.items()}
     total = _float32([torch.nan] * len(rows))
     given = {**task.reward_weights, **(weights or {})}
-    # `weighted_sum` refuses the names that are none.
+    unknown = sorted(given.keys() - names)
+    if unknown:
+        raise ValueError(
+            f"grade expects weights (--reward-weights) of the rewards {sorted(names)}, got one of "
+            f"{unknown[0]!r}."
+        )
     total[~failed] = rewards.weighted_sum(kept, dict.fromkeys(names, 1.0) | given)
     metrics = {name: sum(found) / len(found) for name, found in rewarded.metrics.items()}
     return Graded(parts, total, errors, metrics, [each.extra or {} for each in rewarded.rows])

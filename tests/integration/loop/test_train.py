@@ -372,7 +372,7 @@ def test_several_rewards_are_weighted_and_logged_each(tmp_path):
     weights = {"correct": 0.0, "short": 1.0}
     rows = funcrl.train(small(tmp_path / "given", reward_weights=weights), task=Two()).history[1:]
     assert all(abs(row["reward"] - row["rewards/short/mean"]) <= 1e-6 for row in rows)
-    with pytest.raises(ValueError, match="weighted_sum expects weights.*'x'"):
+    with pytest.raises(ValueError, match="grade expects weights.*'x'"):
         funcrl.train(small(tmp_path / "bad", reward_weights={"x": 1.0}), task=Two())
 
 
