@@ -46,6 +46,9 @@ class Kind(NamedTuple):
     is_of_type: Callable[[Any], bool] = lambda _: False
     relation: str = ""  # "> 0", in place of the words for a number out of bounds
 
+    def __repr__(self) -> str:  # as `help()` and a notebook's `?` show it in a signature
+        return repr(self.words)
+
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
     """Return `fn` that refuses an argument which its annotation does not allow.

@@ -29,6 +29,10 @@ class Mesh(NamedTuple):
     host: Axis = Axis()  # the same on a group of the CPU, for Python objects
     rollouts: Axis = Axis()  # one more, for the thread that draws while a step trains
 
+    def __repr__(self) -> str:  # `Mesh()` for one rank, as the signatures that default to it show
+        several = [f"{name}={axis}" for name, axis in self._asdict().items() if axis != Axis()]
+        return f"Mesh({', '.join(several)})"
+
 
 ALONE = Mesh()
 

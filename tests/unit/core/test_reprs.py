@@ -1,5 +1,7 @@
 """Values in a notebook: a few lines, whatever their size, and still plain NamedTuples."""
 
+import inspect
+
 import optree
 import pytest
 import torch
@@ -87,6 +89,17 @@ def test_an_optimizer_is_shown_as_the_call_that_makes_it():
     )
     own = funcrl.GradientTransformation(lambda params: (), lambda grads, state, params: (grads, ()))
     assert repr(own).startswith("GradientTransformation(")
+
+
+def test_a_signature_says_what_an_argument_takes():
+    shown = str(inspect.signature(funcrl.grpo_step))
+    assert "microbatch: Optional[Annotated[int, 'a 64-bit integer above 0']] = None" in shown
+    assert "mesh: funcrl.parallel.mesh.Mesh = Mesh()" in shown
+    axis = funcrl.parallel.Axis(size=2, rank=1)
+    assert repr(funcrl.parallel.Mesh(all=axis)) == f"Mesh(all={axis})"
+    for name in funcrl.__all__:
+        if inspect.isfunction(each := getattr(funcrl, name)):
+            assert "Kind(" not in str(inspect.signature(each)), name
 
 
 def test_completions_and_a_loaded_run_are_a_line():
