@@ -35,15 +35,20 @@ def check_options_kept(function: str, config: TrainConfig, folder: Path) -> None
     places = folder / runs.CHECKPOINTS
     if not places.is_dir() or not any(each.name.isdigit() for each in places.iterdir()):
         return
-    refused = [each for each in changed_options(_recorded(folder), config) if not each.is_allowed]
-    if refused:
-        shown = [shown_change(*each) for each in refused]
-        got = ", ".join(f"--{option} {after} (was {before})" for option, before, after in shown)
+    got = options_not_kept(config, folder)
+    if got:
         raise ValueError(
             f"{function} expects the options that {folder} was trained with, got {got}; "
             f"--fork NEW_FOLDER (in Python fork=) starts a run with them from its newest "
             f"checkpoint."
         )
+
+
+def options_not_kept(config: TrainConfig, folder: Path) -> str:
+    """Return the options of a configuration that change what a run was trained with, as text."""
+    changes = [each for each in changed_options(_recorded(folder), config) if not each.is_allowed]
+    shown = [shown_change(*each) for each in changes]
+    return ", ".join(f"--{option} {after} (was {before})" for option, before, after in shown)
 
 
 def changes_since(

@@ -12,13 +12,21 @@ from funcrl.core.printing import Note
 from funcrl.core.types import Params, TrainState
 from funcrl.run import runs
 from funcrl.run.accuracy import held_out, score_of
-from funcrl.run.checkpoint import Checkpoints, Restored, restore, restore_newest, save
+from funcrl.run.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    Restored,
+    restore,
+    restore_newest,
+    save,
+)
 from funcrl.run.folder import (
     Claim,
     Traces,
     changes_since,
     describe_changes,
     environment,
+    options_not_kept,
     refuse_links,
     sweep,
     write_changes,
@@ -94,7 +102,16 @@ class Record(Follower):
         step: int | None = None,
     ) -> int:
         """Begin as another run's newest good checkpoint, and return its step."""
-        found = restore_newest(parent / runs.CHECKPOINTS, like, like.params, step)
+        try:
+            found = restore_newest(parent / runs.CHECKPOINTS, like, like.params, step)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            got = options_not_kept(self._config, parent) or "the same options with other parts"
+            raise ValueError(
+                f"train expects a fork to have the parameters and the state of the optimizer of "
+                f"{parent}, got {got}: {error}"
+            ) from error
         # Written before all else, so that a fork that is killed goes on as one.
         self._facts |= dict(zip(_OF_A_FORK, (str(parent), str(found.step)), strict=True))
         # The seed is an option, which a fork may change.
