@@ -86,8 +86,12 @@ def defaults(model: str) -> TrainConfig:
     if is_run(Path(model)):  # it has learned what a warm start teaches
         options = defaults(options_of_run("train", "--model", Path(model)).model)
         return replace(options, model=model, warm_start=replace(options.warm_start, steps=0))
-    from_nothing = is_shape(model) or is_own(model)
-    return replace(TrainConfig() if from_nothing else PRETRAINED, model=model)
+    return replace(PRETRAINED if names_weights(model) else TrainConfig(), model=model)
+
+
+def names_weights(model: str) -> bool:
+    """Return whether a model's name is that of weights or of a run, not of something to start."""
+    return not is_shape(model) and not is_own(model)
 
 
 def options_of_run(function: str, option: str, run: Path) -> TrainConfig:
@@ -305,12 +309,18 @@ def base_params(config: TrainConfig, source: Source, network: nn.Module) -> Para
         return load_params(source.weights, device=config.device)[1]
     if source.run is not None:
         return params_of_run("train", source.run, network, config.device)[1]
-    if isinstance(network, Transformer) or any(leaf.is_meta for leaf in network.parameters()):
+    if not has_values(network):
         return init_params(network, rng.fold_in(config.seed, _WEIGHTS), device=config.device)
     return {
         name: leaf.detach().clone().to(config.device)
         for name, leaf in sorted(network.named_parameters())
     }
+
+
+def has_values(network: nn.Module) -> bool:
+    """Return whether a network starts from the values that it has, not from those of a seed."""
+    is_on_meta = any(leaf.is_meta for leaf in network.parameters())
+    return not isinstance(network, Transformer) and not is_on_meta
 
 
 def adapters_of(

@@ -359,6 +359,21 @@ def test_a_network_that_gives_no_logits_is_refused(model):
         funcrl.build(SMALL, model=model)
 
 
+def test_a_model_is_not_trained_without_the_weights_that_are_named(tmp_path):
+    tiny_pretrained(tmp_path)
+    config = replace(SMALL, model=str(tmp_path), run_dir=tmp_path / "run")
+    parts = funcrl.build(config)
+    with pytest.raises(ValueError, match="train expects params beside a model.*a Transformer"):
+        funcrl.train(config, model=parts.model)
+    with pytest.raises(ValueError, match="Parts._replace expects params beside a model"):
+        parts._replace(model=parts.model)
+    model, params = funcrl.load_params(tmp_path)
+    given = parts._replace(model=model, params=params)
+    assert equal(given.step.init(given.params).params, params)
+    own = mine.llama(VOCABULARY).eval()  # which starts from the values that it has
+    assert funcrl.build(config, funcrl.tasks.SumDigits(), model=own).model is own
+
+
 class _SeesAll(torch.nn.Module):
     def __init__(self):
         super().__init__()

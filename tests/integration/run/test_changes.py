@@ -164,9 +164,9 @@ def test_a_fork_begins_as_its_parent_and_leaves_it_alone(parent, tmp_path):
 def test_a_fork_that_cannot_begin_leaves_nothing(parent, tmp_path):
     with pytest.raises(ValueError, match=r"got --model tiny \(was micro\): restore expects"):
         funcrl.train(replace(tiny(tmp_path / "new"), model="tiny"), fork=parent)
+    plain = tiny(tmp_path / "new", optimizer=OptimizerConfig(name="sgd"))
     with pytest.raises(ValueError, match=r"--optimizer.name sgd \(was adamw\): restore expects"):
-        other = OptimizerConfig(name="sgd")
-        funcrl.train(replace(tiny(tmp_path / "new"), optimizer=other), fork=parent)
+        funcrl.train(plain, fork=parent)
     with pytest.raises(ValueError, match="--steps of at least 2"):
         funcrl.train(tiny(tmp_path / "new", steps=1), fork=parent)
     with pytest.raises(ValueError, match="resume or fork"):
