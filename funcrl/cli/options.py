@@ -313,7 +313,7 @@ def _in_one_line(command: str, args: Sequence[str], printed: str) -> str:
 
 def _by_option(command: str, args: Sequence[str], options: Iterable[Option], reason: str) -> str:
     """Return what a configuration says of a field in the name of the option that sets it."""
-    said = re.match(r"(\w+) expects (\w+) (.*)", reason)
+    said = re.match(r"(\w+) expects (\w+)(?:\[\d+\])? (.*)", reason)
     if said is None:
         return reason
     names = [each.name for each in options if (each.owner.__name__, each.field) == said.group(1, 2)]

@@ -50,6 +50,8 @@ _SAME_AS = {
 }
 # What is meant by other names, whose values may mean something else: they are suggested.
 _KNOWN_AS = {
+    "adam-beta1": ("optimizer.betas",),
+    "adam-beta2": ("optimizer.betas",),
     "alpha": ("lora.alpha",),
     "attn-implementation": ("attend",),
     "bf16": ("dtype",),

@@ -8,6 +8,7 @@ from funcrl.config.generation import Temperature
 from funcrl.core.arguments import (
     CheckedFields,
     Count,
+    Decay,
     Finite,
     FiniteNotNegative,
     FinitePositive,
@@ -163,6 +164,8 @@ class OptimizerConfig(CheckedFields):
     """The number of updates over which the learning rate rises from 0."""
     weight_decay: FiniteNotNegative = 0.0
     """The optimizer's weight decay, of all parameters."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """How slowly AdamW's two moments forget, such as 0.9 0.95 (TRL's adam_beta1 and adam_beta2)."""
     moments: Literal["float32", "8bit"] = "float32"
     """How adamw keeps its two moments; 8bit takes a quarter of the memory."""
     max_grad_norm: Positive = 1.0
@@ -170,6 +173,19 @@ class OptimizerConfig(CheckedFields):
     clip_per_sample: Positive | None = None
     """The gradient of each sample is scaled down to this norm before they are summed; inf measures
     them alone. Its metrics are per_sample/*, and it needs one sample a row."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.moments == "8bit" and self.name != "adamw":
+            raise ValueError(
+                f"train expects --optimizer.name adamw with --optimizer.moments 8bit, got "
+                f"{self.name}."
+            )
+        if self.betas != OptimizerConfig.betas and self.name == "sgd":
+            raise ValueError(
+                f"train expects --optimizer.name adamw or muon with --optimizer.betas "
+                f"{' '.join(map(str, self.betas))}, got sgd, which has no moments."
+            )
 
 
 # How a matrix that has an adapter is kept.

@@ -210,11 +210,6 @@ class TrainConfig:
                 f"train expects --packing none with --optimizer.clip-per-sample, which needs one "
                 f"sample a row, got {self.packing}."
             )
-        if self.optimizer.moments == "8bit" and self.optimizer.name != "adamw":
-            raise ValueError(
-                f"train expects --optimizer.name adamw with --optimizer.moments 8bit, got "
-                f"{self.optimizer.name}."
-            )
         if self.pack_length is not None and self.pack_length <= self.sampling.max_tokens:
             raise ValueError(
                 f"train expects --pack-length above --sampling.max-tokens = "

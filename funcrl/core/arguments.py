@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -140,7 +141,8 @@ def _refuse(function: str, argument: str, kind: Kind, value: Any) -> NoReturn:
     of_type = kind.is_of_type(value)
     expected = kind.relation if of_type and kind.relation else f"to be {kind.words}"
     error = ValueError if of_type else TypeError
-    advice = "".join(text for name, text in _ADVICE.items() if name in kind.words)
+    wanted = f"{argument} to be {kind.words}"
+    advice = "".join(text for words, text in _ADVICE.items() if re.search(rf"{words}\b", wanted))
     raise error(f"{function} expects {argument} {expected}, got {_shown(value)}{advice}.")
 
 
@@ -241,6 +243,7 @@ def _container(origin: type, hints: Sequence[Any]) -> Kind:
         return Kind(words, lambda value: isinstance(value, origin) and not isinstance(value, str))
     item = hints[1] if hints else Any
     each = _LEAF if item is Tensor else _kind(item)
+    words += " of tensors" if item is Tensor else ""
     return _whole(
         words,
         lambda value: isinstance(value, origin),
@@ -307,8 +310,14 @@ def number(words: str, holds: Callable[[float], bool], relation: str = "") -> Ki
 _ADVICE = {
     "a TaskLike": "; funcrl.tasks.from_rows makes a task of rows or of a data set, and "
     "funcrl.tasks.load one of a name",
+    "an AlgorithmConfig": "; funcrl.config.AlgorithmConfig(name='dapo') is one",
+    "an OptimizerConfig": "; funcrl.config.OptimizerConfig(name='adamw') is one",
+    "a CompileConfig": "; funcrl.config.CompileConfig() is one",
+    "an EvalConfig": "; funcrl.config.EvalConfig(run=folder) is one",
     "an Algorithm": "; funcrl.grpo() and funcrl.dapo() are two",
     "a GradientTransformation": "; funcrl.optim.adamw(1e-6) is one",
+    "params to be a dict of tensors": "; funcrl.init_params(model, seed=0) draws them, and "
+    "funcrl.load_params(name) loads those of weights",
     "a Module": "; funcrl.load_params(name) returns the model and the parameters of weights",
 }
 _ANYTHING = Kind("anything", lambda _: True)
@@ -354,6 +363,10 @@ TopP: TypeAlias = Annotated[
 ]
 Fraction: TypeAlias = Annotated[
     float, number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+]
+# How slowly a running mean forgets.
+Decay: TypeAlias = Annotated[
+    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 ]
 Finite: TypeAlias = Annotated[float, number("a finite number", lambda value: abs(value) < math.inf)]
 FinitePositive: TypeAlias = Annotated[

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from funcrl import optim
-from funcrl.config import AlgorithmConfig, TrainConfig
+from funcrl.config import AlgorithmConfig, OptimizerConfig, TrainConfig
 from funcrl.config.sections import WITHOUT_REWARDS, is_own
 from funcrl.core import tree
 from funcrl.core.types import (
@@ -93,8 +93,11 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
     options = config.optimizer
     rate = _schedule(config)
     if is_own(options.name):
-        known = {"learning_rate": rate, "weight_decay": options.weight_decay}
-        refusable = {"weight-decay": options.weight_decay}
+        known = {
+            "learning_rate": rate, "weight_decay": options.weight_decay, "betas": options.betas,
+        }  # fmt: skip
+        betas = () if options.betas == OptimizerConfig.betas else options.betas
+        refusable = {"weight-decay": options.weight_decay, "betas": betas}
         made = _own("optimizer", options.name, known, refusable, {}, GradientTransformation)
     elif options.name == "muon":
         if axis.size > 1:
@@ -102,23 +105,28 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
                 f"train expects --shard none with --optimizer.name muon, which needs whole "
                 f"matrices, got {config.shard}."
             )
-        made = _muon_and_adamw(rate, options.weight_decay)
+        made = _muon_and_adamw(rate, options.weight_decay, options.betas)
     elif options.name == "sgd":
         made = optim.sgd(rate, weight_decay=options.weight_decay)
     else:
         kept: Literal["8bit"] | None = "8bit" if options.moments == "8bit" else None
-        made = optim.adamw(rate, weight_decay=options.weight_decay, moment_dtype=kept)
+        made = optim.adamw(
+            rate, options.betas, weight_decay=options.weight_decay, moment_dtype=kept
+        )
     return optim.chain(optim.clip_by_global_norm(options.max_grad_norm, axis), made)
 
 
-def _muon_and_adamw(rate: Any, weight_decay: float) -> GradientTransformation:
+def _muon_and_adamw(
+    rate: Any, weight_decay: float, betas: tuple[float, float]
+) -> GradientTransformation:
     """Return Muon for the matrices of layers and AdamW for the rest.
 
     Adapters may be of either kind alone, and an optimizer of no parameters is refused.
     """
     muons = optim.masked(optim.muon(rate, weight_decay=weight_decay), _is_muons)
     others = optim.masked(
-        optim.adamw(rate, weight_decay=weight_decay), lambda path, leaf: not _is_muons(path, leaf)
+        optim.adamw(rate, betas, weight_decay=weight_decay),
+        lambda path, leaf: not _is_muons(path, leaf),
     )
 
     def needed(params: Params) -> GradientTransformation:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +11,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrl.core import numerics, tree
-from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked, number
+from funcrl.core.arguments import Mask, NotNegative, Positive, TensorTree, checked
 from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
 from funcrl.parallel import Axis, all_gather, global_norm
 from funcrl.parallel.mesh import ALONE
-
-# How slowly a running mean forgets.
-Decay: TypeAlias = Annotated[
-    float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-]
 
 
 class EmptyState(NamedTuple):

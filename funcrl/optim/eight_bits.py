@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from funcrl.core import tree
-from funcrl.core.arguments import NotNegative, TensorTree, checked
+from funcrl.core.arguments import Decay, NotNegative, TensorTree, checked
 from funcrl.core.numerics import in_blocks, of_levels
 from funcrl.core.types import GradientTransformation, Params, Tree
-from funcrl.optim.base import Decay, bias_correction, zero_count
+from funcrl.optim.base import bias_correction, zero_count
 
 BLOCK, _LEAST = 256, 64  # numbers of a row that share a scale: at most, and at least
 _DECADES = 7  # of the levels' magnitudes

@@ -10,6 +10,7 @@ from torch import Tensor
 from funcrl.core import checks, tree
 from funcrl.core.arguments import (
     Count,
+    Decay,
     Fraction,
     Mask,
     NotNegative,
@@ -18,7 +19,7 @@ from funcrl.core.arguments import (
 )
 from funcrl.core.printing import shows_arguments
 from funcrl.core.types import GradientTransformation, Params, Tree
-from funcrl.optim.base import Decay, add_decayed_weights, bias_correction, chain, zero_count
+from funcrl.optim.base import add_decayed_weights, bias_correction, chain, zero_count
 from funcrl.optim.eight_bits import scale_by_adam_8bit
 from funcrl.optim.schedules import LearningRate, scale_by_learning_rate
 

@@ -280,9 +280,10 @@ def _check_params(function: str, params: Params) -> None:
         raise ValueError(f"{function}'s init expects a non-empty dict of tensors, got {{}}.")
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         if not leaf.is_floating_point() or leaf.is_meta:
+            advice = "; funcrl.init_params(model, seed=0) draws them" if leaf.is_meta else ""
             raise TypeError(
                 f"{function}'s init expects floating-point parameters with values, got {path!r} of "
-                f"{leaf.dtype} on {leaf.device}."
+                f"{leaf.dtype} on {leaf.device}{advice}."
             )
 
 

@@ -145,6 +145,7 @@ def test_every_malformed_line_ends_in_a_line_or_two_of_ours(capsys, tmp_path, mo
         ("trian", "funcrl train?"),
         ("--steps 3", "funcrl expects a command first, got '--steps'."),
         ("train --zzz 1", "funcrl train --help-all lists them."),
+        ("train --adam_beta2 0.95", "did you mean --optimizer.betas?"),
         ("train --fp16 --n 4 --zzz=1 --fp16", "--dtype? Nor --n (--num-generations?), --zzz.\n"),
     ],
 )
@@ -162,6 +163,7 @@ def test_a_wrong_name_suggests_the_right_one(capsys, line, meant):
         ("train --kl_coef -1", "train expects --algorithm.kl to be a finite number of at least 0"),
         ("train --sampling.temperature -1", "train expects --sampling.temperature to be 0, or"),
         ("train --vllm.context-length -3", "train expects --vllm.context-length to be a 64-bit"),
+        ("train --optimizer.betas 0.9 1", "train expects --optimizer.betas to be a number from 0"),
         ("train --steps -1", "train expects --steps to be a 64-bit integer above 0, got -1."),
     ],
 )

@@ -33,7 +33,7 @@ class Dataset:
     [
         ({"model": 3}, "model to be a Module, got 3; funcrl.load_params"),
         ({"model": "llama"}, "model to be a Module, got 'llama'; funcrl.load_params"),
-        ({"params": 3}, "params to be a dict"),
+        ({"params": 3}, "params to be a dict of tensors, got 3; funcrl.init_params"),
         ({"model_fn": 3}, "model_fn to be a function"),
         ({"step": 3}, "step to be a Step"),
         ({"prepare": 3}, "prepare to be a function or None"),

@@ -193,6 +193,7 @@ def test_parts_of_another_configuration_are_refused(tmp_path):
         ({"algorithm": AlgorithmConfig(name=f"{FILE}:nothing")}, ":nothing to name an object"),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed")}, None),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:signed", weight_decay=0.1)}, "weight-decay 0"),
+        ({"optimizer": OptimizerConfig(name=f"{FILE}:signed", betas=(0, 0.9))}, "no --opt.*betas"),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:VOCABULARY")}, "to name an object"),
         ({"optimizer": OptimizerConfig(name=f"{FILE}:llama")}, "name .* needs vocab_size"),
         ({"model": f"{FILE}:signed"}, "--model .* needs learning_rate"),

@@ -648,6 +648,28 @@ def test_a_forked_run_follows_its_new_learning_rate_at_once(tmp_path, schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_betas_are_those_of_the_moments(tmp_path, name):
+    def is_of_muon(path, leaf):
+        return leaf.ndim == 2 and "embed" not in path
+
+    betas, rate = (0.5, 0.75), optim.constant(1e-2)
+    plain = OptimizerConfig(name=name, learning_rate=1e-2, schedule="constant", warmup=0)
+    oracle = optim.adamw(rate, betas, weight_decay=0.0)
+    if name == "muon":
+        others = optim.masked(oracle, lambda path, leaf: not is_of_muon(path, leaf))
+        oracle = optim.chain(optim.masked(optim.muon(rate, weight_decay=0.0), is_of_muon), others)
+    config = small(tmp_path / "whole", optimizer=plain)
+    whole = funcrl.train(config, optimizer=optim.chain(optim.clip_by_global_norm(1.0), oracle))
+    run, other = (
+        funcrl.train(small(tmp_path / f"{betas}", optimizer=replace(plain, betas=betas)))
+        for betas in (betas, (0.9, 0.999))
+    )
+    assert equal(run.state, whole.state)
+    assert not equal(run.state, other.state)
+
+
+@pytest.mark.slow
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     class Intruder(Copy):
         def prompts(self, seed, start, count):

@@ -124,7 +124,8 @@ def test_paths_may_be_strings(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"optimizer": 3}, r"--optimizer to be an OptimizerConfig, got 3\."),
+    ({"optimizer": 3}, "--optimizer to be an OptimizerConfig, got 3; funcrl.config.Opt"),
+    ({"algorithm": "dapo"}, "--algorithm .* got 'dapo'; funcrl.config.AlgorithmConfig"),
     ({"sampling": {"max_tokens": 3}}, r"--sampling to be a Sampling, got dict\."),
     ({"lora": OptimizerConfig()}, r"--lora to be a LoraConfig, got OptimizerConfig\."),
     ({"optimizer": OptimizerConfig}, "--optimizer .*, got the class OptimizerConfig"),
