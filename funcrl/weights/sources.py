@@ -266,12 +266,19 @@ def find(source: str, cache: Path | None = None) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    parts = source.split("/")
-    if len(parts) == 2 + source.endswith(".gguf") and not source.startswith((".", "/", "~")):
-        return download_model("/".join(parts[:2]), *parts[2:])
+    if names_hub(source):
+        organisation, name, *file = source.split("/")
+        return download_model(f"{organisation}/{name}", *file)
     raise FileNotFoundError(
         f"find expects a path, pypi:PACKAGE or a hub id ORG/NAME, got {source!r}."
     )
+
+
+def names_hub(source: str) -> bool:
+    """Return whether a source is no path that is there, and has the form of a hub's ORG/NAME."""
+    has_its_form = source.count("/") == 1 + source.endswith(".gguf")
+    is_of_a_path = source.startswith((".", "/", "~"))
+    return has_its_form and not is_of_a_path and not Path(source).exists()
 
 
 def cached(name: str, cache: Path | None = None) -> Path | None:

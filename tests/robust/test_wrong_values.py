@@ -57,6 +57,19 @@ def test_a_part_of_the_wrong_kind(tmp_path, given, words):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_module_in_place_of_parameters_is_named():
+    model = funcrl.models.Transformer(funcrl.models.shape("micro", vocab_size=7))
+    step, sampler = funcrl.grpo_step(funcrl.logprob_fn(model)), funcrl.generators.Sampler(model)
+    for use, words in (
+        (step.init, "params to be a dict of tensors, got Transformer; funcrl.init_params"),
+        (sampler.push, "parameters of Transformer by name, got Transformer; funcrl.init_params"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            use(model)
+    with pytest.raises(TypeError, match="'embed.weight' .* on meta; funcrl.init_params"):
+        step.init(dict(model.named_parameters()))
+
+
 def test_a_replaced_part_of_the_wrong_kind():
     with pytest.raises(ValueError, match=r"Parts\._replace expects generator .*NoneType"):
         funcrl.build(SMALL)._replace(generator=None)

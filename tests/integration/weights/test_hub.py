@@ -53,6 +53,26 @@ def test_a_download_says_what_and_where_once(place):
     assert "'org/other'" in run(place, "generate", "--model", "org/other", "hi").stderr
 
 
+def test_python_takes_the_names_of_a_hub(place, monkeypatch):
+    lines = (
+        "import funcrl; model, params = funcrl.load_params('org/tiny'); "
+        "tokenizer = funcrl.tasks.load_tokenizer('org/tiny'); "
+        "print(len(params), tokenizer.vocab_size)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", lines], env={**os.environ, **place[2]}, cwd=place[0], text=True,
+        capture_output=True, check=True,
+    ).stdout.split()  # fmt: skip
+    params, tokenizer = (
+        each(place[0] / "model") for each in (funcrl.load_params, funcrl.tasks.load_tokenizer)
+    )
+    assert found == [str(len(params[1])), str(tokenizer.vocab_size)]
+    (place[0] / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(place[0])  # where a folder of that name comes first
+    with pytest.raises(FileNotFoundError, match="load_params expects one model in org/tiny"):
+        funcrl.load_params("org/tiny")
+
+
 def test_an_export_is_uploaded_with_a_card(place):
     folder = place[0] / "run"
     funcrl.train(
