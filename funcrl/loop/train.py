@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from funcrl.config import TrainConfig
+from funcrl.config import AlgorithmConfig, OptimizerConfig, TrainConfig
 from funcrl.core import checks
 from funcrl.core.arguments import checked
+from funcrl.core.printing import warn_safely
 from funcrl.core.types import Params, TrainState
 from funcrl.loop.ahead import Rollouts, rollouts_of
 from funcrl.loop.build import Parts, build, empty_state, first_params, whole_params
@@ -139,6 +140,8 @@ def train(
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
     if parts.source.weights is not None and is_of_transformers(parts.model):
         view.note(_limits_of_class(parts.model))
+    if parts.source.weights is not None and not resume:
+        _warn_of_defaults(config, parts)
     if not parts.is_supervised:
         check_row_lengths(parts.task, parts.generator.context_length)
     check_packing(config, parts)
@@ -176,6 +179,19 @@ def train(
     finally:
         at_end.close()
     return Trained(record.progress.state, history, start.folder)
+
+
+def _warn_of_defaults(config: TrainConfig, parts: Parts) -> None:
+    """Warn of weights that are about to be trained with the defaults of a new model."""
+    are_defaults = (config.optimizer, config.algorithm) == (OptimizerConfig(), AlgorithmConfig())
+    if are_defaults and not parts.replaced & {"algorithm", "optimizer", "step"}:
+        warn_safely(
+            f"train has the options of a model that starts from nothing for the weights of "
+            f"{config.model}, such as a learning rate of {config.optimizer.learning_rate}; "
+            f"dataclasses.replace(funcrl.config.PRETRAINED, model=...) begins from those that "
+            f"`funcrl train` takes for weights.",
+            stacklevel=5,
+        )
 
 
 def _limits_of_class(model: nn.Module) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from cases import tiny_pretrained
 
 import funcrl
 from funcrl import cli, runs
-from funcrl.config import EvalConfig, EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import (
+    PRETRAINED,
+    EvalConfig,
+    EvaluationConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
 from funcrl.core.types import Samples
 from funcrl.loop.evaluate import format_evaluation, interval, majority, pass_at
 from funcrl.loop.rollouts.grade import RewardError
@@ -299,10 +307,10 @@ def test_what_a_template_reads_is_the_runs_or_what_is_given(tmp_path):
     model, _ = tiny_pretrained(tmp_path / "model", template)
     run = tmp_path / "run"
     funcrl.train(
-        TrainConfig(
-            run_dir=run, model=str(model), steps=1, num_prompts=2, num_generations=2,
-            system_prompt="Be brief.", enable_thinking=False, sampling=Sampling(max_tokens=3),
-            warm_start=WarmStartConfig(steps=0), evaluation=EvaluationConfig(every=0),
+        replace(
+            PRETRAINED, run_dir=run, task="sum_digits", model=str(model), steps=1, num_prompts=2,
+            num_generations=2, system_prompt="Be brief.", enable_thinking=False,
+            sampling=Sampling(max_tokens=3), evaluation=EvaluationConfig(every=0),
         )
     )  # fmt: skip
     options = {"num_prompts": 3, "num_samples": 8, "temperature": 1.0}

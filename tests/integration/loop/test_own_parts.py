@@ -15,6 +15,7 @@ from torch import nn
 
 import funcrl
 from funcrl.config import (
+    PRETRAINED,
     AlgorithmConfig,
     CheckpointConfig,
     EvalConfig,
@@ -373,6 +374,21 @@ def test_a_model_is_not_trained_without_the_weights_that_are_named(tmp_path):
     assert equal(given.step.init(given.params).params, params)
     own = mine.llama(VOCABULARY).eval()  # which starts from the values that it has
     assert funcrl.build(config, funcrl.tasks.SumDigits(), model=own).model is own
+
+
+def test_weights_with_the_defaults_of_a_new_model_are_warned_of(tmp_path, recwarn):
+    tiny_pretrained(tmp_path / "model")
+    steps = {"steps": 1, "num_prompts": 2, "num_generations": 2, "evaluation": SMALL.evaluation}
+    options = {"model": str(tmp_path / "model"), "warm_start": WarmStartConfig(steps=0), **steps}
+    with pytest.warns(UserWarning, match=r"a learning rate of 0\.002; .*PRETRAINED") as found:
+        funcrl.train(TrainConfig(tmp_path / "new", **options))
+    assert found[0].filename == __file__
+    funcrl.train(TrainConfig(tmp_path / "new", **options), resume=True)
+    slower = OptimizerConfig(learning_rate=1e-5)
+    funcrl.train(TrainConfig(tmp_path / "slower", **options, optimizer=slower))
+    funcrl.train(TrainConfig(tmp_path / "own", **options), optimizer=funcrl.optim.sgd(1e-5))
+    funcrl.train(replace(PRETRAINED, run_dir=tmp_path / "weights", **options))
+    assert not recwarn.list
 
 
 class _SeesAll(torch.nn.Module):

@@ -11,7 +11,7 @@ from cases import run_command, tiny_pretrained
 
 import funcrl
 from funcrl import runs
-from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import EvaluationConfig, OptimizerConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.generators import sample
 from funcrl.tasks import ByteTokenizer, CharTokenizer, SumDigits
 from funcrl.tasks.tokenizers import tokenizer_files
@@ -206,7 +206,7 @@ def test_every_token_that_ended_a_completion_ends_one_after_the_export(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = replace(
         tiny(tmp_path / "run", model=str(source)), task=str(tmp_path / "rows.jsonl"),
-        warm_start=WarmStartConfig(steps=0),
+        warm_start=WarmStartConfig(steps=0), optimizer=OptimizerConfig(learning_rate=1e-3),
     )  # fmt: skip
     funcrl.train(config)
     out = funcrl.export(tmp_path / "run", tmp_path / "model")

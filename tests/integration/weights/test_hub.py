@@ -10,7 +10,13 @@ import transformers
 from cases import tiny_pretrained
 
 import funcrl
-from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import (
+    EvaluationConfig,
+    OptimizerConfig,
+    Sampling,
+    TrainConfig,
+    WarmStartConfig,
+)
 from funcrl.weights import push_to_hub
 
 
@@ -79,7 +85,7 @@ def test_an_export_is_uploaded_with_a_card(place):
         TrainConfig(
             model=str(place[0] / "model"), task="countdown", run_dir=folder, steps=1, num_prompts=2,
             num_generations=2, sampling=Sampling(max_tokens=3), warm_start=WarmStartConfig(steps=0),
-            evaluation=EvaluationConfig(num_prompts=2),
+            evaluation=EvaluationConfig(num_prompts=2), optimizer=OptimizerConfig(warmup=0),
         )
     )  # fmt: skip
     line = ["export", folder, "--push-to-hub", "me/mine", "--private"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from saved_models import rewrite
 
 import funcrl
-from funcrl.config import EvaluationConfig, LoraConfig, Sampling, TrainConfig
+from funcrl.config import EvaluationConfig, LoraConfig, OptimizerConfig, Sampling, TrainConfig
 from funcrl.core.types import Sample
 from funcrl.models.lora import layer_weights
 from funcrl.weights import load_network, transformers_class
@@ -188,7 +188,8 @@ def test_a_run_goes_on_and_is_exported(tmp_path, network, rank):
             lines.append(line)
 
     def run(name, steps, **options):
-        config = config_of(folder, tmp_path / name, steps=steps, lora=LoraConfig(rank=rank))
+        given = {"lora": LoraConfig(rank=rank), "optimizer": OptimizerConfig(learning_rate=1e-2)}
+        config = config_of(folder, tmp_path / name, steps=steps, **given)
         return funcrl.train(config, task=task, view=Noting(), **options)
 
     whole = run("whole", 3)
