@@ -342,7 +342,7 @@ def test_more_rewards_are_weighed_beside_the_tasks_own():
     assert graded.total.tolist() == pytest.approx([1.43, 1.09])
     again = funcrl.rollouts.grade(task, prompts, ["5", "5"], {"length": 0.0})
     assert again.total.tolist() == pytest.approx([1.1, 1.1])
-    with pytest.raises(ValueError, match="^weighted_sum .*weight.*'size'"):
+    with pytest.raises(ValueError, match="^grade .*weight.*'size'"):
         funcrl.rollouts.grade(task, prompts, ["5", "5"], {"size": 0.0})
     with pytest.raises(ValueError, match="^with_rewards .*names.*'correct'"):
         with_rewards(Gsm8kLike(), {"correct": thinks}).reward(prompts[0], "5")
