@@ -14,7 +14,7 @@ import transformers
 from cases import TEMPLATES, tiny_model, tiny_pretrained, tiny_tokenizer
 
 import funcrl
-from funcrl.config import EvaluationConfig, Sampling, TrainConfig, WarmStartConfig
+from funcrl.config import EvaluationConfig, OptimizerConfig, Sampling, TrainConfig, WarmStartConfig
 from funcrl.tasks import (
     ChatTokenizer,
     Countdown,
@@ -771,6 +771,7 @@ def run_config(folder, run, **options):
             "sampling": Sampling(max_tokens=3),
             "warm_start": WarmStartConfig(steps=0),
             "evaluation": EvaluationConfig(num_prompts=3),
+            "optimizer": OptimizerConfig(learning_rate=1e-3),
             **options,
         }
     )
