@@ -94,8 +94,18 @@ def _has_compiler() -> bool:
     return any(name and shutil.which(name) for name in names)
 
 
-def say_of_other_gpus(options: TrainConfig) -> None:
-    """Say how to use the GPUs that a run in one process leaves alone."""
+def say_of_idle_gpus(args: Sequence[str], options: TrainConfig) -> None:
+    """Say how to use the GPUs that a run leaves alone: with weights all, unless --device is given.
+
+    A small network that starts from nothing is as fast on a CPU.
+    """
+    of_weights = sources.names_weights(options.model) and "device" not in given(args)
+    is_on_cpu = options.device == "cpu" and is_first_rank()
+    if of_weights and is_on_cpu and torch.cuda.is_available():
+        print_safely(
+            "The run is on the CPU, and a GPU is there: --device cuda --dtype bfloat16 uses it.",
+            sys.stderr,
+        )
     is_alone = options.device == "cuda" and num_ranks() == 1 and options.vllm.form != "server"
     count = torch.cuda.device_count() if is_alone else 1
     if count > 1:

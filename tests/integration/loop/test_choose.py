@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 
 import funcrl
 from funcrl.cli import main
-from funcrl.cli.device import say_of_other_gpus
+from funcrl.cli.device import say_of_idle_gpus
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -264,6 +264,21 @@ def test_a_run_on_a_cpu_begins_with_what_was_chosen_and_goes_on_with_it(capsys, 
 )
 def test_gpus_that_a_run_leaves_alone_are_named(count, options, says, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    say_of_other_gpus(config(**options))
+    say_of_idle_gpus([], config(**options))
     line = f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train"
     assert (line in capsys.readouterr().err) == says
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "has_gpu", "says"),
+    [
+        ("", "weights", True, True),
+        ("", "weights", False, False),
+        ("--device cpu", "weights", True, False),
+        ("", "micro", True, False),
+    ],
+)
+def test_a_gpu_beside_a_run_on_the_cpu_is_named(line, model, has_gpu, says, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    say_of_idle_gpus(line.split(), config(model=model, device="cpu"))
+    assert ("--device cuda --dtype bfloat16 uses it." in capsys.readouterr().err) == says
