@@ -249,8 +249,8 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
     for name, kind in _KINDS.items():
         if name in given and not (name == "params" and given[name] == ()):
             check_value(function, name, kind, given[name])
-    is_alone = "model" in given and "params" not in given and not sources.has_values(given["model"])
-    if is_alone and sources.names_weights(config.model):
+    is_alone = "model" in given and given.get("params", ()) == ()
+    if is_alone and sources.names_weights(config.model) and not sources.has_values(given["model"]):
         raise ValueError(
             f"{function} expects params beside a model that has no values of its own, as the "
             f"weights of --model are not read where a model is given; funcrl.load_params returns "

@@ -367,6 +367,8 @@ def test_a_model_is_not_trained_without_the_weights_that_are_named(tmp_path):
     parts = funcrl.build(config)
     with pytest.raises(ValueError, match="train expects params beside a model.*a Transformer"):
         funcrl.train(config, model=parts.model)
+    with pytest.raises(ValueError, match="train expects params beside a model.*a Transformer"):
+        funcrl.train(config, model=parts.model, params=parts.params)
     with pytest.raises(ValueError, match="Parts._replace expects params beside a model"):
         parts._replace(model=parts.model)
     model, params = funcrl.load_params(tmp_path)
