@@ -95,9 +95,10 @@ def _has_compiler() -> bool:
 
 
 def say_of_idle_gpus(args: Sequence[str], options: TrainConfig) -> None:
-    """Say how to use the GPUs that a run leaves alone: with weights all, unless --device is given.
+    """Say how to use the GPUs that a run leaves alone.
 
-    A small network that starts from nothing is as fast on a CPU.
+    Of a run on the CPU this is said for weights alone, unless the line has --device: a small
+    network that starts from nothing is as fast there.
     """
     of_weights = sources.names_weights(options.model) and "device" not in given(args)
     is_on_cpu = options.device == "cpu" and is_first_rank()
