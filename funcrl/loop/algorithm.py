@@ -93,11 +93,12 @@ def optimizer_of(config: TrainConfig, axis: Axis = ALONE.shard) -> GradientTrans
     options = config.optimizer
     rate = _schedule(config)
     if is_own(options.name):
-        known = {
-            "learning_rate": rate, "weight_decay": options.weight_decay, "betas": options.betas,
-        }  # fmt: skip
-        betas = () if options.betas == OptimizerConfig.betas else options.betas
-        refusable = {"weight-decay": options.weight_decay, "betas": betas}
+        decay, betas = options.weight_decay, options.betas
+        known = {"learning_rate": rate, "weight_decay": decay, "betas": betas}
+        refusable = {
+            "weight-decay": decay,
+            "betas": () if betas == OptimizerConfig.betas else betas,
+        }
         made = _own("optimizer", options.name, known, refusable, {}, GradientTransformation)
     elif options.name == "muon":
         if axis.size > 1:

@@ -28,7 +28,7 @@ from funcrl.loop import data, from_config, sources, teachers
 from funcrl.loop.algorithm import algorithm_of, optimizer_of, prepare_of
 from funcrl.loop.from_config import check_model
 from funcrl.models import Transformer
-from funcrl.models.initial import is_shape, without_critic
+from funcrl.models.initial import has_values, is_shape, without_critic
 from funcrl.models.logprobs import Teacher
 from funcrl.models.lora import Lora
 from funcrl.models.networks import vocab_size_of
@@ -250,7 +250,7 @@ def _check_given(function: str, config: TrainConfig, given: Mapping[str, Any]) -
         if name in given and not (name == "params" and given[name] == ()):
             check_value(function, name, kind, given[name])
     is_alone = "model" in given and given.get("params", ()) == ()
-    if is_alone and sources.names_weights(config.model) and not sources.has_values(given["model"]):
+    if is_alone and sources.names_weights(config.model) and not has_values(given["model"]):
         raise ValueError(
             f"{function} expects params beside a model that has no values of its own, as the "
             f"weights of --model are not read where a model is given; funcrl.load_params returns "

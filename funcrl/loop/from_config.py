@@ -16,7 +16,7 @@ from funcrl.graph.nodes import layer_of
 from funcrl.loop import memory
 from funcrl.loop.module_memory import Uncounted
 from funcrl.models import Recurrent, Transformer, with_critic
-from funcrl.models.initial import CRITIC
+from funcrl.models.initial import CRITIC, has_values
 from funcrl.models.logprobs import Teacher, chunk_for, logprob_fn
 from funcrl.models.lora import has_adapted_weights
 from funcrl.models.networks import (
@@ -36,7 +36,7 @@ from funcrl.tasks.reward_calls import describe_error, is_of_user
 def check_model(function: str, config: TrainConfig, model: nn.Module, vocab_size: int) -> None:
     """Raise if a network, as it is, does not give causal logits of the task's tokens."""
     params: Params = dict(model.named_parameters())
-    if isinstance(model, Transformer) or any(leaf.is_meta for leaf in params.values()):
+    if not has_values(model):
         return
     what, kind = f"{function} expects --model {config.model}", type(model).__name__
     device = next((leaf.device for leaf in params.values()), torch.device("cpu"))

@@ -23,7 +23,7 @@ from funcrl.models import (
     init_params,
     shape,
 )
-from funcrl.models.initial import is_shape, without_critic
+from funcrl.models.initial import has_values, is_shape, without_critic
 from funcrl.models.logprobs import logprob_fn
 from funcrl.models.lora import Lora, adapts_linear, lora, qlora, targets_of
 from funcrl.models.networks import is_of_transformers
@@ -315,12 +315,6 @@ def base_params(config: TrainConfig, source: Source, network: nn.Module) -> Para
         name: leaf.detach().clone().to(config.device)
         for name, leaf in sorted(network.named_parameters())
     }
-
-
-def has_values(network: nn.Module) -> bool:
-    """Return whether a network starts from the values that it has, not from those of a seed."""
-    is_on_meta = any(leaf.is_meta for leaf in network.parameters())
-    return not isinstance(network, Transformer) and not is_on_meta
 
 
 def adapters_of(

@@ -138,9 +138,10 @@ def train(
     own_generator = parts is None and "generator" not in given
     if parts is None:
         parts = build(config, trust=trust is True, mesh=mesh, **objects)
-    if parts.source.weights is not None and is_of_transformers(parts.model):
+    begins_from_weights = parts.source.weights is not None
+    if begins_from_weights and is_of_transformers(parts.model):
         view.note(_limits_of_class(parts.model))
-    if parts.source.weights is not None and not resume:
+    if begins_from_weights and not resume:
         _warn_of_defaults(config, parts)
     if not parts.is_supervised:
         check_row_lengths(parts.task, parts.generator.context_length)

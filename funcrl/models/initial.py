@@ -14,7 +14,7 @@ from funcrl.core.types import Params
 from funcrl.models.config import TransformerConfig
 from funcrl.models.layers import GatedDelta, RMSNorm
 from funcrl.models.recurrent import RecurrentConfig
-from funcrl.models.transformer import Block
+from funcrl.models.transformer import Block, Transformer
 
 _GEMMA3 = TransformerConfig(
     width=640, num_layers=18, num_heads=4, num_kv_heads=1, head_width=256, mlp_width=2048,
@@ -85,6 +85,12 @@ def shape(name: str, vocab_size: int) -> TransformerConfig:
 
 # (uniform numbers in [0, 1) of a parameter's shape, the module that has it) -> the parameter
 _DrawFn: TypeAlias = Callable[[Tensor, GatedDelta], Tensor]
+
+
+def has_values(network: nn.Module) -> bool:
+    """Return whether a network starts from the values that it has, not from those of a seed."""
+    is_on_meta = any(leaf.is_meta for leaf in network.parameters())
+    return not isinstance(network, Transformer) and not is_on_meta
 
 
 @checked

@@ -662,8 +662,8 @@ def test_betas_are_those_of_the_moments(tmp_path, name):
     config = small(tmp_path / "whole", optimizer=plain)
     whole = funcrl.train(config, optimizer=optim.chain(optim.clip_by_global_norm(1.0), oracle))
     run, other = (
-        funcrl.train(small(tmp_path / f"{betas}", optimizer=replace(plain, betas=betas)))
-        for betas in (betas, (0.9, 0.999))
+        funcrl.train(small(tmp_path / f"{each}", optimizer=replace(plain, betas=each)))
+        for each in (betas, (0.9, 0.999))
     )
     assert equal(run.state, whole.state)
     assert not equal(run.state, other.state)
