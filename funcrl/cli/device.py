@@ -1,4 +1,4 @@
-"""What `funcrl train` does about its device: it chooses options for it, and says if GPUs idle."""
+"""What commands do about their device: they choose options for it, and say if GPUs idle."""
 
 import os
 import shutil
@@ -94,19 +94,22 @@ def _has_compiler() -> bool:
     return any(name and shutil.which(name) for name in names)
 
 
-def say_of_idle_gpus(args: Sequence[str], options: TrainConfig) -> None:
-    """Say how to use the GPUs that a run leaves alone.
+def say_of_idle_gpu(args: Sequence[str], device: str, model: str | None) -> None:
+    """Say how to use a GPU that a command leaves alone, unless the line has --device.
 
-    Of a run on the CPU this is said for weights alone, unless the line has --device: a small
-    network that starts from nothing is as fast there.
+    Of a network that starts from nothing this is not said: a small one is as fast on the CPU.
     """
-    of_weights = sources.names_weights(options.model) and "device" not in given(args)
-    is_on_cpu = options.device == "cpu" and is_first_rank()
-    if of_weights and is_on_cpu and torch.cuda.is_available():
+    of_weights = model is not None and sources.names_weights(model)
+    is_on_cpu = device == "cpu" and "device" not in given(args)
+    if of_weights and is_on_cpu and is_first_rank() and torch.cuda.is_available():
         print_safely(
-            "The run is on the CPU, and a GPU is there: --device cuda --dtype bfloat16 uses it.",
+            "The model is on the CPU, and a GPU is there: --device cuda --dtype bfloat16 uses it.",
             sys.stderr,
         )
+
+
+def say_of_idle_gpus(options: TrainConfig) -> None:
+    """Say how to use the GPUs that a run on one of them leaves alone."""
     is_alone = options.device == "cuda" and num_ranks() == 1 and options.vllm.form != "server"
     count = torch.cuda.device_count() if is_alone else 1
     if count > 1:

@@ -160,18 +160,18 @@ def parse(command: str, args: Sequence[str], *configs: Any) -> list[Any]:
         args: the line, without the command.
         configs: the options of the command, and their defaults.
     """
-    args = [_full_name(text) for text in args]
+    named = [each.name for config in configs for each in fields(config) if _is_positional(each)]
+    args = [each for text in args for each in _without_name(_full_name(text), named)]
     options = {
         flag: each for config in configs for each in options_of(config) for flag in each.flags
     }
-    takes_texts = any(_is_positional(each) for config in configs for each in fields(config))
     for text, follows in zip(args, [*args[1:], "--"], strict=False):
         flag, equals, value = text.partition("=")
         if not _is_option(text):
             continue
         if flag not in options:
             raise UsageError(_unknown(command, args, options))
-        has_value = equals or not (_is_option(follows) or takes_texts)
+        has_value = equals or not (_is_option(follows) or named)
         if options[flag].kind is bool and has_value:
             got = brief(value if equals else follows)
             raise UsageError(f"{command} expects {flag} without a value, got {got}.")
@@ -264,6 +264,20 @@ def _full_name(text: str) -> str:
     if flag.removeprefix("--").rpartition(".")[2] in _NAMED:
         flag += ".name"
     return flag + equals + value
+
+
+def _without_name(text: str, named: Sequence[str]) -> list[str]:
+    """Return what a text of a line says; values that stand by themselves may have a name before.
+
+    Args:
+        text: of the line.
+        named: what such values are called, as --prompts or --prompt.
+    """
+    flag, equals, value = text.partition("=")
+    names = {f"--{each}" for name in named for each in (name, name.removesuffix("s"))}
+    if flag not in names:
+        return [text]
+    return [value] if equals else []
 
 
 def _unknown(command: str, args: Sequence[str], options: Mapping[str, Option]) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funcrl.cli.device import say_of_idle_gpu
 from funcrl.cli.help import overview, train_help
 from funcrl.cli.options import (
     CompileSwitch,
@@ -213,6 +214,7 @@ def _command_name(args: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def _eval(args: Sequence[str]) -> None:
     config, switch = parse("eval", args, EvalConfig(), TrustSwitch())
+    say_of_idle_gpu(args, config.device, config.model)
     result = evaluate(config, trust=switch.trust, note=partial(print_safely, file=sys.stderr))
     print_safely(format_evaluation(result))
 
@@ -256,6 +258,7 @@ def _report(args: Sequence[str]) -> None:
 
 def _serve(args: Sequence[str]) -> None:
     config, switch = parse("serve", args, ServeConfig(), TrustSwitch())
+    say_of_idle_gpu(args, config.device, config.model)
     serve(config, partial(print_safely, file=sys.stderr), switch.trust)
 
 
@@ -263,6 +266,7 @@ def _generate(args: Sequence[str]) -> None:
     config, options, switch = parse(
         "generate", args, GenerateConfig(), PromptOptions(), TrustSwitch()
     )
+    say_of_idle_gpu(args, config.device, config.model)
     prompts = options.prompts
     if not prompts and not sys.stdin.isatty():
         prompts = [sys.stdin.read().removesuffix("\n")]
@@ -273,6 +277,7 @@ def _generate(args: Sequence[str]) -> None:
 
 def _chat(args: Sequence[str]) -> None:
     config, switch = parse("chat", args, ChatConfig(), TrustSwitch())
+    say_of_idle_gpu(args, config.device, config.model)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         importlib.import_module("readline")  # by which `input` edits lines, and recalls them

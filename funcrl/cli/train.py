@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from torch import nn
 
-from funcrl.cli.device import chosen_for_device, say_of_idle_gpus, task_and_network
+from funcrl.cli.device import chosen_for_device, say_of_idle_gpu, say_of_idle_gpus, task_and_network
 from funcrl.cli.options import (
     CompileSwitch,
     StartConfig,
@@ -93,7 +93,8 @@ def run_train(args: Sequence[str]) -> None:
         if is_first_rank():
             print_safely(describe_run(options, start.resume, start.trust, reasons))
         return
-    say_of_idle_gpus(args, options)
+    say_of_idle_gpu(args, options.device, options.model)
+    say_of_idle_gpus(options)
     if is_restarted() and options.run_dir is None:
         raise ValueError("train expects --run-dir with torchrun's --max-restarts, got none.")
     # What the command line names itself is the user's own choice.

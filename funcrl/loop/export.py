@@ -27,6 +27,7 @@ from funcrl.tasks.contracts import Task, TaskLike
 from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import save_params
 from funcrl.weights.adapters import save_adapters
+from funcrl.weights.merge import is_adapters
 from funcrl.weights.tokenizer import FILES, GENERATION, has_tokenizer
 
 
@@ -190,7 +191,8 @@ def _export_adapters(run: Path, out: Path, network: nn.Module) -> Path:
     """Write the adapters of a run's newest checkpoint."""
     options = sources.options_of_run("export", "--run", run)
     source = sources.find_source("export", options.model)
-    if not options.lora.rank or source.weights is None or source.weights.is_file():
+    weights = source.weights
+    if not options.lora.rank or weights is None or not weights.is_dir() or is_adapters(weights):
         kind = f"of {options.model}" if options.lora.rank else "that trains all parameters"
         raise ValueError(
             f"export expects a run that trains adapters of a Hugging Face folder with --adapters, "
@@ -200,7 +202,7 @@ def _export_adapters(run: Path, out: Path, network: nn.Module) -> Path:
         raise ValueError(f"export expects --out to be a folder with --adapters, got {out}.")
     _, _, trained = sources.trained_adapters(run, network)
     is_local = Path(options.model).expanduser().exists()
-    base = str(source.weights.resolve()) if is_local else options.model
+    base = str(weights.resolve()) if is_local else options.model
     return save_adapters(out, network, trained, options.lora.alpha, base)
 
 

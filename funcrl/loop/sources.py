@@ -37,6 +37,7 @@ from funcrl.tasks.named import call_with_known, import_named, needed_arguments
 from funcrl.tasks.tokenizers import tokenizer_files
 from funcrl.weights import find_model, load_network, load_params
 from funcrl.weights.sources import find
+from funcrl.weights.tokenizer import tokenizer_home
 
 # What the run's seed is folded with for new weights; `train` has the other uses, from 1 on.
 _WEIGHTS = 0
@@ -112,7 +113,7 @@ def tokenizer_place(function: str, config: TrainConfig) -> Path | None:
     source = find_source(function, config.model)
     if source.run is not None:
         return tokenizer_place(function, options_of_run(function, "--model", source.run))
-    return source.weights
+    return None if source.weights is None else tokenizer_home(source.weights)
 
 
 def _find_tokenizer(function: str, name: str) -> Path:

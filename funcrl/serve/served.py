@@ -98,7 +98,7 @@ def load_served(
         )
     model = network_of(function, options, source, None)
     params = base_params(options, source, model)
-    return Served(name, model, params, tokenizer, source.weights)
+    return Served(name, model, params, tokenizer, tokenizer_place(function, options))
 
 
 def drawing(

@@ -11,8 +11,9 @@ from funcrl.core import checks
 from funcrl.core.arguments import checked
 from funcrl.core.files import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
-from funcrl.weights.load import local_path
-from funcrl.weights.tokenizer import NO_TOKENIZER, gguf_tokenizer
+from funcrl.weights.load import base_of, local_path
+from funcrl.weights.merge import is_adapters
+from funcrl.weights.tokenizer import GENERATION, NO_TOKENIZER, gguf_tokenizer, tokenizer_home
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
 # Files that hold the vocabulary of a tokenizer, or its code, which transformers refuses by name.
@@ -252,7 +253,7 @@ def load_tokenizer(
         Traceback (most recent call last):
         FileNotFoundError: load_tokenizer expects a folder or a .gguf file, got no/such/model.
     """
-    path = local_path(path)
+    path = tokenizer_home(local_path(path))
     if not path.exists():
         raise FileNotFoundError(f"load_tokenizer expects a folder or a .gguf file, got {path}.")
     if not path.is_dir():
@@ -263,7 +264,8 @@ def load_tokenizer(
     # Of a folder without, transformers makes some models a tokenizer of special tokens alone.
     if not any(any(path.glob(each)) for each in _TOKENIZERS):
         raise FileNotFoundError(NO_TOKENIZER.format("load_tokenizer", path))
-    ends = _generation_ends(path / "generation_config.json")
+    # Adapters have the tokens that end a text from their base.
+    ends = _generation_ends((base_of(path) if is_adapters(path) else path) / GENERATION)
     # Otherwise transformers asks on the terminal whether to run code that the folder contains.
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)

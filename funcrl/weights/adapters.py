@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from funcrl.core.types import Params
 from funcrl.models import Transformer
 from funcrl.models.networks import is_linear, is_transposed
+from funcrl.weights.merge import FILES
 from funcrl.weights.names import translate
 from funcrl.weights.save import atomic_folder, json_bytes
 from funcrl.weights.tensors import write_safetensors
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 _DOWN, _UP = ".lora_down", ".lora_up"
 
 

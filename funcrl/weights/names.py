@@ -62,6 +62,12 @@ _LEAVES = (
     Name("delta.log_rate", "linear_attn.A_log"),
     Name("delta.step_bias", "linear_attn.dt_bias"),
 )
+# What the names of a text model's parameters begin with in a larger one, and in one alone.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 _INSIDE = {each.ours: each for each in (*_MODULES, *_MORE_MODULES)}
 
 
@@ -98,6 +104,12 @@ def translate(name: str, config: TransformerConfig | None = None) -> Name:
                 name, f"model.layers.{block}.{theirs}.{leaf}", gguf and f"blk.{block}.{gguf}.{leaf}"
             )
     raise ValueError(f"translate expects the name of a Transformer's parameter, got {name!r}.")
+
+
+def name_alone(name: str) -> str:
+    """Return the name that a text model's tensor in a larger model has in one alone."""
+    prefix = next((each for each in _TEXT_PREFIXES if name.startswith(each)), "")
+    return _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 class FusedTensor(NamedTuple):

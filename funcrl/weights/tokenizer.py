@@ -8,7 +8,8 @@ from typing import Any
 from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.weights.gguf import read_gguf, read_metadata
-from funcrl.weights.load import find_model
+from funcrl.weights.load import base_of, find_model
+from funcrl.weights.merge import is_adapters
 
 GENERATION = "generation_config.json"
 _LONGEST_JSON = 1 << 20  # of a model's description, in bytes
@@ -130,6 +131,11 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
     with model.open("rb") as file:
         raw = file.read(max(end for _, end in gguf.spans.values()))
     return [raw[slice(*span)] for name, span in gguf.spans.items() if name.startswith("tokenizer.")]
+
+
+def tokenizer_home(model: Path) -> Path:
+    """Return where the tokenizer of a model is: of adapters without one, beside their base."""
+    return base_of(model) if is_adapters(model) and not has_tokenizer(model) else model
 
 
 def has_tokenizer(folder: Path) -> bool:

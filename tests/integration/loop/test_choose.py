@@ -11,7 +11,7 @@ from cases import tiny_tokenizer
 
 import funcrl
 from funcrl.cli import main
-from funcrl.cli.device import say_of_idle_gpus
+from funcrl.cli.device import say_of_idle_gpu, say_of_idle_gpus
 from funcrl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -264,7 +264,7 @@ def test_a_run_on_a_cpu_begins_with_what_was_chosen_and_goes_on_with_it(capsys, 
 )
 def test_gpus_that_a_run_leaves_alone_are_named(count, options, says, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    say_of_idle_gpus([], config(**options))
+    say_of_idle_gpus(config(**options))
     line = f"One of {count} GPUs is used; torchrun --nproc-per-node {count} -m funcrl train"
     assert (line in capsys.readouterr().err) == says
 
@@ -278,7 +278,16 @@ def test_gpus_that_a_run_leaves_alone_are_named(count, options, says, monkeypatc
         ("", "micro", True, False),
     ],
 )
-def test_a_gpu_beside_a_run_on_the_cpu_is_named(line, model, has_gpu, says, monkeypatch, capsys):
+def test_a_gpu_beside_a_model_on_the_cpu_is_named(line, model, has_gpu, says, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    say_of_idle_gpus(line.split(), config(model=model, device="cpu"))
+    say_of_idle_gpu(line.split(), "cpu", model)
     assert ("--device cuda --dtype bfloat16 uses it." in capsys.readouterr().err) == says
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "chat", "serve"])
+def test_each_command_names_it(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):  # after the line: there are no weights
+        main([command, "--model", str(tmp_path)])
+    assert "--device cuda --dtype bfloat16 uses it." in capsys.readouterr().err

@@ -52,8 +52,8 @@ def test_lines_of_json_and_standard_input(run, capsys, monkeypatch):
     found = [json.loads(line) for line in out.splitlines()]
     assert [each["prompt"] for each in found] == [prompt] * 4
     assert {each["finish_reason"] for each in found} <= {"length", "stop"}
-    again = run_command(["generate", *options, prompt], capsys)
-    assert again.out == out
+    for words in ([prompt], ["--prompt", prompt], ["--prompts", prompt], [f"--prompt={prompt}"]):
+        assert run_command(["generate", *options, *words], capsys).out == out
 
 
 @pytest.mark.slow
