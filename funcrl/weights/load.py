@@ -293,7 +293,10 @@ def _stored_in(path: Path) -> dict[str, Stored]:
 
 def _read(file: Path) -> dict[str, Stored]:
     if not file.is_file():
-        raise FileNotFoundError(f"load_params expects weights in {file}, got no such file.")
+        pickled = next(file.parent.glob("*.bin"), None)
+        got = "no such file" if pickled is None else f"{pickled.name}, which may hold any code"
+        advice = "" if pickled is None else "; transformers' save_pretrained() writes safetensors"
+        raise FileNotFoundError(f"load_params expects weights in {file}, got {got}{advice}.")
     tensors = read_safetensors(file).items()
     return {name: stored for name, stored in tensors if not name.endswith(_FREQUENCIES)}
 

@@ -186,6 +186,13 @@ def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path):
                        params["norm.weight"])  # fmt: skip
 
 
+def test_weights_in_a_pickle_are_not_read(tmp_path):
+    folder = saved(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="got pytorch_model.bin, which .* safetensors"):
+        funcrl.load_params(folder)
+
+
 @pytest.mark.slow
 def test_a_tied_output_matrix_is_the_embedding_or_refused(tmp_path):
     folder = saved(tmp_path)
