@@ -135,7 +135,7 @@ def _column(function: str, table: Table, template: str | None) -> str:
     if len(found) != 1:
         raise ValueError(
             f"{function} expects either a column prompt or a column messages in {table.name}, or "
-            f"--prompt-template, got {', '.join(columns)[:300]}."
+            f"--prompt-column or --prompt-template, got {', '.join(columns)[:300]}."
         )
     return "messages" if isinstance(columns[found[0]], list | tuple) else found[0]
 

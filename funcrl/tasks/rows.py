@@ -276,7 +276,8 @@ def _check_answers(function: str, table: Table) -> None:
         if not answer_of(row):
             raise ValueError(
                 f"{function} expects --reward, or an answer in every row to compare completions "
-                f"with, got none in {table.place(index)}."
+                f"with (--answer-column names its column), got {', '.join(row)[:300]} in "
+                f"{table.place(index)}."
             )
 
 
