@@ -113,6 +113,13 @@ def answer_at(address, port):
             return b""
 
 
+def group_of(process):
+    try:
+        return os.getpgid(process)
+    except ProcessLookupError:  # it has just ended
+        return None
+
+
 def listening(group):
     """The addresses and ports at which the processes of a group listen for others."""
     rows = [
@@ -122,8 +129,8 @@ def listening(group):
     ]
     listeners = {fields[9]: place_of(fields[1]) for fields in rows if fields[3] == "0A"}
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+    for entry in Path("/proc").glob("[0-9]*"):
+        if group_of(int(entry.name)) == group:
             for file in (entry / "fd").iterdir():
                 inode = os.readlink(file).removeprefix("socket:[").removesuffix("]")
                 if inode in listeners:
