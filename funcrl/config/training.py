@@ -126,8 +126,8 @@ class TrainConfig:
     """How the trainer lays samples: none, each in a padded row of its own; samples, many end to end
     in rows of one length; prefixes, so too, and the prompt of a group once for its samples."""
     pack_length: Count | None = None
-    """The number of tokens in a packed row, at least those of the longest sample; four times the
-    longest of the rollout when left out."""
+    """The number of tokens in a packed row, more where a sample is longer; four times the longest
+    of the rollout when left out."""
     pack_rows: Count = 1
     """Packed batches are filled up to a multiple of this number of rows, so that a compiled step
     meets few shapes."""

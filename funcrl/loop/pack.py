@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcrl.config import TrainConfig
 from funcrl.core import tree
+from funcrl.core.printing import warn_safely
 from funcrl.core.rows import row_ends
 from funcrl.core.types import Batch, ModelFn, PackedBatch, Params, Rows, TokenScores
 from funcrl.loop.build import Parts, trained_like
@@ -22,6 +23,8 @@ from funcrl.rl.packing import pack_batch, pack_batch_groups
 def to_rows(config: TrainConfig, batch: Batch) -> Rows:
     """Return a batch, or a mini-batch, in the rows that a step is given.
 
+    They are longer than `pack_length` where a sample is: a run of hours does not end for it.
+
     Args:
         config: whose `packing` says how, and the options beside it in which shapes.
         batch: of one sample a row.
@@ -32,9 +35,10 @@ def to_rows(config: TrainConfig, batch: Batch) -> Rows:
     length = config.pack_length or LONGEST * width
     longest = int(row_ends(sampled_tokens(batch)).amax())
     if longest > length:
-        raise ValueError(
-            f"train expects --pack-length of at least the longest sample, {longest} tokens with "
-            f"its prompt, got {length}."
+        length = longest + -longest % config.length_multiple
+        warn_safely(
+            f"A sample is longer than --pack-length {config.pack_length}: the rows of its update "
+            f"are as long as it, which takes more memory."  # the same words, so that it is said once
         )
     return _packing(config)(batch, length, config.pack_rows)
 

@@ -119,13 +119,26 @@ def test_rows_are_as_long_as_was_said_or_four_times_the_longest_sample(tmp_path)
     assert shape(packing="prefixes") == [2, 24]  # 1 + 4 x 5 tokens, and 6
     assert shape(packing="prefixes", pack_length=26) == [1, 26]
     assert shape(packing="samples", pack_length=12, pack_rows=2) == [4, 12]
-    with pytest.raises(ValueError, match="--pack-length of at least the longest sample, 6 tokens"):
-        to_rows(
-            dataclasses.replace(
-                config, packing="samples", sampling=Sampling(max_tokens=4), pack_length=5
-            ),
-            batch,
-        )
+    short = {"packing": "samples", "sampling": Sampling(max_tokens=4), "pack_length": 5}
+    with pytest.warns(UserWarning, match="^A sample is longer than --pack-length 5"):
+        assert (shape(**short), shape(**short, length_multiple=8)) == ([5, 6], [5, 8])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_run_goes_on_where_a_sample_is_longer_than_a_packed_row(tmp_path, packing):
+    rows = [{"prompt": "1" * count, "answer": "2"} for count in (9, 1, 1, 1)]
+    task = funcrl.tasks.from_rows(rows, held_out=0.0)
+
+    def numbers(name, **options):
+        config = small(tmp_path / name, num_prompts=1, steps=4, num_minibatches=1, **options)
+        trained = funcrl.train(config, task=task)
+        return [row["loss"] for row in trained.history[1:]], trained.state.params
+
+    wanted, params = numbers("plain")
+    with pytest.warns(UserWarning, match="longer than --pack-length 8"):
+        found, packed = numbers("packed", packing=packing, pack_length=8)
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert all((leaf - params[name]).abs().max() < 1e-5 for name, leaf in packed.items())
 
 
 def test_a_network_that_takes_no_attention_cannot_be_packed(tmp_path):
