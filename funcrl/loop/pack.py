@@ -38,7 +38,7 @@ def to_rows(config: TrainConfig, batch: Batch) -> Rows:
         length = longest + -longest % config.length_multiple
         warn_safely(
             f"A sample is longer than --pack-length {config.pack_length}: the rows of its update "
-            f"are as long as it, which takes more memory."  # the same words, so that it is said once
+            f"are as long as it, which takes more memory."  # in the same words: once
         )
     return _packing(config)(batch, length, config.pack_rows)
 
