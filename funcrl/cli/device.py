@@ -53,9 +53,7 @@ def chosen_for_device(
     if not (start.choose and begins and can_be) or ("--task" in own and not runs_code):
         return options, {}
     # For --max-prompt-length all rows are tokenised, which the run itself will do.
-    most = options.max_prompt_length
     task, network = task_and_network(replace(options, max_prompt_length=None), start.trust)
-    longest = longest_prompt(options, task)
     is_small = on_gpu and num_params(network) < _FEWEST_PARAMETERS
     is_known = isinstance(network, Transformer) or (on_gpu and is_of_transformers(network))
     if is_small or not is_known:
@@ -64,7 +62,7 @@ def chosen_for_device(
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     try:
         chosen = choose_options(
-            options, sorted(names), network, longest if most is None else min(longest, most), size,
+            options, sorted(names), network, longest_prompt(options, task), size,
             task.max_turns, num_ranks(), _has_compiler(), teacher,
         )  # fmt: skip
     except Uncounted:  # nothing can be chosen by its memory

@@ -15,6 +15,7 @@ from funcrl.generators.draw import truncation_of
 from funcrl.graph.nodes import layer_of
 from funcrl.loop import memory
 from funcrl.loop.module_memory import Uncounted
+from funcrl.loop.supervised import answers_of
 from funcrl.models import Recurrent, Transformer, with_critic
 from funcrl.models.initial import CRITIC, has_values
 from funcrl.models.logprobs import Teacher, chunk_for, logprob_fn
@@ -270,6 +271,19 @@ def estimate_memory(
 
 
 def longest_prompt(config: TrainConfig, task: Task) -> int:
-    """Return the tokens of the longest of a task's first prompts."""
-    prompts = task.prompts(config.seed, 0, config.num_prompts)
-    return max((len(task.tokenizer.encode(prompt.text)) for prompt in prompts), default=0)
+    """Return the tokens of the longest of a task's first prompts that are not left out.
+
+    In supervised training what of a given answer is longer than a drawn one is counted as its
+    prompt's.
+    """
+    limit = config.max_prompt_length
+    first = [
+        (prompt, len(task.tokenizer.encode(prompt.text)))
+        for prompt in task.prompts(config.seed, 0, config.num_prompts)
+    ]
+    kept = [(prompt, length) for prompt, length in first if limit is None or length <= limit]
+    longest = max((length for _, length in kept), default=limit or 0)
+    if not config.is_supervised or not kept:
+        return longest
+    rows = answers_of(task, [prompt for prompt, _ in kept], "cpu").tokens
+    return max(longest, rows.shape[1] - config.sampling.max_tokens)

@@ -23,6 +23,7 @@ from funcrl.config import (
     VLLMConfig,
     WarmStartConfig,
 )
+from funcrl.loop.from_config import longest_prompt
 
 GB = 10**9
 QWEN = funcrl.models.shape("qwen3-0.6b", vocab_size=151_936)
@@ -282,6 +283,20 @@ def test_a_gpu_beside_a_model_on_the_cpu_is_named(line, model, has_gpu, says, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     say_of_idle_gpu(line.split(), "cpu", model)
     assert ("--device cuda --dtype bfloat16 uses it." in capsys.readouterr().err) == says
+
+
+def test_rows_are_as_long_as_the_answers_that_are_trained_on():
+    rows = [{"prompt": "1" * count, "answer": "2" * 30} for count in (4, 9, 4)]
+    task = funcrl.tasks.from_rows(rows, held_out=0.0)
+    options = {"num_prompts": 3, "warm_start": WarmStartConfig(steps=0)}
+    options["sampling"] = Sampling(max_tokens=10)
+    assert longest_prompt(TrainConfig(**options), task) == 9
+    assert longest_prompt(TrainConfig(**options, max_prompt_length=8), task) == 4
+    assert longest_prompt(TrainConfig(**options, max_prompt_length=3), task) == 3
+    algorithm = AlgorithmConfig(name="sft")  # 9 + 30 tokens, and one that ends them
+    assert longest_prompt(TrainConfig(**options, algorithm=algorithm), task) == 40 - 10
+    longer = replace(TrainConfig(**options, algorithm=algorithm), sampling=Sampling(max_tokens=99))
+    assert longest_prompt(longer, task) == 9
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "generate", "chat", "serve"])
