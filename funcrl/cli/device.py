@@ -62,8 +62,8 @@ def chosen_for_device(
     names = {name.partition(".")[0].removeprefix("no-").replace("-", "_") for name in given(args)}
     try:
         chosen = choose_options(
-            options, sorted(names), network, longest_prompt(options, task), size,
-            task.max_turns, num_ranks(), _has_compiler(), teacher,
+            options, sorted(names), network, longest_prompt(options, task), size, task.max_turns,
+            num_ranks(), _has_compiler(), teacher,
         )  # fmt: skip
     except Uncounted:  # nothing can be chosen by its memory
         return options, {}

@@ -27,6 +27,7 @@ from funcrl.models.networks import vocab_size_of
 from funcrl.run import runs
 from funcrl.serve.http import RequestError
 from funcrl.tasks.contracts import Tokenizer
+from funcrl.weights.tokenizer import tokenizer_home
 
 
 class Served(NamedTuple):
@@ -91,14 +92,14 @@ def load_served(
     )
     source = find_source(function, name)
     tokenizer = None if source.weights is None else tokenizer_of(function, options)
-    if tokenizer is None:
+    if tokenizer is None or source.weights is None:
         raise ValueError(
             f"{function} expects --model to be the folder of a run, or pretrained weights, got "
             f"{name!r}, which has learned nothing."
         )
     model = network_of(function, options, source, None)
     params = base_params(options, source, model)
-    return Served(name, model, params, tokenizer, tokenizer_place(function, options))
+    return Served(name, model, params, tokenizer, tokenizer_home(source.weights))
 
 
 def drawing(

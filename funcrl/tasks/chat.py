@@ -12,7 +12,6 @@ from funcrl.core.arguments import checked
 from funcrl.core.files import brief, read_json
 from funcrl.tasks.contracts import Tokenizer
 from funcrl.weights.load import base_of, local_path
-from funcrl.weights.merge import is_adapters
 from funcrl.weights.tokenizer import GENERATION, NO_TOKENIZER, gguf_tokenizer, tokenizer_home
 
 _LONGEST_JSON = 1 << 20  # of generation_config.json, in bytes
@@ -265,7 +264,7 @@ def load_tokenizer(
     if not any(any(path.glob(each)) for each in _TOKENIZERS):
         raise FileNotFoundError(NO_TOKENIZER.format("load_tokenizer", path))
     # Adapters have the tokens that end a text from their base.
-    ends = _generation_ends((base_of(path) if is_adapters(path) else path) / GENERATION)
+    ends = _generation_ends(base_of(path) / GENERATION)
     # Otherwise transformers asks on the terminal whether to run code that the folder contains.
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return ChatTokenizer(tokenizer, system, ends, chat_template_kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from funcrl.core.types import Params
 from funcrl.models import Transformer
 from funcrl.models.networks import is_linear, is_transposed
-from funcrl.weights.merge import FILES
+from funcrl.weights.merge import ADAPTER_FILES
 from funcrl.weights.names import translate
 from funcrl.weights.save import atomic_folder, json_bytes
 from funcrl.weights.tensors import write_safetensors
@@ -51,8 +51,8 @@ def save_adapters(path: Path, model: nn.Module, adapters: Params, alpha: float, 
         "target_modules": sorted(layer.path for layer in layers.values()),
     }
     with atomic_folder(path) as draft:
-        (draft / FILES[0]).write_bytes(json_bytes(config))
-        write_safetensors(draft / FILES[1], _as_peft(adapters, layers))
+        (draft / ADAPTER_FILES[0]).write_bytes(json_bytes(config))
+        write_safetensors(draft / ADAPTER_FILES[1], _as_peft(adapters, layers))
     return path
 
 
@@ -91,7 +91,7 @@ def _layer(model: nn.Module, name: str) -> _Layer:
 def _check_free(path: Path) -> None:
     """Raise if a folder has anything but adapters, which would be lost."""
     there = list(path.iterdir()) if path.is_dir() else []
-    others = [each for each in there if each.name not in FILES]
+    others = [each for each in there if each.name not in ADAPTER_FILES]
     if others or (path.exists() and not path.is_dir()):
         got = f"{path} with {others[0].name}" if others else f"the file {path}"
         raise ValueError(

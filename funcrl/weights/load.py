@@ -17,7 +17,7 @@ from funcrl.core.types import Params
 from funcrl.models import Transformer, TransformerConfig
 from funcrl.weights.gguf import gguf_config, read_gguf
 from funcrl.weights.hugging_face import family_in, from_hugging_face
-from funcrl.weights.merge import FILES, described, is_adapters, merge
+from funcrl.weights.merge import ADAPTER_FILES, described, is_adapters, merge
 from funcrl.weights.names import FusedTensor, fused_tensors_of, name_alone
 from funcrl.weights.sources import PYPI, find, names_hub
 from funcrl.weights.tensors import (
@@ -105,9 +105,7 @@ def load_network(path: str | Path, device: str = "cpu") -> nn.Module:
         >>> type(load_network(folder)).__name__
         'Transformer'
     """
-    place = find_model(local_path(path))
-    if is_adapters(place):
-        return load_network(base_of(place), device)
+    place = base_of(find_model(local_path(path)))
     try:
         return Transformer(load_config(place))
     except UnsupportedNetwork:
@@ -132,8 +130,7 @@ def load_config(path: str | Path) -> TransformerConfig:
         >>> load_config(folder).vocab_size
         13
     """
-    place = find_model(local_path(path))
-    return _find_parameters(base_of(place) if is_adapters(place) else place)[0]
+    return _find_parameters(base_of(find_model(local_path(path))))[0]
 
 
 def local_path(path: str | Path) -> Path:
@@ -159,7 +156,7 @@ def find_model(path: str | Path) -> Path:
     if not path.is_dir() or _is_model(path) or is_adapters(path):
         return path
     folders = {each.parent for each in path.rglob(CONFIG) if _is_model(each.parent)}
-    folders |= {each.parent for each in path.rglob(FILES[0]) if is_adapters(each.parent)}
+    folders |= {each.parent for each in path.rglob(ADAPTER_FILES[0]) if is_adapters(each.parent)}
     found = sorted([*folders, *path.rglob("*.gguf")])
     if len(found) != 1:
         names = ", ".join(str(each.relative_to(path)) for each in found) or "none"
@@ -169,20 +166,22 @@ def find_model(path: str | Path) -> Path:
     return found[0]
 
 
-def base_of(adapters: Path) -> Path:
-    """Return where the model is that the adapters in a folder are of, fetching it once."""
-    base = described(adapters).get("base_model_name_or_path")
+def base_of(model: Path) -> Path:
+    """Return where the model is that adapters are of, fetching it once; any other model itself."""
+    if not is_adapters(model):
+        return model
+    base = described(model).get("base_model_name_or_path")
     try:
         found = find_model(find(base)) if isinstance(base, str) and base else None
     except OSError as error:
         raise ValueError(
-            f"load_params expects the model that the adapters in {adapters} are of, got "
+            f"load_params expects the model that the adapters in {model} are of, got "
             f"base_model_name_or_path {brief(base)}: {error}"
         ) from error
     if found is None or is_adapters(found):
         raise ValueError(
-            f"load_params expects base_model_name_or_path in {adapters / FILES[0]} to name a whole "
-            f"model, got {brief(base)}."
+            f"load_params expects base_model_name_or_path in {model / ADAPTER_FILES[0]} to name a "
+            f"whole model, got {brief(base)}."
         )
     return found
 

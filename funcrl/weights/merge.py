@@ -16,7 +16,7 @@ from funcrl.models.networks import is_transposed
 from funcrl.weights.names import FusedTensor, fused_tensors_of, name_alone
 from funcrl.weights.tensors import LONGEST_HEADER, Stored, read_safetensors, read_tensor
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 # What peft puts between the name of a layer and that of its weight.
@@ -33,13 +33,14 @@ _ADVICE = "peft's merge_and_unload() and save_pretrained() write a whole model"
 
 def is_adapters(folder: Path) -> bool:
     """Return whether a folder has adapters of another model, and no weights of its own."""
-    has_weights = any(folder.glob("model*.safetensors*")) or any(folder.glob("*.gguf"))
-    return (folder / FILES[0]).is_file() and not has_weights
+    if not (folder / ADAPTER_FILES[0]).is_file():
+        return False
+    return not (any(folder.glob("model*.safetensors*")) or any(folder.glob("*.gguf")))
 
 
 def described(folder: Path) -> dict[str, Any]:
     """Return the description of adapters; raise for any but plain low-rank ones."""
-    config = read_json("load_params", folder / FILES[0], LONGEST_HEADER)
+    config = read_json("load_params", folder / ADAPTER_FILES[0], LONGEST_HEADER)
     kind, start = config.get("peft_type"), config.get("init_lora_weights")
     other = next((name for name in _OF_OTHER_ADAPTERS if config.get(name)), "")
     if kind != "LORA" or other or start not in _PLAIN_STARTS:
@@ -60,18 +61,20 @@ def merge(folder: Path, model: nn.Module, params: Params) -> None:
         params: its parameters.
     """
     base = _Base(folder, described(folder), params, _tensors_of(model, params))
-    if not (folder / FILES[1]).is_file():
+    if not (folder / ADAPTER_FILES[1]).is_file():
         raise FileNotFoundError(
-            f"load_params expects adapters in {folder / FILES[1]}, got no such file."
+            f"load_params expects adapters in {folder / ADAPTER_FILES[1]}, got no such file."
         )
-    left = {base.name(name): each for name, each in read_safetensors(folder / FILES[1]).items()}
+    left = {
+        base.name(name): each for name, each in read_safetensors(folder / ADAPTER_FILES[1]).items()
+    }
     modules = dict(model.named_modules())
     for layer in [name.removesuffix(_DOWN) for name in left if name.endswith(_DOWN)]:
         change = base.change(layer, left.pop(layer + _DOWN), left.pop(layer + _UP, None))
         module = modules.get(layer)  # of a class; Transformer has other names
         is_mirrored = module is not None and is_transposed(module)
         for name, leaf in base.parts(f"{layer}.weight", change.mT if is_mirrored else change):
-            params[name].copy_(params[name] + leaf.to(params[name].device))
+            params[name].add_(leaf.to(params[name].device))
     for name, stored in left.items():  # what was trained as a whole beside adapters
         for part, leaf in base.parts(name, read_tensor(stored, base.dtype)):
             new = leaf.to(params[part])
@@ -110,14 +113,14 @@ class _Base:
         if up is None or len(down.shape) != 2 or up.shape[1:] != down.shape[:1]:
             raise ValueError(
                 f"load_params expects lora_A [rank, in] and lora_B [out, rank] of {layer!r} in "
-                f"{self.folder / FILES[1]}, got {list(down.shape)} and "
+                f"{self.folder / ADAPTER_FILES[1]}, got {list(down.shape)} and "
                 f"{'none' if up is None else list(up.shape)}."
             )
         rank, alpha = down.shape[0], self.config.get("lora_alpha")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(
-                f"load_params expects a number as lora_alpha in {self.folder / FILES[0]}, got "
-                f"{brief(alpha)}."
+                f"load_params expects a number as lora_alpha in {self.folder / ADAPTER_FILES[0]}, "
+                f"got {brief(alpha)}."
             )
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         return scale * (read_tensor(up, self.dtype) @ read_tensor(down, self.dtype))

@@ -9,7 +9,6 @@ from funcrl.core import checks
 from funcrl.core.files import brief, read_json
 from funcrl.weights.gguf import read_gguf, read_metadata
 from funcrl.weights.load import base_of, find_model
-from funcrl.weights.merge import is_adapters
 
 GENERATION = "generation_config.json"
 _LONGEST_JSON = 1 << 20  # of a model's description, in bytes
@@ -135,7 +134,7 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> list[bytes]:
 
 def tokenizer_home(model: Path) -> Path:
     """Return where the tokenizer of a model is: of adapters without one, beside their base."""
-    return base_of(model) if is_adapters(model) and not has_tokenizer(model) else model
+    return model if has_tokenizer(model) else base_of(model)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -190,8 +190,7 @@ def test_broken_adapters_are_named(tmp_path):
     adapters = tmp_path / "adapters"
     trained_by_peft(base_of(tmp_path / "base", None), adapters)
     tensors = load_file(adapters / "adapter_model.safetensors")
-    (first, *_) = (name for name in tensors if "q_proj.lora_B" in name)
-
+    first = next(name for name in tensors if "q_proj.lora_B" in name)
     described = json.loads((adapters / "adapter_config.json").read_text())
 
     def refused(named, change=None, **changes):
