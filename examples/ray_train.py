@@ -22,8 +22,9 @@ def train_rank(options: dict) -> None:
     config = replace(options["config"], run_dir=options["run_dir"])
     if config.threads is None and config.device == "cpu":
         config = replace(config, threads=1)
-    mesh = funcrl.parallel.make_mesh(config.ranks.timeout)
-    view = "live" if mesh.data.rank == 0 else None
+    shard = 1 if config.shard == "none" else options["num_workers"]
+    mesh = funcrl.parallel.make_mesh(config.ranks.timeout, shard=shard)
+    view = "live" if mesh.all.rank == 0 else None
     resume = (Path(config.run_dir) / "config.yaml").exists()  # Ray has started the ranks again
     funcrl.train(config, view=view, resume=resume, mesh=mesh)
 
@@ -38,7 +39,11 @@ def main() -> None:
     run_dir = Path(config.run_dir or "runs/on-ray").absolute()  # a folder that all hosts see
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config={"config": config, "run_dir": run_dir},
+        train_loop_config={
+            "config": config,
+            "run_dir": run_dir,
+            "num_workers": own.num_workers,
+        },
         scaling_config=ray.train.ScalingConfig(
             num_workers=own.num_workers, use_gpu=config.device == "cuda"
         ),

@@ -131,7 +131,7 @@ def test_ray_starts_the_ranks_of_a_run(tmp_path):
     command = [
         sys.executable, "-W", "ignore", EXAMPLES / "ray_train.py", "--num-workers", "2",
         "--run-dir", "run", "--steps", "3", "--warm-start.steps", "1", "--num-prompts", "4",
-        "--evaluation.every", "0",
+        "--evaluation.every", "0", "--shard", "optimizer",
     ]  # fmt: skip
     environment = {
         "HOME": home, "RAY_TMPDIR": home, "RAY_USAGE_STATS_ENABLED": "0",
