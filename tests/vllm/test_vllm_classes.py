@@ -24,6 +24,7 @@ from funcrl import build
 from funcrl.config import (
     EvaluationConfig,
     LoraConfig,
+    OptimizerConfig,
     Sampling,
     TrainConfig,
     VLLMConfig,
@@ -119,7 +120,7 @@ class TestRun:
             model=str(folder), run_dir=tmp_path / "run", steps=3, num_prompts=2, num_generations=4,
             sampling=Sampling(max_tokens=4), warm_start=WarmStartConfig(steps=0),
             evaluation=EvaluationConfig(every=0), lora=LoraConfig(rank=2, targets=("c_attn",)),
-            generator="vllm", vllm=CONFIG,
+            optimizer=OptimizerConfig(learning_rate=1e-3), generator="vllm", vllm=CONFIG,
         )  # fmt: skip
         whole = funcrl.train(replace(config, run_dir=tmp_path / "whole"), task=task)
         for row in whole.history[1:]:

@@ -138,7 +138,7 @@ class TestDeath:
         full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
         for error, kind, message in (
             (full, MemoryError, r"VLLM\.generate .*--vllm\.cache-bytes.*Tried to allocate 7\.00"),
-            (KeyboardInterrupt(), KeyboardInterrupt, ""),
+            (KeyboardInterrupt(), KeyboardInterrupt, None),
         ):
             generator = VLLM(model, config=VLLMConfig(slots=16, context_length=20))
             generator.push(params)
